@@ -1,0 +1,60 @@
+"""Inspect and convert deep-learning checkpoints: streaming, atomic, bit for bit.
+
+The names below are the public Python API. They are imported when first used, so that
+``import ckptctl`` costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptctl.api import convert as convert
+    from ckptctl.api import inspect as inspect
+    from ckptctl.api import plan_conversion as plan_conversion
+    from ckptctl.catalog import Catalog as Catalog
+    from ckptctl.errors import CkptError as CkptError
+    from ckptctl.ops.convert import ConversionPlan as ConversionPlan
+    from ckptctl.ops.convert import ConversionResult as ConversionResult
+    from ckptctl.ops.inspect import Inspection as Inspection
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Catalog": "ckptctl.catalog",
+    "CkptError": "ckptctl.errors",
+    "ConversionPlan": "ckptctl.ops.convert",
+    "ConversionResult": "ckptctl.ops.convert",
+    "Inspection": "ckptctl.ops.inspect",
+    "convert": "ckptctl.api",
+    "inspect": "ckptctl.api",
+    "plan_conversion": "ckptctl.api",
+}
+
+__all__ = [
+    "Catalog",
+    "CkptError",
+    "ConversionPlan",
+    "ConversionResult",
+    "Inspection",
+    "__version__",
+    "convert",
+    "inspect",
+    "plan_conversion",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

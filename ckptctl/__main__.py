@@ -1,0 +1,5 @@
+"""``python -m ckptctl``."""
+
+from ckptctl.cli.app import main
+
+main()

@@ -1,0 +1,191 @@
+"""The public Python functions: the same operations as the commands, with typed results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+from ckptctl import dtypes
+from ckptctl.errors import UsageError
+from ckptctl.units import parse_bytes
+
+if TYPE_CHECKING:
+    from ckptctl.ops.convert import ConversionOptions, ConversionPlan, ConversionResult
+    from ckptctl.ops.inspect import Inspection
+
+AnyPath = str | Path
+MAX_SHARD_SIZE = "5GB"
+
+
+class Options(TypedDict, total=False):
+    """What :func:`convert` and :func:`plan_conversion` accept beside ``to``.
+
+    Keys:
+        from_format: Format of the source; None: detect it.
+        model_type: Model family; None: detect it.
+        from_layout: Layout of the source's tensors; None: detect it.
+        to_layout: Layout to write; None: what the target format implies, else the source's.
+        dtype: Cast floating tensors to this dtype; None: keep theirs.
+        include: Globs; only tensors that match one.
+        exclude: Globs; no tensor that matches one.
+        only: ``model``, or ``all`` for training state too.
+        root: Prefix of the model inside the source; None: find it.
+        max_shard_size: Bytes of tensors per output file: a number, or text such as ``5GB``.
+        mp: Number of Meta shards.
+        assets: Directory with configuration and tokenizer; None: the source's own.
+        like: Checkpoint whose distribution of keys over files is copied.
+        overwrite: Replace the destination if it is a checkpoint.
+        resume: Go on with an interrupted run.
+        verify: Read the result again and compare its checksums.
+        checksum: Compute checksums on the way.
+        jobs: Threads that copy; None: one per core.
+        memory: Budget for buffers: bytes, or text such as ``256MiB``; None: the default.
+        untie: Write both of two tied tensors.
+    """
+
+    from_format: str | None
+    model_type: str | None
+    from_layout: str | None
+    to_layout: str | None
+    dtype: str | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    only: Literal["model", "all"]
+    root: str | None
+    max_shard_size: int | str
+    mp: int
+    assets: AnyPath | None
+    like: AnyPath | None
+    overwrite: bool
+    resume: bool
+    verify: bool
+    checksum: bool
+    jobs: int | None
+    memory: int | str | None
+    untie: bool
+
+
+def inspect(path: AnyPath, *, format: str | None = None, stats: bool = False) -> Inspection:
+    """Say what the checkpoint at *path* holds and whether it is whole.
+
+    Args:
+        path: A directory or a file; a folder of checkpoints lists its members.
+        format: Its format; None: detect it.
+        stats: Read the data too and add statistics of every tensor; imports torch.
+
+    Raises:
+        CkptError: It is missing, not recognised, or its index is damaged.
+    """
+    from ckptctl.ops.inspect import inspect as run
+
+    return run(path, format, stats)
+
+
+def plan_conversion(
+    src: AnyPath, dst: AnyPath, *, to: str, **options: Unpack[Options]
+) -> ConversionPlan:
+    """Decide everything about a conversion without writing a byte.
+
+    Args:
+        src: The checkpoint.
+        dst: Where the result would appear.
+        to: Format to write: ``dcp``, ``hf``, ``meta`` or ``torch``.
+        options: See :class:`Options`.
+
+    Raises:
+        CkptError: The conversion would fail or would not be safe.
+    """
+    from ckptctl.ops.convert import plan_conversion as plan
+
+    return plan(src, dst, conversion_options(to, **options))
+
+
+def convert(
+    src: AnyPath,
+    dst: AnyPath,
+    *,
+    to: str,
+    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
+) -> ConversionResult:
+    """Convert *src* and publish the result as *dst*, whole or not at all.
+
+    Args:
+        src: The checkpoint; it is never changed.
+        dst: Must not exist, unless ``overwrite=True`` and it is a checkpoint.
+        to: Format to write: ``dcp``, ``hf``, ``meta`` or ``torch``.
+        progress: Called with the bytes done since the last call, from several threads.
+        options: See :class:`Options`.
+
+    Raises:
+        CkptError: Nothing was published; the source is unchanged.
+    """
+    from ckptctl.ops.convert import run_conversion
+
+    return run_conversion(plan_conversion(src, dst, to=to, **options), progress)
+
+
+def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions:
+    """Return *options* checked and in the form that the operation takes.
+
+    Raises:
+        UsageError: One of them makes no sense.
+    """
+    from ckptctl.ops.convert import ConversionOptions
+
+    memory = options.get("memory")
+    return ConversionOptions(
+        to=to,
+        from_format=options.get("from_format"),
+        model_type=options.get("model_type"),
+        from_layout=options.get("from_layout"),
+        to_layout=options.get("to_layout"),
+        dtype=_floating(options.get("dtype")),
+        include=_globs(options.get("include", ())),
+        exclude=_globs(options.get("exclude", ())),
+        only=_only(options.get("only", "model")),
+        root=options.get("root"),
+        max_shard_size=parse_bytes(options.get("max_shard_size", MAX_SHARD_SIZE)),
+        mp=_positive("mp", options.get("mp", 1)) or 1,
+        assets=_path(options.get("assets")),
+        like=_path(options.get("like")),
+        overwrite=options.get("overwrite", False),
+        resume=options.get("resume", False),
+        verify=options.get("verify", False),
+        checksum=options.get("checksum", True),
+        jobs=_positive("jobs", options.get("jobs")),
+        memory=None if memory is None else parse_bytes(memory),
+        untie=options.get("untie", False),
+    )
+
+
+def _floating(dtype: str | None) -> str | None:
+    if dtype is None:
+        return None
+    name = dtypes.parse(dtype)
+    if name is None or not dtypes.BY_NAME[name].floating:
+        raise UsageError(f"`{dtype}` is not a floating dtype", where="dtype")
+    return name
+
+
+def _globs(globs: Sequence[str]) -> tuple[str, ...]:
+    return (globs,) if isinstance(globs, str) else tuple(globs)
+
+
+def _only(value: str) -> Literal["model", "all"]:
+    if value == "model":
+        return "model"
+    if value == "all":
+        return "all"
+    raise UsageError(f"`{value}` is neither `model` nor `all`", where="only")
+
+
+def _path(path: AnyPath | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise UsageError(f"{value} is not a positive number", where=name)
+    return value

@@ -1,0 +1,169 @@
+"""The index of one checkpoint: which box of which tensor lies at which bytes.
+
+A :class:`Catalog` is all that a command needs to answer questions about a checkpoint and to plan
+a conversion. It holds no tensor data, imports no torch and is never changed after reading.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptctl import dtypes
+
+Codec = Literal["raw", "torch"]
+
+
+class Index(int):
+    """A position in a list, as opposed to an integer key of a dictionary."""
+
+
+Path = tuple[str | int | Index, ...]
+"""Keys from the root of the saved object down to a leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: DCP's chunk.
+
+    Attributes:
+        offsets: The first index along each dimension.
+        sizes: The number of elements along each dimension; ``()`` for a 0-d tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.sizes)
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """Return the box that covers a tensor of *shape*."""
+        return cls((0,) * len(shape), shape)
+
+    def __str__(self) -> str:
+        spans = (f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
+        return f"[{', '.join(spans)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A box of a tensor and the bytes that hold it.
+
+    Attributes:
+        box: The part of the tensor.
+        file: Path relative to the checkpoint's root, with ``/``.
+        offset: First byte in the file.
+        nbytes: Number of bytes from there.
+        codec: ``raw``: the bytes are the elements. ``torch``: they are one ``torch.save`` zip that
+            holds them (a write item of a ``.distcp`` file) and must be resolved before reading.
+        strides: Distance between neighbours along each dimension, in elements; None: row-major.
+        crc32: CRC-32 of the ``nbytes`` bytes where the format records one.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+    codec: Codec = "raw"
+    strides: tuple[int, ...] | None = None
+    crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: Fully qualified name: the parts of *path* joined by dots.
+        dtype: torch's name of the dtype, as in ``bfloat16``.
+        shape: Global shape, as torch counts it.
+        extents: The boxes that tile it.
+        path: Keys from the root of the saved object down to the tensor.
+        alias_of: The tensor of the same checkpoint that this one shares all its memory with.
+        requires_grad: What the checkpoint records; False where the format has no word for it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    extents: tuple[Extent, ...]
+    path: Path
+    alias_of: str | None = None
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the logical size in bytes, whatever its storage occupies."""
+        return self.numel * dtypes.itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A leaf that is not a tensor: a step counter, a random-number state, a data-loader state.
+
+    Attributes:
+        name: Fully qualified name.
+        path: Keys from the root of the saved object down to the leaf.
+        file: Where its own ``torch.save`` zip lies, for DCP byte items; None: *value* holds it.
+        offset: First byte of that zip.
+        nbytes: Length of that zip.
+        value: The leaf itself as the restricted unpickler returned it, when *file* is None.
+    """
+
+    name: str
+    path: Path
+    file: str | None = None
+    offset: int = 0
+    nbytes: int = 0
+    value: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Everything one checkpoint holds.
+
+    Attributes:
+        root: Absolute path of the directory that all files are relative to.
+        path: Absolute path that was read: the directory, or one file in it.
+        format: Name of the format, as in ``dcp``.
+        files: The data files that are part of the checkpoint, with their sizes in bytes.
+        tensors: Tensors by name, in the checkpoint's own order.
+        blobs: Other leaves by name.
+        assets: Side files (configuration, tokenizer, ...) relative to *root*, with their sizes.
+        documents: ``config.json`` and ``params.json`` where there are any, parsed; params as they
+            hold for *tensors*, when shards repeat heads.
+        metadata: Free-form strings that the format carries.
+        notes: What a reader should know: disabled checksums, files that nothing refers to, ...
+    """
+
+    root: str
+    path: str
+    format: str
+    files: Mapping[str, int]
+    tensors: Mapping[str, TensorEntry]
+    blobs: Mapping[str, Blob] = field(default_factory=dict)
+    assets: Mapping[str, int] = field(default_factory=dict)
+    documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the logical bytes of all tensors, aliases counted once."""
+        return sum(t.nbytes for t in self.tensors.values() if t.alias_of is None)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of all tensors, aliases counted once."""
+        return sum(t.numel for t in self.tensors.values() if t.alias_of is None)

@@ -1,0 +1,124 @@
+"""The program: finds its commands, turns errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import traceback
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from ckptctl import __version__, cli
+from ckptctl.cli.options import examples
+from ckptctl.cli.output import Output
+from ckptctl.errors import CkptError, StorageError, UsageError
+
+RAW_ARGUMENTS = "ckptctl.arguments"
+
+
+class StoppedError(CkptError):
+    """The user stopped the run."""
+
+    exit_code = 130
+    code = "interrupted"
+
+
+class CkptGroup(TyperGroup):
+    """A command group at whose edge every exception becomes a message and an exit code."""
+
+    # Typer's own context class is not public, hence Any.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remember the command line as it was typed, for hints that repeat it."""
+        ctx.meta[RAW_ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        machine = "--json" in ctx.args
+        try:
+            result = super().invoke(ctx)
+            # A reader that went away is noticed here, not while the interpreter shuts down.
+            sys.stdout.flush()
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if hasattr(error, "format_message") and not machine:
+                raise  # a usage error: Typer prints it with the usage line
+            _fail(error, Output(machine), bool(ctx.params.get("debug")))
+        return result
+
+
+def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
+    shown = _explain(error)
+    output.error(shown, "".join(traceback.format_exception(error)) if debug else None)
+    raise typer.Exit(shown.exit_code) from None
+
+
+def _explain(error: BaseException) -> CkptError:
+    if isinstance(error, CkptError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return StoppedError("interrupted")
+    if isinstance(error, OSError):
+        return StorageError.from_os_error(error, "go on", str(error.filename or "unknown file"))
+    if hasattr(error, "format_message"):
+        return UsageError(str(error.format_message()))
+    return CkptError(
+        f"{type(error).__name__}: {error}",
+        why="this is a bug in ckptctl, please report it",
+        hint="run it again with `ckptctl --debug ...` and send the traceback along",
+    )
+
+
+app = typer.Typer(
+    name="ckptctl",
+    cls=CkptGroup,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples(
+        "ckptctl inspect tests/data/tiny-llama3-hf",
+        "ckptctl convert tests/data/tiny-llama3-hf out-dcp --to dcp",
+        "ckptctl convert out-dcp out-meta --to meta --dry-run",
+    ),
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        Output().line(f"ckptctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", envvar="CKPTCTL_DEBUG", help="Show tracebacks of errors."),
+    ] = False,
+) -> None:
+    """Inspect and convert deep-learning checkpoints: streaming, atomic, bit for bit."""
+
+
+def _register_commands() -> None:
+    for module in pkgutil.iter_modules(cli.__path__, f"{cli.__name__}."):
+        if module.name != __name__:
+            register = getattr(importlib.import_module(module.name), "register", None)
+            if register:
+                register(app)
+
+
+_register_commands()
+
+
+def main() -> None:
+    """Run the program with the arguments of the process."""
+    app(prog_name="ckptctl")

@@ -1,0 +1,251 @@
+"""``ckptctl convert SRC DST --to FORMAT``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+from ckptctl.cli.progress import progress
+from ckptctl.errors import SHOWN
+from ckptctl.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from ckptctl.ops.convert import ConversionPlan, ConversionResult
+
+SCHEMA = "ckptctl.convert/1"
+EPILOG = opt.examples(
+    "ckptctl convert tests/data/tiny-llama3-hf out-dcp --to dcp",
+    "ckptctl convert out-dcp out-meta --to meta --mp 2",
+    "ckptctl convert out-meta out-hf --to hf --dtype bf16 --verify",
+    "ckptctl convert out-dcp model.pt --to torch --dry-run",
+    "ckptctl convert out-dcp out-titan --to dcp --to-layout torchtitan@0.3",
+)
+
+
+def convert(
+    context: typer.Context,
+    src: opt.Source,
+    dst: opt.Destination,
+    to: opt.To,
+    from_format: opt.From = None,
+    model_type: opt.ModelType = None,
+    from_layout: Annotated[
+        str | None,
+        typer.Option(metavar="LAYOUT", help="How SRC names its tensors, if not detected."),
+    ] = None,
+    to_layout: Annotated[
+        str | None,
+        typer.Option(metavar="LAYOUT", help="How DST is to name them: hf, meta, torchtune, ..."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            callback=opt.check_dtype,
+            autocompletion=opt.dtype_names,
+            help="Cast floating tensors, as in bf16; those pinned to fp32 stay.",
+        ),
+    ] = None,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            metavar="PART", callback=opt.check_only, help="model, or all: optimizer state too."
+        ),
+    ] = "model",
+    root: Annotated[
+        str | None,
+        typer.Option(metavar="PREFIX", help="Where the model is inside SRC, if not detected."),
+    ] = None,
+    max_shard_size: Annotated[
+        str,
+        typer.Option(metavar="SIZE", callback=opt.check_size, help="Bytes of tensors per file."),
+    ] = "5GB",
+    mp: Annotated[
+        int, typer.Option(metavar="N", callback=opt.check_positive, help="Number of Meta shards.")
+    ] = 1,
+    assets: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where configuration and tokenizer come from."),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Put the same keys in the same files as this one."),
+    ] = None,
+    untie: Annotated[bool, typer.Option("--untie", help="Write both of two tied tensors.")] = False,
+    dry_run: opt.DryRun = False,
+    overwrite: opt.Overwrite = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read DST again and compare its checksums.")
+    ] = False,
+    no_checksum: Annotated[
+        bool, typer.Option("--no-checksum", help="Compute no checksums; may be faster.")
+    ] = False,
+    jobs: opt.Jobs = None,
+    memory: opt.Memory = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Convert a checkpoint to another format, layout or dtype.
+
+    SRC is never changed. DST appears whole, in one step, or not at all.
+    """
+    from ckptctl import api
+    from ckptctl.ops.convert import run_conversion
+
+    output = Output(json, quiet)
+    plan = api.plan_conversion(
+        src,
+        dst,
+        to=to,
+        from_format=from_format,
+        model_type=model_type,
+        from_layout=from_layout,
+        to_layout=to_layout,
+        dtype=dtype,
+        include=include or (),
+        exclude=exclude or (),
+        only=cast(Literal["model", "all"], only),
+        root=root,
+        max_shard_size=max_shard_size,
+        mp=mp,
+        assets=assets,
+        like=like,
+        overwrite=overwrite,
+        resume=resume,
+        verify=verify,
+        checksum=not no_checksum,
+        jobs=jobs,
+        memory=memory,
+        untie=untie,
+    )
+    output.statement(plan.statement)
+    for note in plan.notes:
+        output.note(note)
+    if dry_run:
+        _print_plan(output, plan, dst)
+        output.hint(f"run it with `{_without_dry_run(context)}`")
+        return
+    with progress(output, "copying", plan.nbytes) as advance:
+        result = run_conversion(plan, advance)
+    _print_result(output, result, dst)
+    output.hint(f"look at it with `{shlex.join(['ckptctl', 'inspect', str(dst)])}`")
+
+
+def _print_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
+    if output.mode == "json":
+        output.document(SCHEMA, {"dry_run": True, **plan.to_json()})
+    elif output.mode == "quiet":
+        output.line(str(dst))
+    elif output.mode == "plain":
+        output.fields(_plan_fields(plan, dst))
+        output.table([("file", path, str(nbytes)) for path, nbytes in plan.files])
+        output.table([("dropped", key, why) for key, why in plan.dropped.items()])
+        output.table([("left_out", key, why) for key, why in plan.left_out.items()])
+    else:
+        _show_plan(output, plan, dst)
+
+
+def _plan_fields(plan: ConversionPlan, dst: Path) -> Iterator[tuple[str, object]]:
+    yield "target", dst
+    yield "tensors", plan.tensors
+    yield "mapped", plan.mapped
+    yield "bytes", plan.nbytes
+    yield "free_bytes", plan.free_bytes
+    yield "memory_bytes", plan.memory_bytes
+    yield "arithmetic", "yes" if plan.arithmetic else "no"
+
+
+def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
+    total = format_bytes(plan.nbytes)
+    output.line(f"would write {_counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
+    output.table([(f"  {path}", format_bytes(nbytes)) for path, nbytes in plan.files], right=[1])
+    output.line(
+        f"{plan.tensors:,} tensors · {plan.mapped:,} mapped · {len(plan.dropped):,} dropped"
+        f" · {len(plan.left_out):,} left out"
+    )
+    for title, keys in (("dropped", plan.dropped), ("left out", plan.left_out)):
+        _show_reasons(output, title, keys)
+    memory = format_bytes(plan.memory_bytes)
+    output.line(
+        f"needs {total} of disk ({format_bytes(plan.free_bytes)} free), peak memory about {memory}"
+        + (", arithmetic with torch" if plan.arithmetic else "")
+    )
+
+
+def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in keys.items():
+        by_reason.setdefault(reason, []).append(key)
+    for reason, names in by_reason.items():
+        output.line(f"{title}: {reason}")
+        for name in names[:SHOWN]:
+            output.line(f"  {name}")
+        if len(names) > SHOWN:
+            output.line(f"  and {len(names) - SHOWN:,} more")
+
+
+def _print_result(output: Output, result: ConversionResult, dst: Path) -> None:
+    if output.mode == "json":
+        output.document(SCHEMA, {"dry_run": False, **result.to_json()})
+        return
+    for note in result.notes:
+        output.note(note)
+    if output.mode == "quiet":
+        output.line(str(dst))
+    elif output.mode == "plain":
+        output.fields(
+            (
+                ("target", dst),
+                ("files", len(result.plan.files)),
+                ("bytes", result.nbytes),
+                ("resumed_bytes", result.resumed_bytes),
+                ("seconds", f"{result.seconds:.3f}"),
+                ("verified", "yes" if result.verified else "no"),
+            )
+        )
+    else:
+        output.line(_summary(result, dst), "bold")
+
+
+def _summary(result: ConversionResult, dst: Path) -> str:
+    moved = result.nbytes - result.resumed_bytes
+    parts = [
+        f"wrote {dst}: {_counted(len(result.plan.files), 'file')}",
+        f"{format_bytes(result.nbytes)} in {format_seconds(result.seconds)}",
+    ]
+    if result.seconds > 0.5:
+        parts.append(f"{format_bytes(int(moved / result.seconds))}/s")
+    if result.resumed_bytes:
+        parts.append(f"{format_bytes(result.resumed_bytes)} were there already")
+    if result.verified:
+        parts.append("verified")
+    return ", ".join(parts)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _without_dry_run(context: typer.Context) -> str:
+    from ckptctl.cli.app import RAW_ARGUMENTS
+
+    typed: list[str] = context.meta.get(RAW_ARGUMENTS, [])
+    kept = (word for word in typed if word not in ("-n", "--dry-run"))
+    merged = {"-nq": "-q", "-qn": "-q"}
+    return shlex.join(["ckptctl", *(merged.get(word, word) for word in kept)])
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("convert", epilog=EPILOG, no_args_is_help=True)(convert)

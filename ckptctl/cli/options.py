@@ -1,0 +1,187 @@
+"""Options that several commands share: one spelling, one meaning, one check each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptctl.errors import UsageError, nearest
+from ckptctl.units import parse_bytes
+
+
+def examples(*lines: str) -> str:
+    """Return an epilog that shows *lines* as they are."""
+    return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
+
+
+def among(value: str | None, kind: str, known: Sequence[str]) -> str | None:
+    """Return *value* if it is known.
+
+    Raises:
+        typer.BadParameter: It is not; the message lists what is, and the nearest.
+    """
+    if value is None or value in known:
+        return value
+    close = nearest(value, known)
+    suggestion = f" Did you mean '{close}'?" if close else ""
+    raise typer.BadParameter(f"unknown {kind} {value!r}. Known: {', '.join(known)}.{suggestion}")
+
+
+def readable_formats() -> list[str]:
+    """Return what ``--from`` accepts."""
+    from ckptctl import formats
+
+    return list(formats.names())
+
+
+def writable_formats() -> list[str]:
+    """Return what ``--to`` accepts."""
+    from ckptctl import formats
+
+    return list(formats.writable())
+
+
+def model_types() -> list[str]:
+    """Return what ``--model-type`` accepts."""
+    from ckptctl import families
+
+    return list(families.names())
+
+
+def dtype_names() -> list[str]:
+    """Return the dtypes that a cast may go to, as tables show them."""
+    from ckptctl.dtypes import BY_NAME
+
+    return [dtype.short for dtype in BY_NAME.values() if dtype.floating]
+
+
+def check_readable(value: str | None) -> str | None:
+    """Refuse a format that cannot be read."""
+    return among(value, "format", readable_formats()) if value else value
+
+
+def check_writable(value: str | None) -> str | None:
+    """Refuse a format that cannot be written."""
+    return among(value, "format", writable_formats()) if value else value
+
+
+def check_model_type(value: str | None) -> str | None:
+    """Refuse a model type without a family."""
+    if value is not None:
+        from ckptctl import families
+
+        try:
+            families.family(value)
+        except UsageError as error:
+            said = filter(None, (error.what, error.why, error.hint))
+            raise typer.BadParameter("; ".join(said)) from None
+    return value
+
+
+def check_dtype(value: str | None) -> str | None:
+    """Refuse what is no floating dtype."""
+    from ckptctl import dtypes
+
+    name = dtypes.parse(value) if value else None
+    if value and not (name and dtypes.BY_NAME[name].floating):
+        among(value, "floating dtype", dtype_names())
+        raise typer.BadParameter(f"{value!r} is not a floating dtype")
+    return value
+
+
+def check_size(value: str | None) -> str | None:
+    """Refuse what is no size in bytes."""
+    if value is not None:
+        try:
+            parse_bytes(value)
+        except UsageError as error:
+            raise typer.BadParameter(error.what) from None
+    return value
+
+
+def check_positive(value: int | None) -> int | None:
+    """Refuse zero and below."""
+    if value is not None and value < 1:
+        raise typer.BadParameter(f"{value} is not a positive number")
+    return value
+
+
+def check_only(value: str) -> str:
+    """Refuse what is neither ``model`` nor ``all``."""
+    among(value, "part", ("model", "all"))
+    return value
+
+
+def check_sort(value: str) -> str:
+    """Refuse what is neither ``name`` nor ``size``."""
+    among(value, "order", ("name", "size"))
+    return value
+
+
+Source = Annotated[
+    Path, typer.Argument(metavar="SRC", show_default=False, help="Checkpoint: directory or file.")
+]
+Destination = Annotated[
+    Path, typer.Argument(metavar="DST", show_default=False, help="Where the result appears.")
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="FORMAT",
+        callback=check_readable,
+        autocompletion=readable_formats,
+        help="Format of SRC, where it cannot be detected.",
+    ),
+]
+To = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        callback=check_writable,
+        autocompletion=writable_formats,
+        show_default=False,
+        help="Format to write: dcp, hf, meta or torch.",
+    ),
+]
+ModelType = Annotated[
+    str | None,
+    typer.Option(
+        "--model-type",
+        "-m",
+        metavar="NAME",
+        callback=check_model_type,
+        autocompletion=model_types,
+        help="Model family, where it cannot be detected.",
+    ),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option("--include", metavar="GLOB", help="Only tensors that match; repeatable."),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option("--exclude", metavar="GLOB", help="Not the tensors that match; repeatable."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", "-n", help="Show the plan; read no weights, write nothing.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST if it is a checkpoint.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", metavar="N", callback=check_positive, help="Threads that copy."),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory", metavar="SIZE", callback=check_size, help="Budget for buffers, as in 256MiB."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print names or paths alone, one per line.")
+]

@@ -1,0 +1,160 @@
+"""The only printer: what reaches the user's terminal, pipe or program, and how.
+
+stdout carries the answer, stderr everything else. A terminal gets aligned columns, and colour
+unless ``NO_COLOR`` or ``TERM=dumb`` forbid it; anything else gets the same facts tab-separated,
+whole and plain. Names come from files that others wrote, so everything printed is escaped here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TextIO
+
+from ckptctl import __version__
+from ckptctl.errors import CkptError
+from ckptctl.units import visible
+
+Mode = Literal["human", "plain", "json", "quiet"]
+Style = Literal["bold", "dim", "red", "yellow", "cyan"]
+_SGR: Mapping[Style, str] = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
+GAP = "  "
+
+
+class Output:
+    """Prints in one mode for the length of one command.
+
+    Args:
+        machine: The answer is one JSON document.
+        quiet: The answer is names or paths alone, one per line; no hints and no progress.
+    """
+
+    def __init__(self, machine: bool = False, quiet: bool = False) -> None:
+        self.mode: Mode = (
+            "json" if machine else "quiet" if quiet else "human" if _tty(sys.stdout) else "plain"
+        )
+
+    @property
+    def chatty(self) -> bool:
+        """Return whether statements, hints and progress are wanted."""
+        return self.mode in ("human", "plain")
+
+    def line(self, text: str = "", style: Style | None = None) -> None:
+        """Print one line of the answer."""
+        _write(sys.stdout, _styled(sys.stdout, visible(text), style))
+
+    def fields(self, fields: Iterable[tuple[str, object]]) -> None:
+        """Print ``name: value`` pairs, tab-separated where nobody looks."""
+        separator = ": " if self.mode == "human" else "\t"
+        for name, value in fields:
+            _write(sys.stdout, f"{visible(name)}{separator}{visible(str(value))}")
+
+    def table(self, rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> None:
+        """Print *rows*: aligned on a terminal, tab-separated elsewhere, never cut.
+
+        Args:
+            rows: Cells; rows may be shorter than the longest. Leading blanks are kept.
+            right: Columns that are aligned to the right.
+        """
+        cells = [[visible(cell) for cell in row] for row in rows]
+        if self.mode == "human":
+            lines = _aligned(cells, frozenset(right))
+        else:
+            lines = ["\t".join(row) for row in cells]
+        if lines:
+            _write(sys.stdout, "\n".join(lines))
+
+    def document(self, schema: str, body: Mapping[str, object]) -> None:
+        """Print the answer as one JSON document.
+
+        Args:
+            schema: Name and number of its schema, as in ``ckptctl.inspect/1``.
+            body: Its fields.
+        """
+        _write(sys.stdout, _json({"schema": schema, "ckptctl": __version__, **body}))
+
+    def statement(self, text: str) -> None:
+        """Say on stderr what is about to happen, in one line."""
+        if self.chatty:
+            self.report(text, "dim")
+
+    def note(self, text: str) -> None:
+        """Say on stderr what the user should know but need not act on."""
+        if self.chatty:
+            self._labelled("note", text, "cyan")
+
+    def warning(self, text: str) -> None:
+        """Say on stderr what is wrong although the command goes on."""
+        if self.mode != "json":
+            self._labelled("warning", text, "yellow")
+
+    def hint(self, text: str) -> None:
+        """Say on stderr what to do next."""
+        if self.chatty:
+            self._labelled("hint", text, "cyan")
+
+    def report(self, text: str, style: Style | None = None) -> None:
+        """Print one line to stderr."""
+        _write(sys.stderr, _styled(sys.stderr, visible(text), style))
+
+    def error(self, error: CkptError, trace: str | None = None) -> None:
+        """Print *error* to stderr: as a JSON object, or as what, where, why and what to do.
+
+        Args:
+            error: What to show.
+            trace: A traceback, for ``--debug``.
+        """
+        if self.mode == "json":
+            extra = {"traceback": trace} if trace else {}
+            _write(sys.stderr, _json({"error": {**error.to_json(), **extra}}))
+            return
+        if trace:
+            _write(sys.stderr, "\n".join(visible(line) for line in trace.splitlines()))
+        self._labelled("error", error.what, "red")
+        for label, text in (("  where: ", error.where), ("  why:   ", error.why)):
+            if text:
+                self.report(label + text)
+        if error.hint:
+            _write(sys.stderr, "")
+            self._labelled("hint", error.hint, "cyan")
+
+    def _labelled(self, label: str, text: str, style: Style) -> None:
+        _write(sys.stderr, f"{_styled(sys.stderr, f'{label}:', style)} {visible(text)}")
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
+    widths: dict[int, int] = {}
+    for row in rows:
+        for column, cell in enumerate(row):
+            widths[column] = max(widths.get(column, 0), len(cell))
+    return [
+        GAP.join(
+            cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
+            for column, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _json(value: Mapping[str, object]) -> str:
+    return json.dumps(value, indent=2, allow_nan=False)
+
+
+def _tty(stream: TextIO) -> bool:
+    return stream.isatty()
+
+
+def _styled(stream: TextIO, text: str, style: Style | None) -> str:
+    plain = not style or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain or not style or not _tty(stream) else f"\x1b[{_SGR[style]}m{text}\x1b[0m"
+
+
+def _write(stream: TextIO, text: str) -> None:
+    encoding = stream.encoding or "ascii"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(f"{text}\n")

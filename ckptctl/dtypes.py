@@ -1,0 +1,80 @@
+"""Element types by torch's own names, known without torch.
+
+Sources: ``torch/csrc/utils/tensor_dtypes.cpp`` for the names, the safetensors format
+specification (``Dtype`` in ``safetensors/src/tensor.rs``) for its codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    Attributes:
+        name: torch's name without the ``torch.`` prefix.
+        itemsize: Bytes of one element as torch counts elements.
+        short: What tables show.
+        safetensors: Its code in a safetensors header; None: that format cannot hold it.
+        storage: torch's legacy typed storage class; None: pickled as an untyped storage plus dtype.
+        floating: Whether ``--dtype`` casts it.
+    """
+
+    name: str
+    itemsize: int
+    short: str
+    safetensors: str | None
+    storage: str | None = None
+    floating: bool = False
+
+
+_TABLE = (
+    DType("float64", 8, "f64", "F64", "DoubleStorage", floating=True),
+    DType("float32", 4, "f32", "F32", "FloatStorage", floating=True),
+    DType("float16", 2, "f16", "F16", "HalfStorage", floating=True),
+    DType("bfloat16", 2, "bf16", "BF16", "BFloat16Storage", floating=True),
+    DType("float8_e4m3fn", 1, "f8e4m3", "F8_E4M3", floating=True),
+    DType("float8_e5m2", 1, "f8e5m2", "F8_E5M2", floating=True),
+    DType("float8_e4m3fnuz", 1, "f8e4m3fnuz", "F8_E4M3FNUZ", floating=True),
+    DType("float8_e5m2fnuz", 1, "f8e5m2fnuz", "F8_E5M2FNUZ", floating=True),
+    DType("float8_e8m0fnu", 1, "f8e8m0", "F8_E8M0"),
+    DType("float4_e2m1fn_x2", 1, "f4x2", "F4"),
+    DType("int64", 8, "i64", "I64", "LongStorage"),
+    DType("int32", 4, "i32", "I32", "IntStorage"),
+    DType("int16", 2, "i16", "I16", "ShortStorage"),
+    DType("int8", 1, "i8", "I8", "CharStorage"),
+    DType("uint64", 8, "u64", "U64"),
+    DType("uint32", 4, "u32", "U32"),
+    DType("uint16", 2, "u16", "U16"),
+    DType("uint8", 1, "u8", "U8", "ByteStorage"),
+    DType("bool", 1, "bool", "BOOL", "BoolStorage"),
+    DType("complex128", 16, "c128", None, "ComplexDoubleStorage"),
+    DType("complex64", 8, "c64", "C64", "ComplexFloatStorage"),
+    DType("complex32", 4, "c32", None),
+)
+
+BY_NAME = {t.name: t for t in _TABLE}
+BY_SAFETENSORS = {t.safetensors: t for t in _TABLE if t.safetensors}
+BY_STORAGE = {t.storage: t for t in _TABLE if t.storage}
+_SPELLINGS = {t.short: t.name for t in _TABLE} | {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+}
+
+
+def itemsize(name: str) -> int:
+    """Return the bytes of one element of the dtype called *name*."""
+    return BY_NAME[name].itemsize
+
+
+def parse(text: str) -> str | None:
+    """Return torch's name for what a user wrote (``bf16``, ``torch.bfloat16``), or None."""
+    name = text.strip().lower().removeprefix("torch.")
+    return name if name in BY_NAME else _SPELLINGS.get(name)

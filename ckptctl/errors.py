@@ -1,0 +1,158 @@
+"""Every error that ckptctl raises on purpose.
+
+::
+
+    CkptError                       70  a bug when raised bare
+    ├── UsageError                   2  the call contradicts itself
+    ├── SourceNotFoundError          3  no such path
+    ├── FormatError                  3  not recognised, or recognised as something unsupported
+    ├── DamagedError                 4  truncated, incomplete, contradictory or hostile input
+    │   ├── UnsafePickleError        4  a pickle asks for something that is not on the allow-list
+    │   └── CoverageError            4  chunks leave a hole, overlap or disagree
+    ├── MappingError                 5  keys, shapes or configs that do not fit the model type
+    ├── RefusedError                 6  nothing was changed: destination exists, disk too small, ...
+    ├── PartialError                 7  some items failed; the report names each
+    └── StorageError                 8  the operating system failed a read or a write
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SHOWN = 5
+
+
+class CkptError(Exception):
+    """What went wrong, where, why, and what to do about it.
+
+    Args:
+        what: One line without a full stop: the failure itself.
+        where: The file, tensor or option concerned.
+        why: The evidence: sizes, names, offsets.
+        hint: The next step, if there is one.
+    """
+
+    exit_code = 70
+    code = "internal"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.why = why
+        self.hint = hint
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published error object (``docs/reference/json.md``)."""
+        return {
+            "code": self.code,
+            "exit_code": self.exit_code,
+            "message": self.what,
+            "where": self.where,
+            "why": self.why,
+            "hint": self.hint,
+        }
+
+
+class UsageError(CkptError):
+    """The options contradict each other or the input."""
+
+    exit_code = 2
+    code = "usage"
+
+
+class SourceNotFoundError(CkptError):
+    """The path does not exist or holds nothing."""
+
+    exit_code = 3
+    code = "not-found"
+
+
+class FormatError(CkptError):
+    """The path is not a checkpoint that ckptctl reads."""
+
+    exit_code = 3
+    code = "unrecognised-format"
+
+
+class DamagedError(CkptError):
+    """The checkpoint is truncated, incomplete or contradicts itself."""
+
+    exit_code = 4
+    code = "damaged"
+
+
+class UnsafePickleError(DamagedError):
+    """A pickle names a global that is not on the allow-list; nothing was run."""
+
+    code = "unsafe-pickle"
+
+
+class CoverageError(DamagedError):
+    """The chunks of a tensor do not tile it exactly."""
+
+    code = "coverage"
+
+
+class MappingError(CkptError):
+    """Keys, shapes or configuration do not fit the model type."""
+
+    exit_code = 5
+    code = "mapping"
+
+
+class RefusedError(CkptError):
+    """The operation would not be safe; nothing was changed."""
+
+    exit_code = 6
+    code = "refused"
+
+
+class PartialError(CkptError):
+    """Part of the work failed."""
+
+    exit_code = 7
+    code = "partial"
+
+
+class StorageError(CkptError):
+    """The operating system failed a read, a write or a sync."""
+
+    exit_code = 8
+    code = "storage"
+
+    @classmethod
+    def from_os_error(cls, error: OSError, doing: str, where: str) -> StorageError:
+        """Wrap *error* so that its errno name is visible.
+
+        Args:
+            error: What the operating system said.
+            doing: The verb of the failed call, as in ``"write"``.
+            where: The file concerned.
+        """
+        import errno
+
+        name = errno.errorcode.get(error.errno or 0, "unknown")
+        return cls(f"cannot {doing}: {error.strerror or error} ({name})", where=where)
+
+
+def listed(names: Sequence[str], shown: int = SHOWN) -> str:
+    """Return the first names, quoted, and how many more there are."""
+    head = ", ".join(f"`{name}`" for name in names[:shown])
+    more = len(names) - shown
+    return f"{head} and {more:,} more" if more > 0 else head
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name closest to *name*, or None when none is close."""
+    import difflib
+
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return found[0] if found else None

@@ -1,0 +1,106 @@
+"""Finds model families: the files of ``converters/`` and the entry points of other packages.
+
+A third party adds a family with an entry point in the group ``ckptctl.converters`` whose name is
+the model type and whose object is a :class:`~ckptctl.planner.layouts.Family`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptctl.errors import CkptError, UsageError, listed, nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from ckptctl.planner.layouts import Family
+
+PACKAGE = "converters"
+GROUP = "ckptctl.converters"
+
+
+@cache
+def _built_in() -> tuple[str, ...]:
+    """Return the names of the modules in ``converters/``."""
+    package = importlib.import_module(PACKAGE)
+    if getattr(package, "__ckptctl__", None) is not True:
+        raise CkptError(
+            "the model families that ship with ckptctl are hidden by another package",
+            where=getattr(package, "__file__", None),
+            why=f"it is called `{PACKAGE}` as well and comes first on sys.path",
+            hint="run from another directory, or remove that package from the environment",
+        )
+    files = (file for path in package.__path__ for file in Path(path).glob("[!_]*.py"))
+    return tuple(sorted(file.stem for file in files))
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+@cache
+def _load(name: str) -> Family:
+    """Return the family of a name that is known to exist.
+
+    Raises:
+        CkptError: Its module does not define a family.
+    """
+    from ckptctl.planner.layouts import Family
+
+    try:
+        if name in _built_in():
+            found = importlib.import_module(f"{PACKAGE}.{name}").FAMILY
+        else:
+            found = _entry_points()[name].load()
+    except (ImportError, AttributeError) as error:
+        raise CkptError(f"cannot load model type `{name}`", why=str(error)) from error
+    if not isinstance(found, Family):
+        raise CkptError(f"cannot load model type `{name}`", why=f"`{found!r}` is not a Family")
+    return found
+
+
+def names() -> tuple[str, ...]:
+    """Return the known model types, without loading any."""
+    return tuple(sorted({*_built_in(), *_entry_points()}))
+
+
+def families() -> dict[str, Family]:
+    """Return all model families by name.
+
+    Raises:
+        CkptError: One of them cannot be loaded.
+    """
+    return {name: _load(name) for name in names()}
+
+
+def family(name: str) -> Family:
+    """Return the family that a user calls *name*: a model type or one of its aliases.
+
+    Raises:
+        UsageError: There is none.
+        CkptError: It cannot be loaded.
+    """
+    plain = name.strip().lower().replace("-", "_").replace(".", "_")
+    for exact in (name, plain):
+        if exact in _built_in():
+            return _load(exact)
+    known = families()
+    for spelling in (name, plain):
+        if spelling in known:
+            return known[spelling]
+        for candidate in known.values():
+            if spelling in candidate.aliases:
+                return candidate
+    close = nearest(plain, [*known, *(alias for f in known.values() for alias in f.aliases)])
+    raise UsageError(
+        f"unknown model type `{name}`",
+        why=f"known are {listed(list(known), len(known))}",
+        hint=f"did you mean `{close}`?" if close else None,
+    )

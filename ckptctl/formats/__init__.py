@@ -1,0 +1,166 @@
+"""The formats, found by listing this package and by the entry points ``ckptctl.formats``.
+
+A module in this package that defines a :class:`~ckptctl.formats.base.Format` under the name
+``FORMAT`` is a format; nothing else needs to be told about it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, listed, nearest
+from ckptctl.formats import foreign
+from ckptctl.formats.base import Format, Sniff, WritableFormat
+from ckptctl.units import natural_key
+
+ENTRY_POINTS = "ckptctl.formats"
+
+
+@cache
+def builtin() -> dict[str, Format]:
+    """Return the formats of this package by name."""
+    found: dict[str, Format] = {}
+    for module in pkgutil.iter_modules(__path__):
+        candidate = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FORMAT", None)
+        if isinstance(candidate, Format):
+            found[candidate.name] = candidate
+    return dict(sorted(found.items()))
+
+
+@cache
+def registered() -> dict[str, Format]:
+    """Return the built-in formats and those of installed plug-ins; built-in names win."""
+    from importlib.metadata import entry_points
+
+    plugins = {point.name: point.load() for point in entry_points(group=ENTRY_POINTS)}
+    return {**plugins, **builtin()}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all formats that can be read."""
+    return tuple(builtin())
+
+
+def writable() -> tuple[str, ...]:
+    """Return the names of all formats that can be written."""
+    return tuple(name for name, found in builtin().items() if isinstance(found, WritableFormat))
+
+
+def get(name: str) -> Format:
+    """Return the format called *name*.
+
+    Raises:
+        UsageError: There is none; the message offers the nearest.
+    """
+    found = builtin().get(name) or registered().get(name)
+    if found is None:
+        close = nearest(name, names())
+        raise UsageError(
+            f"unknown format `{name}`",
+            why=f"known: {', '.join(names())}",
+            hint=f"did you mean `{close}`?" if close else None,
+        )
+    return found
+
+
+def target(name: str) -> WritableFormat:
+    """Return the format called *name* if it can be written."""
+    found = get(name)
+    if not isinstance(found, WritableFormat):
+        raise UsageError(f"`{name}` can only be read", why=f"writable: {', '.join(writable())}")
+    return found
+
+
+def sniff(path: Path) -> dict[str, Sniff]:
+    """Return every format that *path* looks like, with the evidence."""
+    found = ((name, known.sniff(path)) for name, known in builtin().items())
+    sniffed = {name: sign for name, sign in found if sign is not None}
+    if sniffed:
+        return sniffed
+    extra = (item for item in registered().items() if item[0] not in builtin())
+    return {name: sign for name, known in extra if (sign := known.sniff(path)) is not None}
+
+
+def detect(path: str | Path) -> Format:
+    """Return the one format of *path*.
+
+    Raises:
+        SourceNotFoundError: There is nothing there.
+        FormatError: It looks like none, like two, or like something else altogether.
+    """
+    path = existing(path)
+    sniffed = sniff(path)
+    if len(sniffed) == 1:
+        return get(next(iter(sniffed)))
+    if sniffed:
+        both = " and ".join(f"{name} ({sign.evidence})" for name, sign in sniffed.items())
+        raise FormatError(
+            "two formats are possible",
+            where=str(path),
+            why=both,
+            hint=f"say which with `--from {next(iter(sniffed))}`",
+        )
+    inside = list_run(path)
+    if inside:
+        raise FormatError(
+            f"this folder holds {len(inside)} checkpoints and is none itself",
+            where=str(path),
+            why=listed([item.name for item in inside]),
+            hint=f"name one of them, such as `{inside[-1]}`",
+        )
+    raise foreign.unrecognised(path, names())
+
+
+def open_checkpoint(
+    path: str | Path, format: str | None = None, model_type: str | None = None
+) -> Catalog:
+    """Recognise *path* and read its index.
+
+    Args:
+        path: A directory or a file.
+        format: Its format where that is already known.
+        model_type: The family, for shards that only a family can join.
+
+    Raises:
+        CkptError: It is missing, not recognised, damaged or hostile.
+    """
+    path = existing(path)
+    known = get(format) if format else detect(path)
+    return known.read(path, model_type)
+
+
+def resolve(catalog: Catalog) -> Catalog:
+    """Return *catalog* with every extent pointing at plain element bytes."""
+    return get(catalog.format).resolve(catalog)
+
+
+def without_tensors(catalog: Catalog, keep: set[str]) -> Catalog:
+    """Return *catalog* with only the tensors in *keep*."""
+    return replace(catalog, tensors={n: t for n, t in catalog.tensors.items() if n in keep})
+
+
+def list_run(path: Path) -> list[Path]:
+    """Return the checkpoints directly inside a folder, in natural order."""
+    if not path.is_dir():
+        return []
+    folders = (item for item in path.iterdir() if item.is_dir() and not item.name.startswith("."))
+    return sorted(
+        (item for item in folders if sniff(item)), key=lambda item: natural_key(item.name)
+    )
+
+
+def existing(path: str | Path) -> Path:
+    """Return *path* made absolute.
+
+    Raises:
+        SourceNotFoundError: There is nothing there.
+    """
+    absolute = Path(path).expanduser().absolute()
+    if not absolute.exists():
+        raise SourceNotFoundError("no such file or directory", where=str(path))
+    return absolute

@@ -1,0 +1,195 @@
+"""What a format is: it sniffs, it reads an index, and some lay out files.
+
+A format never moves tensor bytes. Reading returns a :class:`~ckptctl.catalog.Catalog`; laying out
+returns where every box of every tensor goes and what else the files contain. The executor does
+the rest, the same way for all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from ckptctl import dtypes
+from ckptctl.catalog import Blob, Box, Catalog
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import RefusedError
+from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
+
+GB = 1_000_000_000
+SPLIT_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sniff:
+    """That a path looks like a format, and why.
+
+    Attributes:
+        evidence: What was found, for people: ``.metadata and 8 .distcp files``.
+    """
+
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor to be laid out.
+
+    Attributes:
+        name: Fully qualified name.
+        dtype: torch's name.
+        shape: Global shape.
+        path: Keys from the root of the saved object down to it.
+        alias_of: Name of the output tensor that it shares all its memory with.
+        requires_grad: Carried where the format has a place for it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: KeyPath
+    alias_of: str | None = None
+    requires_grad: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return its size in bytes."""
+        return Box.whole(self.shape).numel * dtypes.itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRequest:
+    """All that a format needs to know to lay files out.
+
+    Attributes:
+        name: File name of the output, for single-file formats.
+        tensors: In the order in which they should lie.
+        blobs: Leaves that are not tensors.
+        max_shard_size: Bytes of tensors per file.
+        mp: Number of model-parallel shards.
+        rank_boxes: The box of a tensor that each model-parallel rank keeps; None: all of it.
+        like: For each tensor the index of its file, taken from a reference checkpoint.
+        like_files: Names of those files, where the format keeps names.
+        checksum: Whether the records will have checksums.
+    """
+
+    name: str
+    tensors: Sequence[OutputTensor]
+    blobs: Sequence[Blob] = ()
+    max_shard_size: int = 5 * GB
+    mp: int = 1
+    rank_boxes: Callable[[OutputTensor], Sequence[Box]] | None = None
+    like: Mapping[str, int] | None = None
+    like_files: tuple[str, ...] = ()
+    checksum: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where everything goes.
+
+    Attributes:
+        files: Every file, with its frame.
+        records: Byte ranges for tensor boxes.
+        boxes: For each tensor its boxes and the records that hold them.
+        raw_copies: Byte ranges that travel unchanged.
+        left_out: Leaves that this format has no place for, with the reason.
+        notes: What the user should know, such as a tie written as two copies.
+    """
+
+    files: tuple[OutputFile, ...]
+    records: tuple[Record, ...]
+    boxes: Mapping[str, tuple[tuple[Box, int], ...]]
+    raw_copies: tuple[RawCopy, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Format(ABC):
+    """One way in which bytes lie on disk; one module in this package, found by itself.
+
+    Attributes:
+        name: What ``--from`` and ``--to`` call it.
+        title: One line for ``--help`` and lists.
+        layout: The layout that its tensors always have; None: any.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    layout: ClassVar[str | None] = None
+
+    @abstractmethod
+    def sniff(self, path: Path) -> Sniff | None:
+        """Say whether *path* looks like this format, without reading more than a few bytes."""
+
+    @abstractmethod
+    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+        """Return the catalog of *path*.
+
+        Args:
+            path: Absolute path of a directory or file that :meth:`sniff` accepts.
+            model_type: The family, for formats whose shards only a family can join.
+
+        Raises:
+            CkptError: The index is missing, damaged or hostile.
+        """
+
+    def resolve(self, catalog: Catalog) -> Catalog:
+        """Return *catalog* with every extent's codec ``raw``."""
+        return catalog
+
+
+class WritableFormat(Format):
+    """A format that can be written.
+
+    Attributes:
+        single_file: Whether the output is one file instead of a directory.
+        nested: Whether it keeps the structure of nested dictionaries and other leaves.
+    """
+
+    single_file: ClassVar[bool] = False
+    nested: ClassVar[bool] = False
+
+    @abstractmethod
+    def lay_out(self, request: OutputRequest) -> Output:
+        """Decide where each tensor goes; touches no file."""
+
+    def holds(self, dtype: str) -> bool:
+        """Return whether the format can hold elements of *dtype*."""
+        return dtype in dtypes.BY_NAME
+
+    def refuse_unheld(self, tensors: Sequence[OutputTensor]) -> None:
+        """Raise RefusedError for the first tensor whose dtype the format cannot hold."""
+        for tensor in tensors:
+            if not self.holds(tensor.dtype):
+                raise RefusedError(
+                    f"{self.name} cannot hold {tensor.dtype}",
+                    where=f"tensor `{tensor.name}`",
+                    hint="leave it out with `--exclude`, or choose another `--to`",
+                )
+
+
+def constant(content: bytes) -> Frame:
+    """Return the frame of a file that begins with *content* and else holds records only."""
+
+    def frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield 0, content
+
+    return frame
+
+
+def document(path: str, content: bytes) -> OutputFile:
+    """Return an output file whose whole content is known when it is planned."""
+    return OutputFile(path, len(content), constant(content))
+
+
+def copied(path: str, size: int) -> OutputFile:
+    """Return an output file that one :class:`RawCopy` fills."""
+
+    def frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield from ()
+
+    return OutputFile(path, size, frame)

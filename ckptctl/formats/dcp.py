@@ -1,0 +1,277 @@
+"""``torch.distributed.checkpoint`` directories.
+
+Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items) and
+``metadata.py``. A ``.distcp`` file is a plain concatenation of ``torch.save`` zips, one per item;
+``.metadata`` says which box of which tensor, or which other leaf, each one holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import DamagedError, listed
+from ckptctl.formats.assets import documents, side_files
+from ckptctl.formats.base import (
+    SPLIT_BYTES,
+    Output,
+    OutputRequest,
+    OutputTensor,
+    Sniff,
+    WritableFormat,
+    document,
+)
+from ckptctl.formats.dcp_metadata import METADATA, Item, Leaf, decode, encode
+from ckptctl.formats.torch_file import extent_of, is_stored, refuse_hidden_tensors
+from ckptctl.planner.boxes import split_rows
+from ckptctl.planner.plan import CrcOf, OutputFile, RawCopy, Record
+from ckptctl.planner.shards import fill, grouped
+from ckptctl.storage.compare import row_major
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickle_writer import StorageTensor, dump_state
+from ckptctl.storage.torch_zip import read_archive, read_item_tensor
+from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
+
+
+class DcpFormat(WritableFormat):
+    """A directory with a global ``.metadata``."""
+
+    name = "dcp"
+    title = "torch.distributed.checkpoint directory"
+    nested = True
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if not path.is_dir() or not (path / METADATA).is_file():
+            return None
+        return Sniff(f"{METADATA} and {len(list(path.glob('*.distcp')))} .distcp files")
+
+    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+        """See :meth:`Format.read`."""
+        with SourceFiles(path) as files:
+            raw = files.read(METADATA, 0, files.size(METADATA))
+            leaves = decode(raw, str(path / METADATA))
+            sizes = _data_files(files, leaves)
+        tensors = {name: _entry(leaf) for name, leaf in leaves.items() if leaf.dtype}
+        blobs = {name: _blob(leaf) for name, leaf in leaves.items() if not leaf.dtype}
+        stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
+        empty = {name for name in stray if not (path / name).stat().st_size}
+        surplus = [name for name in stray if name not in empty]
+        return Catalog(
+            root=str(path),
+            path=str(path),
+            format=self.name,
+            files=sizes,
+            tensors=tensors,
+            blobs=blobs,
+            assets=side_files(path),
+            documents=documents(path),
+            notes=(f"nothing refers to {listed(surplus)}",) if surplus else (),
+        )
+
+    def resolve(self, catalog: Catalog) -> Catalog:
+        """Locate the element bytes of every item and read the values of other leaves."""
+        with SourceFiles(catalog.root) as files:
+            tensors = {name: _resolved(files, entry) for name, entry in catalog.tensors.items()}
+            blobs = {name: _valued(files, blob) for name, blob in catalog.blobs.items()}
+        return replace(catalog, tensors=tensors, blobs=blobs)
+
+    def lay_out(self, request: OutputRequest) -> Output:
+        """See :meth:`WritableFormat.lay_out`."""
+        writer = _Writer()
+        for position, shard in enumerate(_shards(request)):
+            writer.begin(f"__0_{position}.distcp")
+            if not position:
+                for blob in request.blobs:
+                    writer.add_blob(blob)
+            for tensor, box in shard:
+                writer.add_tensor(tensor, box)
+            writer.finish()
+        content = encode(request.tensors, request.blobs, writer.boxes, writer.items)
+        writer.files.append(document(METADATA, content))
+        aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
+        notes = (f"DCP knows no ties: written out in full: {listed(aliases)}",) if aliases else ()
+        boxes = {name: tuple(found) for name, found in writer.boxes.items()}
+        return Output(
+            tuple(writer.files),
+            tuple(writer.records),
+            boxes,
+            tuple(writer.raw_copies),
+            notes=notes,
+        )
+
+
+class _Writer:
+    """Appends items to data files and remembers where they lie."""
+
+    def __init__(self) -> None:
+        self.files: list[OutputFile] = []
+        self.records: list[Record] = []
+        self.boxes: dict[str, list[tuple[Box, int]]] = {}
+        self.items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+        self.raw_copies: list[RawCopy] = []
+
+    def begin(self, file: str) -> None:
+        self.file = file
+        self.size = 0
+        self.zips: list[tuple[ZipLayout, int, int]] = []
+
+    def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
+        nbytes = box.numel * (tensor.nbytes // max(math.prod(tensor.shape), 1))
+        stored = StorageTensor(
+            storage_key="0",
+            storage_nbytes=nbytes,
+            dtype=tensor.dtype,
+            offset=0,
+            shape=box.sizes,
+            strides=row_major(box.sizes),
+            requires_grad=tensor.requires_grad,
+        )
+        layout = lay_out(dump_state(stored), [("0", nbytes)], base=self.size)
+        record = len(self.records)
+        self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
+        self.boxes.setdefault(tensor.name, []).append((box, record))
+        self._append((tensor.name, box.offsets), layout, record, 1)
+
+    def add_blob(self, blob: Blob) -> None:
+        if blob.file is None:
+            layout = lay_out(dump_state(blob.value), [], base=self.size)
+            self._append((blob.name, None), layout, 0, 0)
+            return
+        self.raw_copies.append(RawCopy(blob.file, blob.offset, blob.nbytes, self.file, self.size))
+        self.items[blob.name, None] = Item(self.file, self.size, blob.nbytes)
+        self.size += blob.nbytes
+
+    def finish(self) -> None:
+        self.files.append(OutputFile(self.file, self.size, _Frame(self.zips)))
+
+    def _append(
+        self, key: tuple[str, tuple[int, ...] | None], layout: ZipLayout, first: int, count: int
+    ) -> None:
+        self.zips.append((layout, first, count))
+        self.items[key] = Item(self.file, self.size, layout.size)
+        self.size += layout.size
+
+
+class _Frame:
+    """The zips around the records of one data file."""
+
+    def __init__(self, zips: Sequence[tuple[ZipLayout, int, int]]) -> None:
+        self.zips = zips
+
+    def __call__(self, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        for layout, first, count in self.zips:
+            yield from layout.frame([crc_of(record) for record in range(first, first + count)])
+
+
+def _shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
+    chunks = {
+        (tensor.name, box.offsets): (tensor, box)
+        for tensor in request.tensors
+        for box in _boxes(tensor)
+    }
+    keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
+    if request.like is not None:
+        file_of = {key: request.like[tensor.name] for key, (tensor, _) in keys.items()}
+        names = grouped(keys, file_of, max(request.like.values(), default=0) + 1)
+    else:
+        names = fill(
+            ((key, _nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
+        )
+    return [[keys[key] for key in shard] for shard in names]
+
+
+def _boxes(tensor: OutputTensor) -> Iterator[Box]:
+    pieces = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
+    if pieces <= 1:
+        yield Box.whole(tensor.shape)
+    else:
+        yield from split_rows(tensor.shape, pieces)
+
+
+def _nbytes(tensor: OutputTensor, box: Box) -> int:
+    return box.numel * (tensor.nbytes // max(math.prod(tensor.shape), 1))
+
+
+def _data_files(files: SourceFiles, leaves: dict[str, Leaf]) -> dict[str, int]:
+    """Return the sizes of the files that items lie in; each must be long enough."""
+    ends: dict[str, tuple[int, str]] = {}
+    for leaf in leaves.values():
+        for _, item in leaf.items:
+            end = item.offset + item.nbytes
+            if end > ends.get(item.file, (-1, ""))[0]:
+                ends[item.file] = (end, leaf.name)
+    missing = sorted(name for name in ends if not (files.root / name).exists())
+    if missing:
+        raise DamagedError(
+            f"{len(missing)} of {len(ends)} data files are missing",
+            where=str(files.root),
+            why=listed(missing),
+            hint="copy the missing files; every rank writes its own",
+        )
+    sizes = {name: files.size(name) for name in sorted(ends)}
+    for name, (end, leaf_name) in ends.items():
+        if end > sizes[name]:
+            raise DamagedError(
+                f"`{name}` is truncated",
+                where=f"{files.root / name}, `{leaf_name}`",
+                why=f"{end:,} bytes are needed, the file has {sizes[name]:,}",
+            )
+    return sizes
+
+
+def _entry(leaf: Leaf) -> TensorEntry:
+    extents = tuple(
+        Extent(box, item.file, item.offset, item.nbytes, codec="torch")
+        for box, item in leaf.items
+        if box is not None
+    )
+    return TensorEntry(
+        leaf.name, leaf.dtype, leaf.shape, extents, leaf.path, requires_grad=leaf.requires_grad
+    )
+
+
+def _blob(leaf: Leaf) -> Blob:
+    item = leaf.items[0][1]
+    return Blob(leaf.name, leaf.path, item.file, item.offset, item.nbytes)
+
+
+def _resolved(files: SourceFiles, entry: TensorEntry) -> TensorEntry:
+    return replace(
+        entry, extents=tuple(_resolved_extent(files, entry, extent) for extent in entry.extents)
+    )
+
+
+def _resolved_extent(files: SourceFiles, entry: TensorEntry, extent: Extent) -> Extent:
+    if extent.codec == "raw":
+        return extent
+    found = read_item_tensor(files, extent.file, extent.offset, extent.nbytes)
+    if (found.dtype, found.shape) != (entry.dtype, extent.box.sizes):
+        raise DamagedError(
+            f"a chunk of `{entry.name}` is not what the metadata says",
+            where=f"{files.root / extent.file}, at byte {extent.offset:,}",
+            why=f"it is {found.dtype} {list(found.shape)}, "
+            f"the metadata says {entry.dtype} {list(extent.box.sizes)}",
+        )
+    return extent_of(found, extent.file, extent.box)
+
+
+def _valued(files: SourceFiles, blob: Blob) -> Blob:
+    if blob.file is None:
+        return blob
+    archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
+    if is_stored(archive.root):
+        raise DamagedError(
+            f"`{blob.name}` is a tensor but the metadata calls it bytes",
+            where=str(files.root / blob.file),
+        )
+    refuse_hidden_tensors(
+        archive.root, blob.name, str(files.root / blob.file), archive.pickle_nbytes
+    )
+    return replace(blob, value=archive.root)
+
+
+FORMAT = DcpFormat()

@@ -1,0 +1,85 @@
+"""What is recognisably something else, and what to do about it."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckptctl.errors import FormatError
+
+HDF5 = b"\x89HDF\r\n\x1a\n"
+LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+_ADVICE = {
+    "GGUF": "convert the original weights, not the GGUF file: llama.cpp's quantisation loses bits",
+    "ONNX": "export the weights from the framework that made the model",
+    "TensorFlow": "load it with transformers (`from_tf=True`) and `save_pretrained` it",
+    "HDF5 (Keras)": "load it with Keras or transformers and save the weights as safetensors",
+    "a legacy torch file (not a zip)": (
+        "load it once with `torch.load(..., weights_only=True)` and `torch.save` it again"
+    ),
+    "a tar archive": "unpack it, and name the checkpoint inside",
+    "a bare pickle": "it cannot be read without running it; save the tensors with `torch.save`",
+    "Flax (msgpack)": "load it with transformers (`from_flax=True`) and `save_pretrained` it",
+}
+
+
+def identify(path: Path) -> str | None:
+    """Return the name of the foreign thing that *path* is, or None."""
+    return _identify_folder(path) if path.is_dir() else _identify_file(path)
+
+
+def unrecognised(path: Path, known: Sequence[str]) -> FormatError:
+    """Return the error for a path that is no format we read."""
+    kind = identify(path)
+    if kind:
+        return FormatError(f"this is {kind}", where=str(path), hint=_ADVICE[kind])
+    return FormatError(
+        "no checkpoint is recognised here",
+        where=str(path),
+        why="it has none of the marks of: " + ", ".join(known),
+        hint="name the directory that holds the weights, or give the format with `--from`",
+    )
+
+
+def _identify_folder(path: Path) -> str | None:
+    names = {item.name for item in path.iterdir()}
+    if (
+        "saved_model.pb" in names
+        or "checkpoint" in names
+        or any(name.endswith((".ckpt.index", "tf_model.h5")) for name in names)
+    ):
+        return "TensorFlow"
+    suffixes = {Path(name).suffix for name in names}
+    by_suffix = {".gguf": "GGUF", ".onnx": "ONNX", ".msgpack": "Flax (msgpack)"}
+    return next((kind for suffix, kind in by_suffix.items() if suffix in suffixes), None)
+
+
+def _identify_file(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = file.read(512)
+    if head.startswith(b"GGUF"):
+        return "GGUF"
+    if head.startswith(HDF5):
+        return "HDF5 (Keras)"
+    if head.startswith(LEGACY_TORCH):
+        return "a legacy torch file (not a zip)"
+    if head[257:262] == b"ustar" or _is_tar(path):
+        return "a tar archive"
+    if path.suffix == ".onnx":
+        return "ONNX"
+    if path.suffix in {".pb", ".h5", ".index"} or path.name.startswith("saved_model"):
+        return "TensorFlow"
+    if path.suffix == ".msgpack":
+        return "Flax (msgpack)"
+    return "a bare pickle" if head[:1] == b"\x80" and head[1:2] in b"\2\3\4\5" else None
+
+
+def _is_tar(path: Path) -> bool:
+    try:
+        return tarfile.is_tarfile(path)
+    except OSError:
+        return False

@@ -1,0 +1,293 @@
+"""Meta's checkpoints: ``consolidated.NN.pth``, one per model-parallel rank, and ``params.json``.
+
+Sources: ``llama_models/checkpoint.py`` and ``fairscale/nn/model_parallel/layers.py`` for what each
+rank holds. Which dimension of a tensor is divided is the family's knowledge, not the file's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl import families
+from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import DamagedError, MappingError, listed
+from ckptctl.formats import torch_file
+from ckptctl.formats.assets import documents, side_files
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Sniff, WritableFormat
+from ckptctl.planner.axes import Observation, solve
+from ckptctl.planner.configs import read_sizes
+from ckptctl.planner.detect import detect
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.parallel import possible_repeats, split_axis
+from ckptctl.planner.plan import OutputFile, Record
+from ckptctl.storage.compare import equal
+from ckptctl.storage.files import SourceFiles
+
+LAYOUT = "meta"
+_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.pth")
+Shard = Mapping[str, TensorEntry]
+
+
+class MetaFormat(WritableFormat):
+    """Model-parallel shards with ``params.json``."""
+
+    name = "meta"
+    title = "Meta: consolidated.NN.pth with params.json"
+    layout = LAYOUT
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        folder = path if path.is_dir() else path.parent
+        if path.is_file() and not _SHARD.fullmatch(path.name):
+            return None
+        shards = [item for item in folder.glob("consolidated*.pth") if _SHARD.fullmatch(item.name)]
+        return Sniff(f"{len(shards)} consolidated.*.pth") if shards else None
+
+    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+        """See :meth:`Format.read`.
+
+        Raises:
+            MappingError: There are several shards and no family, or several, can join them.
+        """
+        root = path if path.is_dir() else path.parent
+        names = _shards(root)
+        with SourceFiles(root) as files:
+            described = documents(root)
+            read = [torch_file.read_tensors(files, name) for name in names]
+            joined = _Joined([tensors for tensors, _, _ in read], names, described, model_type)
+            tensors = joined.tensors(files)
+            sizes = {name: files.size(name) for name in names}
+        blobs: dict[str, Blob] = read[0][2]
+        unchecked = any(metadata.get("checksums") == "no" for _, metadata, _ in read)
+        return Catalog(
+            root=str(root),
+            path=str(root),
+            format=self.name,
+            files=sizes,
+            tensors=tensors,
+            blobs=blobs,
+            assets=side_files(root),
+            documents=joined.documents,
+            notes=(*joined.notes, *(("written without checksums",) if unchecked else ())),
+        )
+
+    def lay_out(self, request: OutputRequest) -> Output:
+        """See :meth:`WritableFormat.lay_out`."""
+        files: list[OutputFile] = []
+        records: list[Record] = []
+        boxes: dict[str, list[tuple[Box, int]]] = {}
+        of_rank = {tensor.name: _rank_boxes(tensor, request) for tensor in request.tensors}
+        for rank in range(request.mp):
+            parts = [_part(tensor, of_rank[tensor.name][rank]) for tensor in request.tensors]
+            name = f"consolidated.{rank:02d}.pth"
+            shard = torch_file.FORMAT.lay_out(replace(request, name=name, tensors=parts, blobs=()))
+            for tensor, part in zip(request.tensors, parts, strict=True):
+                if part.alias_of is None:
+                    _, record = shard.boxes[tensor.name][0]
+                    box = of_rank[tensor.name][rank]
+                    boxes.setdefault(tensor.name, []).append((box, len(records) + record))
+            files += [_shifted(file, len(records)) for file in shard.files]
+            records += shard.records
+        left_out = {blob.name: "Meta's files hold tensors only" for blob in request.blobs}
+        return Output(
+            tuple(files),
+            tuple(records),
+            {name: tuple(found) for name, found in boxes.items()},
+            left_out=left_out,
+        )
+
+
+class _Joined:
+    """Shards, and what the family says about joining them."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        names: Sequence[str],
+        described: Mapping[str, Mapping[str, object]],
+        model_type: str | None,
+    ) -> None:
+        self.shards, self.names = shards, names
+        self.documents = dict(described)
+        self.notes: tuple[str, ...] = ()
+        self.ranks = len(shards)
+        if self.ranks > 1:
+            _same_keys(shards, names)
+            self.family = self._family(model_type)
+
+    def tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
+        if self.ranks == 1:
+            return dict(self.shards[0])
+        repeats = self._repeats(files)
+        joined = {key: self._join(files, key, repeats) for key in self.shards[0]}
+        self._check(joined)
+        return joined
+
+    def _family(self, model_type: str | None) -> Family:
+        if model_type:
+            return families.family(model_type)
+        params = self.documents.get("params.json")
+        shapes = {key: entry.shape for key, entry in self.shards[0].items()}
+        found = detect(
+            shapes,
+            families.families(),
+            self.documents.get("config.json"),
+            params,
+            ranks=self.ranks,
+            prefer=LAYOUT,
+        )
+        fitting = [c for c in found.candidates if LAYOUT in (c.layout, *c.alike)]
+        known = {c.family: families.family(c.family) for c in fitting}
+        if not known:
+            raise MappingError(
+                f"no known model type fits these {self.ranks} shards",
+                where=self.names[0],
+                why=f"their keys are {listed(list(shapes))}",
+                hint="name it with `--model-type`; a shard may be missing",
+            )
+        splits = {tuple(_split_of(f, key) for key in shapes) for f in known.values()}
+        if len(splits) > 1:
+            raise MappingError(
+                f"the shards could be {' or '.join(known)}, which divide tensors differently",
+                where=self.names[0],
+                hint=f"say which with `--model-type {next(iter(known))}`",
+            )
+        return next(iter(known.values()))
+
+    def _repeats(self, files: SourceFiles) -> int:
+        """How many neighbouring ranks hold the same key/value head, by comparing their bytes."""
+        params = self.documents.get("params.json")
+        if params is None:
+            return 1
+        sizes = read_sizes(self.family, params=params)
+        repeated = [key for key in self.shards[0] if self._is_repeated(key)]
+        for repeats in possible_repeats(sizes, self.ranks):
+            if repeated and all(self._copies(files, key, repeats) for key in repeated):
+                self.notes += (f"each key/value head is stored {repeats} times; one is used",)
+                self.documents["params.json"] = {**params, "n_kv_heads": self.ranks // repeats}
+                return repeats
+        return 1
+
+    def _is_repeated(self, key: str) -> bool:
+        found = split_axis(self.family, LAYOUT, key)
+        return found is not None and found[1] in self.family.repeated
+
+    def _copies(self, files: SourceFiles, key: str, repeats: int) -> bool:
+        return all(
+            _equal(files, self.shards[rank - rank % repeats][key], self.shards[rank][key])
+            for rank in range(self.ranks)
+        )
+
+    def _join(self, files: SourceFiles, key: str, repeats: int) -> TensorEntry:
+        entries = [shard[key] for shard in self.shards]
+        split = split_axis(self.family, LAYOUT, key)
+        if split is None:
+            self._require_equal(files, key)
+            return entries[0]
+        dim, axis = split
+        kept = entries[:: repeats if axis in self.family.repeated else 1]
+        step = kept[0].shape[dim]
+        extents = tuple(_moved(e.extents[0], dim, n * step) for n, e in enumerate(kept))
+        shape = (*kept[0].shape[:dim], step * len(kept), *kept[0].shape[dim + 1 :])
+        return replace(entries[0], shape=shape, extents=extents, alias_of=None)
+
+    def _require_equal(self, files: SourceFiles, key: str) -> None:
+        for rank, shard in enumerate(self.shards):
+            if not _equal(files, self.shards[0][key], shard[key]):
+                raise DamagedError(
+                    f"the ranks disagree on `{key}`",
+                    where=f"{self.names[0]} and {self.names[rank]}",
+                    why="every rank holds a copy of it, and these two differ",
+                )
+
+    def _check(self, joined: Shard) -> None:
+        """Compare the joined shapes with params.json: a missing shard shows here."""
+        params = self.documents.get("params.json")
+        seen: dict[str, Observation] = {}
+        layout = self.family.layout(LAYOUT)
+        for key, entry in joined.items():
+            found = layout.table.find(key)
+            name = getattr(found[0], "name", None) if found else None
+            if name in layout.leaves and name not in seen:
+                seen[str(name)] = Observation(key, layout.leaves[str(name)], entry.shape)
+        try:
+            solve(self.family, seen.values(), read_sizes(self.family, params=params))
+        except MappingError as error:
+            raise DamagedError(
+                f"the {self.ranks} shards do not add up to the model that params.json describes",
+                where=error.where,
+                why=error.why or error.what,
+                hint="a shard may be missing, or params.json belongs to another model",
+            ) from error
+
+
+def _shards(root: Path) -> list[str]:
+    """The names of all shards in order of rank."""
+    found = {
+        int(match[1] or 0): item.name
+        for item in root.iterdir()
+        if (match := _SHARD.fullmatch(item.name))
+    }
+    missing = sorted(set(range(max(found, default=0) + 1)) - found.keys())
+    if missing:
+        raise DamagedError(
+            f"{len(missing)} of {max(found) + 1} shards are missing",
+            where=str(root),
+            why=listed([f"consolidated.{rank:02d}.pth" for rank in missing]),
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _same_keys(shards: Sequence[Shard], names: Sequence[str]) -> None:
+    for shard, name in zip(shards, names, strict=True):
+        differ = sorted(shard.keys() ^ shards[0].keys())
+        if differ:
+            raise DamagedError(
+                f"`{name}` and `{names[0]}` hold different tensors", where=name, why=listed(differ)
+            )
+        for key, entry in shard.items():
+            first = shards[0][key]
+            if (entry.dtype, entry.shape) != (first.dtype, first.shape):
+                raise DamagedError(
+                    f"the ranks disagree on `{key}`",
+                    where=f"{names[0]} and {name}",
+                    why=f"{first.dtype} {list(first.shape)} and {entry.dtype} {list(entry.shape)}",
+                )
+
+
+def _equal(files: SourceFiles, a: TensorEntry, b: TensorEntry) -> bool:
+    crcs = a.extents[0].crc32, b.extents[0].crc32
+    if crcs[0] is not None and crcs[1] is not None and crcs[0] != crcs[1]:
+        return False
+    return equal(files, a, b)
+
+
+def _split_of(family: Family, key: str) -> int | None:
+    found = split_axis(family, LAYOUT, key)
+    return found[0] if found else None
+
+
+def _moved(extent: Extent, dim: int, by: int) -> Extent:
+    offsets = tuple(o + by if d == dim else o for d, o in enumerate(extent.box.offsets))
+    return replace(extent, box=Box(offsets, extent.box.sizes))
+
+
+def _rank_boxes(tensor: OutputTensor, request: OutputRequest) -> Sequence[Box]:
+    if request.rank_boxes is None:
+        return (Box.whole(tensor.shape),) * request.mp
+    return request.rank_boxes(tensor)
+
+
+def _part(tensor: OutputTensor, box: Box) -> OutputTensor:
+    return replace(tensor, shape=box.sizes)
+
+
+def _shifted(file: OutputFile, by: int) -> OutputFile:
+    frame = file.frame
+    return replace(file, frame=lambda crc_of: frame(lambda record: crc_of(record + by)))
+
+
+FORMAT = MetaFormat()

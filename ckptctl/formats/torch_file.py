@@ -1,0 +1,178 @@
+"""One zip file written by ``torch.save``: a state dict, flat or nested among other things.
+
+Source: ``torch/serialization.py`` (``_save``, ``_load``); the zip itself is read and written by
+:mod:`ckptctl.storage.torch_zip` and :mod:`ckptctl.storage.torch_zip_writer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import DamagedError
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Sniff, WritableFormat
+from ckptctl.formats.structure import flatten, join, nest
+from ckptctl.planner.plan import CrcOf, OutputFile, Record
+from ckptctl.storage.compare import row_major
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickle_writer import StorageTensor, dump_state
+from ckptctl.storage.torch_zip import StoredTensor, read_archive
+from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
+
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th")
+_ZIP = b"PK\x03\x04"
+
+
+class TorchFormat(WritableFormat):
+    """One ``torch.save`` file."""
+
+    name = "torch"
+    title = "one torch.save file, flat or nested"
+    single_file = True
+    nested = True
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if not path.is_file() or path.name.startswith(("consolidated.", "pytorch_model")):
+            return None
+        with path.open("rb") as file:
+            return Sniff("a zip file") if file.read(4) == _ZIP else None
+
+    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+        """See :meth:`Format.read`."""
+        with SourceFiles(path.parent) as files:
+            tensors, metadata, blobs = read_tensors(files, path.name)
+            checked = metadata.pop("checksums", "yes") == "yes"
+            return Catalog(
+                root=str(path.parent),
+                path=str(path),
+                format=self.name,
+                files={path.name: files.size(path.name)},
+                tensors=tensors,
+                blobs=blobs,
+                notes=() if checked else ("written without checksums",),
+            )
+
+    def lay_out(self, request: OutputRequest) -> Output:
+        """See :meth:`WritableFormat.lay_out`."""
+        stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
+        key_of = {tensor.name: str(position) for position, tensor in enumerate(stored)}
+        leaves: list[tuple[tuple[str | int, ...], object]] = [
+            (tensor.path, _leaf(tensor, key_of[tensor.alias_of or tensor.name]))
+            for tensor in request.tensors
+        ]
+        leaves += [(blob.path, blob.value) for blob in request.blobs]
+        storages = [(key_of[tensor.name], tensor.nbytes) for tensor in stored]
+        folder = request.name.partition(".")[0] or "archive"
+        layout = lay_out(dump_state(nest(leaves)), storages, folder=folder)
+        records = [
+            Record(tensor.name, request.name, offset, tensor.nbytes)
+            for tensor, offset in zip(stored, layout.data_offsets, strict=True)
+        ]
+        boxes = {
+            tensor.name: ((Box.whole(tensor.shape), position),)
+            for position, tensor in enumerate(stored)
+        }
+        file = OutputFile(request.name, layout.size, _Frame(layout, 0, len(records)))
+        return Output((file,), tuple(records), boxes)
+
+
+class _Frame:
+    """The zip around the records ``first`` to ``first + count``."""
+
+    def __init__(self, layout: ZipLayout, first: int, count: int) -> None:
+        self.layout = layout
+        self.records = range(first, first + count)
+
+    def __call__(self, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        return self.layout.frame([crc_of(record) for record in self.records])
+
+
+def zip_frame(layout: ZipLayout, first: int, count: int) -> _Frame:
+    """Return the frame of a ``torch.save`` zip around *count* records from *first* on."""
+    return _Frame(layout, first, count)
+
+
+def read_tensors(
+    files: SourceFiles, name: str
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, Blob]]:
+    """Return the tensors of one ``torch.save`` file, its metadata and its other leaves.
+
+    Args:
+        files: The checkpoint's files.
+        name: The one to read.
+
+    Raises:
+        DamagedError: It is truncated, malformed or hostile.
+        FormatError: It is no zip.
+    """
+    archive = read_archive(files, name)
+    tensors: dict[str, TensorEntry] = {}
+    blobs: dict[str, Blob] = {}
+    seen: dict[object, str] = {}
+    for path, leaf in flatten(archive.root, is_stored, archive.pickle_nbytes):
+        key = join(path)
+        if key in tensors or key in blobs:
+            raise DamagedError(f"two leaves are both called `{key}`", where=str(files.root / name))
+        if isinstance(leaf, StoredTensor):
+            identity = (leaf.storage, leaf.offset, leaf.shape, leaf.strides)
+            alias = seen.setdefault(identity, key) if leaf.nbytes else key
+            tensors[key] = TensorEntry(
+                key,
+                leaf.dtype,
+                leaf.shape,
+                (extent_of(leaf, name),),
+                path,
+                alias_of=None if alias == key else alias,
+                requires_grad=leaf.requires_grad,
+            )
+        else:
+            refuse_hidden_tensors(leaf, key, str(files.root / name), archive.pickle_nbytes)
+            blobs[key] = Blob(key, path, value=leaf)
+    return tensors, {"checksums": "yes" if archive.checksums else "no"}, blobs
+
+
+def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:
+    """Return the extent of a tensor found in a ``torch.save`` zip."""
+    return Extent(
+        box or Box.whole(stored.shape),
+        file,
+        stored.offset,
+        stored.nbytes,
+        strides=stored.strides,
+        crc32=stored.crc32,
+    )
+
+
+def is_stored(node: object) -> bool:
+    """Return whether *node* is a tensor of an archive."""
+    return isinstance(node, StoredTensor)
+
+
+def refuse_hidden_tensors(leaf: object, key: str, where: str, limit: int) -> None:
+    """Refuse a leaf with tensors inside something that cannot be flattened (a set, an object)."""
+    from ckptctl.storage.pickle_reader import walk
+
+    if any(is_stored(node) for node in walk(leaf, limit)):
+        raise DamagedError(
+            f"`{key}` holds tensors inside an object that cannot be taken apart",
+            where=where,
+            hint=f"leave it out with `--exclude '{key}'`",
+        )
+
+
+def _leaf(tensor: OutputTensor, key: str) -> StorageTensor:
+    strides = row_major(tensor.shape)
+    return StorageTensor(
+        storage_key=key,
+        storage_nbytes=tensor.nbytes,
+        dtype=tensor.dtype,
+        offset=0,
+        shape=tensor.shape,
+        strides=strides,
+        requires_grad=tensor.requires_grad,
+    )
+
+
+FORMAT = TorchFormat()

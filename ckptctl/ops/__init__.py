@@ -1,0 +1,1 @@
+"""One module per verb: plan it, then run the plan. The command line and Python both call these."""

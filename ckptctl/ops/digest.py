@@ -1,0 +1,39 @@
+"""One number for a plan: equal digests mean equal outputs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from ckptctl.planner.plan import OutputFile, RawCopy, Record, Transfer
+
+
+def digest_of(
+    checksum: bool,
+    files: Sequence[OutputFile],
+    records: Sequence[Record],
+    transfers: Sequence[Transfer],
+    raw_copies: Sequence[RawCopy],
+    contents: Mapping[str, bytes],
+) -> str:
+    """Return the hexadecimal SHA-256 of everything that decides an output's bytes.
+
+    Args:
+        checksum: Whether records carry checksums.
+        files: Names and sizes.
+        records: Where each box goes.
+        transfers: What each box is made of.
+        raw_copies: What is copied unchanged; the directories that it comes from do not count.
+        contents: Files that are written from memory.
+    """
+    found = hashlib.sha256(repr(checksum).encode())
+    for file in files:
+        found.update(repr((file.path, file.size)).encode())
+    for item in (*records, *transfers):
+        found.update(repr(item).encode())
+    for raw in raw_copies:
+        place = (raw.source, raw.offset, raw.nbytes, raw.target, raw.target_offset)
+        found.update(repr(place).encode())
+    for name, content in contents.items():
+        found.update(repr((name, len(content))).encode() + content)
+    return found.hexdigest()

@@ -1,0 +1,182 @@
+"""Configuration and side files of an output: what is written, what is carried along."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
+from ckptctl.formats.assets import documents, side_files
+from ckptctl.formats.base import copied, document
+from ckptctl.ops.layout_change import Change
+from ckptctl.planner.configs import config_to_params, params_to_config
+from ckptctl.planner.plan import OutputFile, RawCopy
+
+CONFIG, PARAMS = "config.json", "params.json"
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """Where configuration and side files come from.
+
+    Attributes:
+        roots: For each side file the directory that it lies in.
+        sizes: Their sizes in bytes.
+        documents: Parsed ``config.json`` and ``params.json``.
+    """
+
+    roots: Mapping[str, str]
+    sizes: Mapping[str, int]
+    documents: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class Papers:
+    """The files of an output beside its weights.
+
+    Attributes:
+        files: Written or copied files.
+        copies: How the copied ones are filled.
+        contents: The written ones.
+        notes: What the user should know.
+    """
+
+    files: tuple[OutputFile, ...]
+    copies: tuple[RawCopy, ...]
+    contents: Mapping[str, bytes]
+    notes: tuple[str, ...] = ()
+
+
+def gather(catalog: Catalog, directory: Path | None) -> Assets:
+    """Return the checkpoint's side files, those of ``--assets`` instead where it has them.
+
+    Raises:
+        SourceNotFoundError: ``--assets`` names no directory.
+        UsageError: It holds nothing to take.
+    """
+    own = Assets(dict.fromkeys(catalog.assets, catalog.root), catalog.assets, catalog.documents)
+    if directory is None:
+        return own
+    root = directory.expanduser().absolute()
+    if not root.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(directory), hint="see --assets")
+    found, described = side_files(root), documents(root)
+    if not found and not described:
+        raise UsageError("there is no configuration or tokenizer here", where=str(directory))
+    return Assets(
+        {**own.roots, **dict.fromkeys(found, str(root))},
+        {**own.sizes, **found},
+        {**({} if described else own.documents), **described},
+    )
+
+
+def papers(
+    assets: Assets,
+    to_format: str,
+    change: Change,
+    *,
+    ranks: int,
+    dtype: str | None,
+    cast: bool,
+) -> Papers:
+    """Decide which side files an output gets.
+
+    Args:
+        assets: What there is.
+        to_format: Name of the target format.
+        change: How the layout changes.
+        ranks: Number of model-parallel shards.
+        dtype: The floating dtype of most of the output's tensors.
+        cast: Whether ``--dtype`` changed any tensor.
+
+    Raises:
+        MappingError: The target needs a configuration and none can be had or expressed.
+    """
+    if to_format == "torch":
+        names = sorted({*assets.sizes, *assets.documents})
+        note = f"a torch file carries no side files; {len(names)} stay behind: {', '.join(names)}"
+        return Papers((), (), {}, (note,) if names else ())
+    written = _written(assets, to_format, change, ranks, dtype, cast)
+    notes: tuple[str, ...] = ()
+    if to_format == "hf" and CONFIG not in written and CONFIG not in assets.documents:
+        notes = ("there is no config.json: transformers cannot load this without one (--assets)",)
+    if to_format == "meta" and PARAMS not in written:
+        raise _no_params(change)
+    carried = {name: size for name, size in assets.sizes.items() if name not in written}
+    return Papers(
+        tuple(document(name, content) for name, content in written.items())
+        + tuple(copied(name, size) for name, size in carried.items()),
+        tuple(
+            RawCopy(name, 0, size, name, root=assets.roots[name]) for name, size in carried.items()
+        ),
+        written,
+        notes,
+    )
+
+
+def _written(
+    assets: Assets, to_format: str, change: Change, ranks: int, dtype: str | None, cast: bool
+) -> dict[str, bytes]:
+    config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
+    written: dict[str, bytes] = {}
+    if config is not None:
+        changed = _untied(_with_dtype(config, dtype) if cast else config, change)
+        if changed != config or CONFIG not in assets.sizes:
+            written[CONFIG] = dumped(changed)
+    if to_format == "hf" and config is None and params is not None and change.family:
+        made = params_to_config(
+            change.family, params, change.sizes or {}, tied=change.tied, dtype=dtype
+        )
+        written[CONFIG] = dumped(made)
+    if to_format == "dcp" and params is not None:
+        written[PARAMS] = dumped(params)
+    if to_format == "meta":
+        found = _params(config, params, change, ranks)
+        if found is not None:
+            written[PARAMS] = dumped(found)
+    return written
+
+
+def _params(config: Json | None, params: Json | None, change: Change, ranks: int) -> Json | None:
+    if change.family is None:
+        return None
+    if params is not None:
+        heads = (change.sizes or {}).get("k")
+        stated = max(heads, ranks) if heads and "k" in change.family.repeated else heads
+        return {**params, "n_kv_heads": stated} if stated and "n_kv_heads" in params else params
+    if config is None:
+        return None
+    return config_to_params(change.family, config, change.sizes or {}, ranks=ranks)
+
+
+def _no_params(change: Change) -> MappingError:
+    known = "the model type is not known" if change.family is None else "there is no config.json"
+    return MappingError(
+        "Meta's format needs params.json, and it cannot be written",
+        why=known,
+        hint="--assets DIR names a directory that holds config.json or params.json",
+    )
+
+
+def _with_dtype(config: Json, dtype: str | None) -> Json:
+    """Return *config* with its dtype replaced, under the name it has there."""
+    names = [name for name in ("dtype", "torch_dtype") if name in config]
+    if dtype is None or all(config[name] in (dtype, None) for name in names):
+        return config
+    return {**config, **dict.fromkeys(names, dtype)}
+
+
+def _untied(config: Json, change: Change) -> Json:
+    """Return *config* as it holds after ``--untie``."""
+    if change.family is None or change.tied or not config.get("tie_word_embeddings"):
+        return config
+    return {**config, "tie_word_embeddings": False}
+
+
+def dumped(content: Json) -> bytes:
+    """Return *content* as the JSON that transformers writes."""
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,356 @@
+"""Say what a checkpoint holds and whether it is whole, from its index alone.
+
+Only ``stats=True`` reads tensor data, and only then is torch imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.errors import CkptError, CoverageError, FormatError
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.units import natural
+
+if TYPE_CHECKING:
+    from ckptctl.storage.statistics import Statistics
+
+Watch = Callable[[int], AbstractContextManager[Callable[[int], None] | None]]
+"""Takes the bytes in all; its context yields what is to be called with bytes done, or None."""
+
+
+def unwatched(_: int) -> AbstractContextManager[None]:
+    """Show nothing."""
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: Fully qualified name.
+        dtype: torch's name of the dtype.
+        shape: As torch counts it.
+        nbytes: Bytes of its elements.
+        chunks: Number of boxes that it is stored in.
+        alias_of: The tensor whose memory it shares, if any.
+        statistics: Its values, when they were asked for.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: int
+    alias_of: str | None = None
+    statistics: Statistics | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        found: dict[str, object] = {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "bytes": self.nbytes,
+            "chunks": self.chunks,
+            "alias_of": self.alias_of,
+        }
+        if self.statistics:
+            found["stats"] = self.statistics.to_json()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeUse:
+    """How much of a checkpoint has one dtype.
+
+    Attributes:
+        tensors: Number of tensors.
+        elements: Their elements; aliases count nothing.
+        nbytes: Their bytes; aliases count nothing.
+    """
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One checkpoint of a run folder.
+
+    Attributes:
+        path: Where it is.
+        format: Its format; None: it could not be read.
+        tensors: Number of tensors.
+        nbytes: Bytes of all tensors.
+        problems: Why it is not complete; empty: it is.
+    """
+
+    path: str
+    format: str | None
+    tensors: int
+    nbytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing is missing."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "complete": self.complete,
+            "problems": list(self.problems),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is known of a path.
+
+    Attributes:
+        path: What was inspected.
+        format: Its format; ``run``: a folder of checkpoints.
+        model_type: The family, if exactly one fits.
+        candidates: The families that fit.
+        layout: How its tensors are named.
+        root: Prefix of the model's tensors inside the checkpoint.
+        parameters: Elements of the model's tensors, without optimizer state and aliases.
+        nbytes: Bytes of all tensors, aliases counted once.
+        dtypes: Use of each dtype, most bytes first.
+        files: Data files with their sizes in bytes.
+        problems: Why it is not complete; empty: it is.
+        tensors: In the checkpoint's own order.
+        blobs: Names of the leaves that are not tensors.
+        assets: Side files with their sizes in bytes.
+        metadata: Free-form strings that the format carries.
+        notes: What a reader should know.
+        checkpoints: The members of a run folder.
+    """
+
+    path: str
+    format: str
+    model_type: str | None = None
+    candidates: tuple[str, ...] = ()
+    layout: str | None = None
+    root: str = ""
+    parameters: int = 0
+    nbytes: int = 0
+    dtypes: Mapping[str, DTypeUse] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    tensors: tuple[TensorInfo, ...] = ()
+    blobs: tuple[str, ...] = ()
+    assets: Mapping[str, int] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    checkpoints: tuple[Member, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every byte of every tensor is there, once."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published document without its envelope (``docs/reference/json.md``)."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "model_type": self.model_type,
+            "candidates": list(self.candidates),
+            "layout": self.layout,
+            "root": self.root,
+            "parameters": self.parameters,
+            "bytes": self.nbytes,
+            "complete": self.complete,
+            "problems": list(self.problems),
+            "dtypes": {
+                name: {"tensors": use.tensors, "elements": use.elements, "bytes": use.nbytes}
+                for name, use in self.dtypes.items()
+            },
+            "files": _sized(self.files),
+            "assets": _sized(self.assets),
+            "metadata": dict(self.metadata),
+            "notes": list(self.notes),
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "blobs": list(self.blobs),
+            "checkpoints": [member.to_json() for member in self.checkpoints],
+        }
+
+
+def inspect(
+    path: str | Path,
+    format: str | None = None,
+    stats: bool = False,
+    include: Sequence[str] = (),
+    progress: Watch = unwatched,
+) -> Inspection:
+    """Describe the checkpoint, or the folder of checkpoints, at *path*.
+
+    A checkpoint that can be read but is not whole is described all the same: see
+    :attr:`Inspection.problems`.
+
+    Args:
+        path: A directory or a file.
+        format: Its format, where it cannot be detected.
+        stats: Read every value and add :class:`~ckptctl.storage.statistics.Statistics`.
+        include: Globs; with *stats*, only tensors that match one are read.
+        progress: Called with the bytes that *stats* is going to read; see :data:`Watch`.
+
+    Raises:
+        SourceNotFoundError: There is no such path.
+        FormatError: It is not a checkpoint that ckptctl reads.
+        DamagedError: Its index cannot be read.
+    """
+    try:
+        catalog = formats.open_checkpoint(path, format)
+    except FormatError:
+        members = [] if format else formats.list_run(formats.existing(path))
+        if not members:
+            raise
+        return Inspection(str(path), "run", checkpoints=tuple(_member(m, path) for m in members))
+    measured = _measure(catalog, include, progress) if stats else {}
+    return _describe(str(path), catalog, measured)
+
+
+def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
+    """Return the tensors whose name matches one of the globs; all without a glob."""
+    return [tensor for tensor in tensors if matches(tensor.name, include)]
+
+
+def matches(name: str, include: Sequence[str]) -> bool:
+    """Return whether *name* matches one of the globs, or there is none."""
+    return not include or any(fnmatchcase(name, glob) for glob in include)
+
+
+def problems(catalog: Catalog) -> tuple[str, ...]:
+    """Return why *catalog* is not complete: chunks that do not tile, files that are too short."""
+    found = [] if catalog.tensors else ["there are no tensors"]
+    needed: Counter[str] = Counter()
+    for entry in catalog.tensors.values():
+        try:
+            check_coverage(entry)
+        except CoverageError as error:
+            found.append(f"{error.what}: {error.why}")
+        for extent in entry.extents:
+            needed[extent.file] = max(needed[extent.file], extent.offset + extent.nbytes)
+    for blob in catalog.blobs.values():
+        if blob.file is not None:
+            needed[blob.file] = max(needed[blob.file], blob.offset + blob.nbytes)
+    return (*_short_files(catalog, needed), *found)
+
+
+def _short_files(catalog: Catalog, needed: Mapping[str, int]) -> Iterable[str]:
+    for file in natural(needed):
+        size = catalog.files.get(file)
+        if size is None:
+            yield f"file `{file}` is missing"
+        elif size < needed[file]:
+            yield f"file `{file}` is truncated: {needed[file]:,} bytes needed, {size:,} there"
+
+
+def _describe(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
+    from ckptctl.ops.recognise import recognise
+    from ckptctl.ops.selection import select as select_model
+
+    if not catalog.tensors:
+        return _stored(path, catalog, measured)
+    known = recognise(catalog)
+    model = select_model(catalog, known.root).tensors.values()
+    return replace(
+        _stored(path, catalog, measured),
+        model_type=known.model_type,
+        candidates=known.candidates,
+        layout=known.layout,
+        root=known.root,
+        parameters=sum(entry.numel for entry in model if entry.alias_of is None),
+    )
+
+
+def _stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
+    return Inspection(
+        path=path,
+        format=catalog.format,
+        nbytes=catalog.nbytes,
+        dtypes=_dtypes(catalog.tensors.values()),
+        files=catalog.files,
+        problems=problems(catalog),
+        tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
+        blobs=tuple(catalog.blobs),
+        assets=catalog.assets,
+        metadata=catalog.metadata,
+        notes=catalog.notes,
+    )
+
+
+def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInfo:
+    return TensorInfo(
+        entry.name,
+        entry.dtype,
+        entry.shape,
+        entry.nbytes,
+        len(entry.extents),
+        entry.alias_of,
+        measured.get(entry.alias_of or entry.name),
+    )
+
+
+def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
+    count: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for tensor in tensors:
+        count[tensor.dtype] += 1
+        if tensor.alias_of is None:
+            elements[tensor.dtype] += tensor.numel
+            nbytes[tensor.dtype] += tensor.nbytes
+    order = sorted(count, key=lambda name: (-nbytes[name], name))
+    return {name: DTypeUse(count[name], elements[name], nbytes[name]) for name in order}
+
+
+def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
+    from ckptctl.storage.files import SourceFiles
+    from ckptctl.storage.statistics import measure
+
+    catalog = formats.resolve(catalog)
+    names = {t.alias_of or t.name for t in catalog.tensors.values() if matches(t.name, include)}
+    wanted = [entry for name, entry in catalog.tensors.items() if name in names]
+    found: dict[str, Statistics] = {}
+    total = sum(entry.nbytes for entry in wanted)
+    with SourceFiles(catalog.root) as files, progress(total) as advance:
+        for entry in wanted:
+            statistics = measure(files, entry)
+            if statistics:
+                found[entry.name] = statistics
+            if advance:
+                advance(entry.nbytes)
+    return found
+
+
+def _member(path: Path, parent: str | Path) -> Member:
+    shown = str(Path(parent) / path.name)
+    try:
+        catalog = formats.open_checkpoint(path)
+        return Member(
+            shown, catalog.format, len(catalog.tensors), catalog.nbytes, problems(catalog)
+        )
+    except CkptError as error:
+        return Member(shown, None, 0, 0, (": ".join(filter(None, (error.what, error.why))),))
+
+
+def _sized(files: Mapping[str, int]) -> list[dict[str, object]]:
+    return [{"path": name, "bytes": files[name]} for name in natural(files)]

@@ -1,0 +1,178 @@
+"""From the source's tensors to the target's: what is renamed, reordered, dropped or kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptctl import families
+from ckptctl.catalog import TensorEntry
+from ckptctl.errors import MappingError, listed
+from ckptctl.ops.recognise import Recognition, require_one
+from ckptctl.planner.configs import contradictions, is_tied, read_sizes
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping import MappedTensor, View, map_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How the model changes its layout.
+
+    Attributes:
+        family: The family; None: unknown, and every tensor keeps its name.
+        source_layout: Layout of the source; None: unknown.
+        target_layout: Layout of the target; None: unknown.
+        tensors: What becomes what, in the target's order.
+        shapes: Shape of each target tensor.
+        dropped: Source keys that are left out, and why.
+        must_equal: Source keys, kept and dropped, whose bytes have to be the same.
+        sizes: Axis sizes that are known.
+        tied: Whether tied embeddings are one.
+        notes: What the user should know.
+    """
+
+    family: Family | None
+    source_layout: str | None
+    target_layout: str | None
+    tensors: tuple[MappedTensor, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    dropped: Mapping[str, str]
+    must_equal: tuple[tuple[str, str], ...] = ()
+    sizes: Mapping[str, int] | None = None
+    tied: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> bool:
+        """Return whether every tensor keeps its name."""
+        return self.source_layout == self.target_layout
+
+
+def change_layout(
+    known: Recognition,
+    tensors: Mapping[str, TensorEntry],
+    target_layout: str | None,
+    where: str,
+    *,
+    untie: bool = False,
+    partial: bool = False,
+) -> Change:
+    """Map the model's tensors to *target_layout*.
+
+    Args:
+        known: What the checkpoint is.
+        tensors: The model's tensors by their names in the model.
+        target_layout: What the user or the target format asks for; None: keep the source's.
+        where: The checkpoint, for errors.
+        untie: Keep both of two tied tensors.
+        partial: Only a part of the model was chosen.
+
+    Raises:
+        MappingError: The family is not known without doubt, or keys, shapes and configuration do
+            not fit it.
+    """
+    target = target_layout or known.layout
+    same = target is None or target == known.layout or target in known.alike
+    if not same or (target == "meta" and known.candidates):
+        family = _family(known, target, where)
+    elif known.exact and known.model_type:
+        family = families.family(known.model_type)
+    else:
+        return _unchanged(known, tensors, target)
+    _agree(family, known, where)
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    source = known.layout or ""
+    tied = is_tied(family, known.config)
+    found = map_tensors(
+        family,
+        source,
+        source if same else target or source,
+        shapes,
+        read_sizes(family, known.config, known.params),
+        tied=tied,
+        untie=untie,
+        partial=partial,
+    )
+    ordered = _in_source_order(found.tensors, tensors) if same else found.tensors
+    return Change(
+        family,
+        source,
+        source if same else target,
+        ordered,
+        {view.key: found.target_shapes[view.key] for m in ordered for view in m.targets},
+        found.dropped,
+        found.must_equal,
+        found.sizes,
+        found.tied,
+    )
+
+
+def _family(known: Recognition, target: str | None, where: str) -> Family:
+    """The family for a change of names; several are as good as one where they say the same."""
+    if known.model_type is None and known.layout and target and _interchangeable(known, target):
+        return families.family(known.candidates[0])
+    require_one(known, where)
+    return families.family(known.model_type or known.candidates[0])
+
+
+def _interchangeable(known: Recognition, target: str) -> bool:
+    found = [families.family(name) for name in known.candidates]
+    first, *others = found
+    return bool(others) and all(
+        name in other.layouts
+        and other.layout(name).same_as(first.layout(name))
+        and other.tied == first.tied
+        for other in others
+        for name in (known.layout or "", target)
+        if name in first.layouts
+    )
+
+
+def _agree(family: Family, known: Recognition, where: str) -> None:
+    if known.config is None or known.params is None:
+        return
+    found = contradictions(family, known.config, known.params)
+    if found:
+        raise MappingError(
+            "config.json and params.json contradict each other",
+            where=where,
+            why="; ".join(found),
+            hint="--assets DIR names a directory with the right one",
+        )
+
+
+def _unchanged(
+    known: Recognition, tensors: Mapping[str, TensorEntry], target: str | None
+) -> Change:
+    if target is not None and known.layout is None and target != "hf":
+        raise MappingError(
+            f"layout `{target}` needs a known model type",
+            why=f"no known family has keys such as {listed(list(tensors), 2)}",
+            hint="without mapping, hf, dcp and torch keep the names as they are",
+        )
+    mapped = tuple(_same(name, entry.shape) for name, entry in tensors.items())
+    notes: tuple[str, ...] = ()
+    if known.candidates and not known.exact:
+        notes = (f"names are kept; not all of them are those of {known.named}",)
+    return Change(
+        None,
+        known.layout,
+        known.layout,
+        mapped,
+        {name: entry.shape for name, entry in tensors.items()},
+        {},
+        notes=notes,
+    )
+
+
+def _same(name: str, shape: tuple[int, ...]) -> MappedTensor:
+    dims = tuple((axis,) for axis in range(len(shape)))
+    view = View(name, dims, (0,) * len(shape), shape)
+    return MappedTensor(name, shape, (view,), (view,))
+
+
+def _in_source_order(
+    mapped: tuple[MappedTensor, ...], tensors: Mapping[str, TensorEntry]
+) -> tuple[MappedTensor, ...]:
+    by_source = {item.sources[0].key: item for item in mapped}
+    return tuple(by_source[name] for name in tensors if name in by_source)

@@ -1,0 +1,166 @@
+"""Which part of a checkpoint is the model, and which part of that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
+from ckptctl.errors import MappingError, UsageError, listed, nearest
+
+MODEL_ROOTS = (
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "module",
+    "model_state",
+    "app.model",
+    "net",
+    "weights",
+    "params",
+)
+TRAINING = (
+    "optimizer",
+    "optimizers",
+    "optim",
+    "opt",
+    "optimizer_state_dict",
+    "optimizer_states",
+    "optimizer_state",
+    "lr_scheduler",
+    "lr_schedulers",
+    "scheduler",
+    "dataloader",
+    "train_state",
+    "rng",
+    "rng_state",
+    "rng_states",
+    "loops",
+    "callbacks",
+    "hparams",
+    "hyper_parameters",
+    "step",
+    "epoch",
+    "global_step",
+)
+WRAPPERS = ("_orig_mod.", "module.", "_forward_module.", "model.")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The model's own leaves under their names inside the model.
+
+    Attributes:
+        root: Prefix that the names had in the checkpoint, with its dot; ``""`` at the top.
+        tensors: The model's tensors; their entries keep their checkpoint-wide names.
+        blobs: The model's other leaves.
+        rest: Names of all leaves outside the model.
+    """
+
+    root: str
+    tensors: Mapping[str, TensorEntry]
+    blobs: Mapping[str, Blob]
+    rest: tuple[str, ...]
+
+
+def roots(catalog: Catalog) -> list[str]:
+    """Return the prefixes under which a model may lie, the most likely first.
+
+    A container (``{"model": {...}}``) counts by its path. A prefix that is only part of the names
+    (``module.`` of a wrapper) counts when every tensor outside the training state has it.
+    """
+    heads = dict.fromkeys(_container(entry.path) for entry in catalog.tensors.values())
+    named = [head for head in heads if head and head.lower().rstrip(".") in MODEL_ROOTS]
+    own = [name for name in catalog.tensors if not is_training(name)]
+    wrapped = [prefix for prefix in WRAPPERS if own and all(n.startswith(prefix) for n in own)]
+    top = [""] if own else []
+    return list(dict.fromkeys([*named, *top, *wrapped])) or [""]
+
+
+def is_training(name: str) -> bool:
+    """Return whether *name* belongs to the optimizer, the scheduler or another trainer part."""
+    return name.partition(".")[0].lower() in TRAINING
+
+
+def select(catalog: Catalog, root: str) -> Selection:
+    """Return what lies under *root*; at the top, all but the trainer's own state."""
+    inside = {
+        name: name.removeprefix(root)
+        for name in (*catalog.tensors, *catalog.blobs)
+        if name.startswith(root) and name != root and (root or not is_training(name))
+    }
+    return Selection(
+        root,
+        {inside[name]: entry for name, entry in catalog.tensors.items() if name in inside},
+        {inside[name]: blob for name, blob in catalog.blobs.items() if name in inside},
+        tuple(n for n in (*catalog.tensors, *catalog.blobs) if n not in inside),
+    )
+
+
+def checked_root(catalog: Catalog, root: str) -> str:
+    """Return a user's ``--root`` with its dot.
+
+    Raises:
+        UsageError: Nothing lies under it.
+    """
+    prefix = f"{root.strip('.')}." if root.strip(".") else ""
+    if any(name.startswith(prefix) for name in catalog.tensors):
+        return prefix
+    heads = sorted({name.partition(".")[0] for name in catalog.tensors})
+    close = nearest(root, heads)
+    raise UsageError(
+        f"no tensor lies under `{root}`",
+        where=catalog.path,
+        why=f"the checkpoint has {listed(heads)}",
+        hint=f"did you mean `--root {close}`?" if close else None,
+    )
+
+
+def chosen(
+    selection: Selection, include: Sequence[str], exclude: Sequence[str]
+) -> tuple[Selection, tuple[str, ...]]:
+    """Apply ``--include`` and ``--exclude`` to the names inside the model.
+
+    Returns:
+        What is wanted, and the names that are not.
+
+    Raises:
+        MappingError: A pattern matches nothing.
+    """
+    names = [*selection.tensors, *selection.blobs]
+    for pattern in (*include, *exclude):
+        if not any(_matches(name, selection.root, (pattern,)) for name in names):
+            raise MappingError(
+                f"no tensor matches `{pattern}`",
+                why=f"among {len(names):,} names, such as {listed(names, 2)}",
+                hint="patterns match whole names: `*` stands for anything, dots included",
+            )
+    wanted = {
+        name
+        for name in names
+        if (not include or _matches(name, selection.root, include))
+        and not _matches(name, selection.root, exclude)
+    }
+    kept = replace(
+        selection,
+        tensors={name: entry for name, entry in selection.tensors.items() if name in wanted},
+        blobs={name: blob for name, blob in selection.blobs.items() if name in wanted},
+    )
+    return kept, tuple(name for name in names if name not in wanted)
+
+
+def _matches(name: str, root: str, patterns: Iterable[str]) -> bool:
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(root + name, pattern) for pattern in patterns
+    )
+
+
+def _container(path: Path) -> str:
+    """The dotted path of the container that a tensor lies in; ``""`` for the top."""
+    head = path[:-1]
+    for length in range(len(head), 0, -1):
+        name = ".".join(map(str, head[:length]))
+        if name.lower() in MODEL_ROOTS:
+            return f"{name}."
+    return ""

@@ -1,0 +1,143 @@
+"""Turn mapped tensors, source extents and laid-out boxes into the executor's transfers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.formats.base import Output
+from ckptctl.planner.boxes import intersect
+from ckptctl.planner.mapping import MappedTensor, View
+from ckptctl.planner.plan import Operand, Record, Side, Transfer
+from ckptctl.storage.compare import row_major
+
+
+def transfers(
+    tensors: Sequence[MappedTensor],
+    entries: Mapping[str, TensorEntry],
+    output: Output,
+    target_dtypes: Mapping[str, str],
+) -> Iterator[Transfer]:
+    """Yield the transfers of each mapped tensor: one, or one for each copy that ranks repeat.
+
+    Args:
+        tensors: What becomes what.
+        entries: The source's tensors, resolved.
+        output: Where the target's boxes go.
+        target_dtypes: Element type of each target tensor.
+    """
+    for mapped in tensors:
+        for boxes in _copies(mapped, output):
+            yield _transfer(mapped, boxes, entries, output, target_dtypes)
+
+
+Boxes = list[tuple[View, Box, int]]
+
+
+def _copies(mapped: MappedTensor, output: Output) -> list[Boxes]:
+    """Group the boxes of a tensor so that each group tiles it once.
+
+    Ranks repeat whole boxes: replicated tensors, and heads where there are fewer than ranks.
+    """
+    copies: list[Boxes] = []
+    seen: Counter[tuple[str, Box]] = Counter()
+    for view in mapped.targets:
+        for box, record in output.boxes.get(view.key, ()):
+            nth = seen[view.key, box]
+            seen[view.key, box] += 1
+            if nth == len(copies):
+                copies.append([])
+            copies[nth].append((view, box, record))
+    return copies
+
+
+def _transfer(
+    mapped: MappedTensor,
+    boxes: Boxes,
+    entries: Mapping[str, TensorEntry],
+    output: Output,
+    target_dtypes: Mapping[str, str],
+) -> Transfer:
+    source_dtype = entries[mapped.sources[0].key].dtype
+    target = boxes[0][0]
+    target_dtype = target_dtypes[target.key]
+    sources = (
+        operand
+        for view in mapped.sources
+        for extent in entries[view.key].extents
+        for operand in _source(view, extent, dtypes.itemsize(source_dtype))
+    )
+    written = (
+        operand
+        for view, box, record in boxes
+        for operand in _target(
+            view, box, record, output.records[record], dtypes.itemsize(target_dtype)
+        )
+    )
+    return Transfer(
+        name=target.key,
+        source_name=mapped.sources[0].key,
+        axes=mapped.axes,
+        source=Side(mapped.sources[0].dims, tuple(sources)),
+        target=Side(target.dims, tuple(written)),
+        source_dtype=source_dtype,
+        target_dtype=target_dtype,
+    )
+
+
+def _source(view: View, extent: Extent, itemsize: int) -> Iterator[Operand]:
+    strides = extent.strides or row_major(extent.box.sizes)
+    steps = tuple(stride * itemsize for stride in strides)
+    yield from _operand(
+        view, extent.box, steps, extent.file, extent.offset, extent.nbytes, extent.crc32, -1
+    )
+
+
+def _target(view: View, box: Box, index: int, record: Record, itemsize: int) -> Iterator[Operand]:
+    steps = tuple(stride * itemsize for stride in row_major(box.sizes))
+    yield from _operand(view, box, steps, record.file, record.offset, record.nbytes, None, index)
+
+
+def _operand(
+    view: View,
+    box: Box,
+    steps: tuple[int, ...],
+    file: str,
+    offset: int,
+    nbytes: int,
+    crc32: int | None,
+    record: int,
+) -> Iterator[Operand]:
+    """Yield the part of *box* that belongs to the logical tensor; all of it in most layouts."""
+    region = Box(view.origin, view.sizes)
+    part = box if region.sizes == box.sizes == view.sizes else _common(region, box)
+    if part is None:
+        return
+    whole = part == box
+    inside = sum((p - b) * s for p, b, s in zip(part.offsets, box.offsets, steps, strict=True))
+    start = tuple(p - o for p, o in zip(part.offsets, view.origin, strict=True))
+    yield Operand(
+        file=file,
+        offset=offset + inside,
+        start=(*view.lead, *start),
+        sizes=((1,) * len(view.lead)) + part.sizes,
+        strides=((0,) * len(view.lead)) + steps,
+        nbytes=nbytes if whole else _span(part.sizes, steps, nbytes, box),
+        crc32=crc32 if whole else None,
+        record=record,
+    )
+
+
+def _common(region: Box, box: Box) -> Box | None:
+    """Like ``intersect``, but an empty box inside the region stays."""
+    found = intersect(region, box)
+    return box if found is None and not box.numel and region.numel == 0 else found
+
+
+def _span(sizes: tuple[int, ...], steps: tuple[int, ...], nbytes: int, box: Box) -> int:
+    """Bytes from the first to the last element of a part of a box, inclusive."""
+    last = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    full = sum((size - 1) * step for size, step in zip(box.sizes, steps, strict=True))
+    return last + nbytes - full

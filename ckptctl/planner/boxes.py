@@ -1,0 +1,228 @@
+"""Coverage: do the boxes of a tensor tile it exactly, and where not?
+
+Boxes are split along every coordinate that no box crosses, dimension after dimension, until each
+part is filled by one box. What cannot be split that way (a pinwheel, an overlap) is small in
+practice and is painted on its compressed grid. Both are exact; the first is near-linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptctl.catalog import Box, TensorEntry
+from ckptctl.errors import CoverageError, listed
+
+MAX_CELLS = 4_000_000
+Span = tuple[int, int]
+Spans = tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What is wrong with a set of boxes; nothing when all three are empty.
+
+    Attributes:
+        holes: Disjoint boxes that no box covers.
+        overlaps: Boxes that are covered more than once.
+        outside: Boxes that leave the tensor, or have another rank.
+    """
+
+    holes: tuple[Box, ...] = ()
+    overlaps: tuple[Box, ...] = ()
+    outside: tuple[Box, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the boxes tile the tensor exactly."""
+        return not (self.holes or self.overlaps or self.outside)
+
+
+def coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
+    """Compare *boxes* with the whole of a tensor of *shape*.
+
+    Empty boxes cover nothing and disturb nothing. A 0-d tensor is covered by one box ``()``.
+    """
+    whole = Box.whole(shape)
+    if len(boxes) == 1 and boxes[0] == whole:
+        return Coverage()
+    outside = tuple(box for box in boxes if not _inside(box, shape))
+    if outside:
+        return Coverage(outside=outside)
+    if not shape:
+        return Coverage(() if boxes else (whole,), (whole,) if boxes[1:] else ())
+    filled = [_spans(box) for box in boxes if box.numel]
+    region = _spans(whole)
+    if not math.prod(shape) or _is_grid(region, filled):
+        return Coverage()
+    holes: list[Spans] = []
+    overlaps: list[Spans] = []
+    for kind, spans in _compare(region, filled, 0, 0):
+        (holes if kind == "hole" else overlaps).append(spans)
+    return Coverage(tuple(map(_box, holes)), tuple(map(_box, overlaps)))
+
+
+def check_coverage(entry: TensorEntry) -> None:
+    """Prove that the extents of *entry* tile it.
+
+    Raises:
+        CoverageError: Naming the tensor and the first boxes that are missing, doubled or outside.
+    """
+    found = coverage(entry.shape, [extent.box for extent in entry.extents])
+    if found.exact:
+        return
+    problem, boxes = next(
+        (problem, boxes)
+        for problem, boxes in (
+            ("lie outside the tensor", found.outside),
+            ("are covered by no chunk", found.holes),
+            ("are covered more than once", found.overlaps),
+        )
+        if boxes
+    )
+    raise CoverageError(
+        f"the chunks of `{entry.name}` do not tile it",
+        where=f"tensor `{entry.name}`, shape {list(entry.shape)}",
+        why=f"{listed([str(box) for box in boxes])} {problem}",
+        hint="a rank's file may be missing; the checkpoint cannot be used as it is",
+    )
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the box common to *a* and *b*, or None when there is none (empty boxes included)."""
+    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
+    ends = (
+        min(ao + s, bo + t)
+        for ao, s, bo, t in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:
+    """Yield *pieces* boxes of nearly equal size along dimension 0, larger ones first.
+
+    Args:
+        shape: The tensor's shape; not 0-d.
+        pieces: At most ``shape[0]``.
+    """
+    rows, rest = divmod(shape[0], pieces)
+    start = 0
+    for index in range(pieces):
+        count = rows + (index < rest)
+        yield Box((start, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
+        start += count
+
+
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.offsets) == len(box.sizes) == len(shape) and all(
+        0 <= offset and 0 <= size and offset + size <= limit
+        for offset, size, limit in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+
+
+def _spans(box: Box) -> Spans:
+    return tuple((o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+
+
+def _box(spans: Spans) -> Box:
+    return Box(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans))
+
+
+def _is_grid(region: Spans, boxes: Sequence[Spans]) -> bool:
+    """Whether *boxes* are exactly the cells of a cartesian grid over *region*."""
+    if len(set(boxes)) != len(boxes):
+        return False
+    cells = 1
+    for dim, (start, end) in enumerate(region):
+        edges = sorted({spans[dim] for spans in boxes})
+        position = start
+        for low, high in edges:
+            if low != position:
+                return False
+            position = high
+        if position != end:
+            return False
+        cells *= len(edges)
+    return cells == len(boxes)
+
+
+def _compare(
+    region: Spans, boxes: Sequence[Spans], dim: int, whole: int
+) -> Iterator[tuple[str, Spans]]:
+    """Yield ``("hole" | "overlap", spans)`` of *region*.
+
+    *dim* is the dimension to split next; *whole* counts those tried since the last split.
+    """
+    if not boxes:
+        yield "hole", region
+        return
+    if len(boxes) == 1 and boxes[0] == region:
+        return
+    if whole == len(region):
+        yield from _paint(region, boxes)
+        return
+    parts = list(_slabs(region[dim], boxes, dim))
+    following = (dim + 1) % len(region)
+    split = len(parts) > 1
+    for span, inside in parts:
+        part = (*region[:dim], span, *region[dim + 1 :])
+        yield from _compare(part, inside, following, 1 if split else whole + 1)
+
+
+def _slabs(region: Span, boxes: Sequence[Spans], dim: int) -> Iterator[tuple[Span, list[Spans]]]:
+    """Cut along *dim* wherever no box crosses; parts without boxes are gaps."""
+    position, end = region
+    inside: list[Spans] = []
+    reach = position
+    for spans in sorted(boxes, key=lambda item: item[dim]):
+        low, high = spans[dim]
+        if low >= reach:
+            if inside:
+                yield (position, reach), inside
+            if low > reach:
+                yield (reach, low), []
+            inside, position = [], low
+        inside.append(spans)
+        reach = max(reach, high)
+    yield (position, reach), inside
+    if reach < end:
+        yield (reach, end), []
+
+
+def _paint(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
+    edges = [
+        sorted({edge for spans in (region, *boxes) for edge in spans[dim]})
+        for dim in range(len(region))
+    ]
+    shape = [len(line) - 1 for line in edges]
+    if math.prod(shape) > MAX_CELLS:
+        raise CoverageError(
+            "the chunks of a tensor overlap in a way that is too tangled to list",
+            why=f"{len(boxes):,} chunks have {math.prod(shape):,} crossings",
+        )
+    index = [{edge: position for position, edge in enumerate(line)} for line in edges]
+    painted = bytearray(math.prod(shape))
+    for spans in boxes:
+        ranges = [range(index[d][lo], index[d][hi]) for d, (lo, hi) in enumerate(spans)]
+        for cell in _cells(ranges, shape):
+            painted[cell] = min(painted[cell] + 1, 2)
+    for cell, count in enumerate(painted):
+        if count != 1:
+            yield ("overlap" if count else "hole"), _cell_spans(cell, shape, edges)
+
+
+def _cells(ranges: Iterable[range], shape: Sequence[int]) -> Iterator[int]:
+    cells: Iterable[int] = (0,)
+    for span, size in zip(ranges, shape, strict=True):
+        cells = [cell * size + position for cell in cells for position in span]
+    return iter(cells)
+
+
+def _cell_spans(cell: int, shape: Sequence[int], edges: Sequence[Sequence[int]]) -> Spans:
+    spans: list[Span] = []
+    for size, line in zip(reversed(shape), reversed(edges), strict=True):
+        cell, position = divmod(cell, size)
+        spans.append((line[position], line[position + 1]))
+    return tuple(reversed(spans))

@@ -1,0 +1,378 @@
+"""Transfers lowered to tiles: which bytes are read, where they go, which bytes are written.
+
+A tile is a buffer of bounded size laid out as the target pieces it fills, one after the other, so
+that writes and checksums are contiguous and only reads scatter. Lowering is lazy and depends on
+nothing but its arguments: the n-th tile of a transfer is always the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from ckptctl import dtypes
+from ckptctl.planner import runs
+from ckptctl.planner.moves import Move, moves
+from ckptctl.planner.plan import Operand, Record, Transfer
+from ckptctl.planner.runs import Block, Frame, Index, Ints, Pattern, Piece
+
+MIB = 1 << 20
+SHORT_RUN = 256
+FEW_RUNS = 1024
+FEW_READS = 64
+DISCARD = -1
+
+
+class Limits(NamedTuple):
+    """Sizes of tiles in bytes.
+
+    Attributes:
+        tile: A buffer, as a rule.
+        widest: A buffer where that lets reads stay long.
+        flat: A plain byte range.
+        arithmetic: A buffer, and half a staging area, where elements are permuted.
+        check: Whether checksums of source operands are wanted.
+    """
+
+    tile: int = MIB
+    widest: int = 4 * MIB
+    flat: int = MIB
+    arithmetic: int = 16 * MIB
+    check: bool = True
+
+
+class Read(NamedTuple):
+    """A contiguous range of a source file.
+
+    Attributes:
+        file: Source file.
+        offset: First byte.
+        nbytes: Length.
+        pattern: Where its bytes go in the buffer; None: to its start, in one run.
+        operand: The source operand whose checksum it counts for; -1: none.
+        at: Position in that operand.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    pattern: Pattern | None
+    operand: int
+    at: int
+
+
+class Write(NamedTuple):
+    """A contiguous range of a target file.
+
+    Attributes:
+        file: Output file.
+        offset: First byte.
+        nbytes: Length.
+        start: Position in the buffer, after a cast if there is one.
+        record: Index of the record; -1: none.
+        at: Position in that record.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    start: int
+    record: int
+    at: int
+
+
+class Tile(NamedTuple):
+    """One unit of work.
+
+    Attributes:
+        nbytes: Bytes of the buffer, in source elements.
+        reads: What fills it; without *writes* they are only checked.
+        moves: What fills it where elements are permuted.
+        writes: What is written from it.
+        flat: One read is one write: a plain byte range.
+    """
+
+    nbytes: int
+    reads: tuple[Read, ...]
+    moves: tuple[Move, ...]
+    writes: tuple[Write, ...]
+    flat: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    transfer: Transfer
+    frame: Frame
+    records: Sequence[Record]
+    sources: Index
+    targets: Index
+    order: Ints
+    prefix: int
+    item: int
+    out: int
+
+
+def lower(transfer: Transfer, records: Sequence[Record], limits: Limits) -> Iterator[Tile]:
+    """Yield the tiles that do *transfer*.
+
+    Args:
+        transfer: The copy. Both sides tile the tensor exactly.
+        records: Those of the plan.
+        limits: Sizes of tiles.
+
+    Yields:
+        Tiles in the target's order; then, where checksums of sources cannot be taken on the way,
+        tiles that only read.
+    """
+    if 0 in transfer.axes:
+        return
+    if _plain(transfer):
+        source, target = transfer.source.operands[0], transfer.target.operands[0]
+        span = (0, source, source.offset)
+        yield from _flat(span, target, target.offset, source.nbytes, (records, limits))
+        return
+    frame = runs.merged(transfer)
+    ranges = _ranges(transfer, frame)
+    if ranges is None:
+        yield from _tiled(_work(transfer, frame, records), limits)
+        return
+    for number, at, target, offset, nbytes in ranges:
+        source = transfer.source.operands[number]
+        yield from _flat((number, source, at), target, offset, nbytes, (records, limits))
+
+
+def permutes(transfer: Transfer) -> bool:
+    """Return whether *transfer* moves single elements, which takes torch."""
+    if 0 in transfer.axes or _plain(transfer):
+        return False
+    frame = runs.merged(transfer)
+    if _ranges(transfer, frame) is not None:
+        return False
+    return _scattered(_work(transfer, frame, ()), Limits())
+
+
+def _plain(transfer: Transfer) -> bool:
+    """Return whether one dense source range is one dense target range."""
+    source, target = transfer.source, transfer.target
+    if len(source.operands) != 1 or len(target.operands) != 1:
+        return False
+    a, b = source.operands[0], target.operands[0]
+    return (
+        a.nbytes == b.nbytes
+        and a.strides == b.strides
+        and source.dims == target.dims
+        and transfer.source_dtype == transfer.target_dtype
+        and a.nbytes == math.prod(transfer.axes) * dtypes.itemsize(transfer.source_dtype)
+    )
+
+
+def _flat(
+    source: tuple[int, Operand, int],
+    target: Operand,
+    offset: int,
+    nbytes: int,
+    how: tuple[Sequence[Record], Limits],
+) -> Iterator[Tile]:
+    number, operand, begin = source
+    records, limits = how
+    limit = limits.flat
+    base = begin - operand.offset
+    checked = number if limits.check and operand.crc32 is not None else DISCARD
+    at = offset - records[target.record].offset
+    for done in range(0, nbytes, limit):
+        size = min(limit, nbytes - done)
+        read = Read(operand.file, begin + done, size, None, checked, base + done)
+        write = Write(target.file, offset + done, size, 0, target.record, at + done)
+        yield Tile(size, (read,), (), (write,), True)
+
+
+def _ranges(transfer: Transfer, frame: Frame) -> list[tuple[int, int, Operand, int, int]] | None:
+    """Return the copies ``(source operand, offset, target, offset, bytes)`` if all are plain."""
+    if transfer.source_dtype != transfer.target_dtype or frame.source != frame.target:
+        return None
+    item = dtypes.itemsize(transfer.source_dtype)
+    if any(o.crc32 is not None and _gaps(o, item) for o in transfer.source.operands):
+        return None
+    index = Index(runs.pieces(transfer.source, frame.source, frame.sizes))
+    found: list[tuple[int, int, Operand, int, int]] = []
+    for piece in runs.pieces(transfer.target, frame.target, frame.sizes):
+        for part in index.meeting(piece.lo, piece.sizes):
+            block = runs.block(part, piece, item)
+            if block.axes:
+                return None
+            target = transfer.target.operands[piece.operand]
+            found.append((part.operand, block.source, target, block.buffer, block.run))
+    return found
+
+
+def _gaps(operand: Operand, item: int) -> bool:
+    return operand.nbytes != math.prod(operand.sizes) * item
+
+
+def _work(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> _Work:
+    order = tuple(axis for group in frame.target for axis in group)
+    other = tuple(axis for group in frame.source for axis in group)
+    same = (a == b for a, b in zip(order, other, strict=True))
+    prefix = next((index for index, equal in enumerate(same) if not equal), len(order))
+    return _Work(
+        transfer,
+        frame,
+        records,
+        Index(runs.pieces(transfer.source, frame.source, frame.sizes)),
+        Index(runs.pieces(transfer.target, frame.target, frame.sizes)),
+        order,
+        prefix,
+        dtypes.itemsize(transfer.source_dtype),
+        dtypes.itemsize(transfer.target_dtype),
+    )
+
+
+def domains(sizes: Ints, order: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]:
+    """Yield boxes that are intervals of *order* and hold at most *limit* elements each.
+
+    Yields:
+        ``(first indices, counts)`` along each axis; together they are the whole tensor.
+    """
+    depth, inner = len(order), 1
+    while depth and inner * sizes[order[depth - 1]] <= limit:
+        depth -= 1
+        inner *= sizes[order[depth]]
+    if not depth:
+        yield (0,) * len(sizes), sizes
+        return
+    outer, axis = order[: depth - 1], order[depth - 1]
+    parts = -(-sizes[axis] // max(1, limit // inner))
+    step = -(-sizes[axis] // parts)
+    for indices in product(*(range(sizes[a]) for a in outer)):
+        lo, count = [0] * len(sizes), list(sizes)
+        for a, index in zip(outer, indices, strict=True):
+            lo[a], count[a] = index, 1
+        for start in range(0, sizes[axis], step):
+            lo[axis], count[axis] = start, min(step, sizes[axis] - start)
+            yield tuple(lo), tuple(count)
+
+
+def _limit(work: _Work, limits: Limits) -> int:
+    """Return the elements of a tile: enough for one step of the common prefix if that fits."""
+    sizes, order = work.frame.sizes, work.order
+    step = math.prod(sizes[axis] for axis in order[work.prefix :]) * work.item
+    size = max(limits.tile, min(step, limits.widest))
+    return max(1, size // max(work.item, work.out))
+
+
+def _scattered(work: _Work, limits: Limits) -> bool:
+    """Return whether runs are so short that elements are better permuted in memory."""
+    item, sizes = work.item, work.frame.sizes
+    lo, count = next(domains(sizes, work.order, _limit(work, limits)))
+    _, blocks = _meet(work, lo, count)
+    total = sum(block.runs for some in blocks.values() for block in some)
+    if any(s % item for o in work.transfer.source.operands for s in o.strides):
+        return False
+    size = math.prod(count) * item
+    return size < SHORT_RUN * total and math.prod(sizes) * item * total > FEW_RUNS * size
+
+
+def _meet(work: _Work, lo: Ints, count: Ints) -> tuple[list[Piece], dict[int, list[Block]]]:
+    """Return the target pieces in the box and, by source operand, what fills their places."""
+    parts = work.targets.meeting(lo, count)
+    blocks: dict[int, list[Block]] = {}
+    position = 0
+    for part in parts:
+        strides = runs.dense(part.sizes, work.order, work.item)
+        place = Piece(part.operand, position, part.lo, part.sizes, strides)
+        for source in work.sources.meeting(part.lo, part.sizes):
+            blocks.setdefault(source.operand, []).append(runs.block(source, place, work.item))
+        position += math.prod(part.sizes) * work.item
+    return parts, blocks
+
+
+def _tiled(work: _Work, limits: Limits) -> Iterator[Tile]:
+    permuted = _scattered(work, limits)
+    limit = limits.arithmetic // max(work.item, work.out) if permuted else _limit(work, limits)
+    operands = work.transfer.source.operands
+    inline: bool | None = None
+    if (
+        not limits.check
+        or permuted
+        or any(_gaps(o, work.item) for o in operands if o.crc32 is not None)
+    ):
+        inline = False
+    for lo, count in domains(work.frame.sizes, work.order, limit):
+        parts, blocks = _meet(work, lo, count)
+        nbytes = math.prod(count) * work.item
+        writes = _writes(work, parts)
+        if permuted:
+            yield Tile(nbytes, (), _moves(work, blocks, limits), writes, False)
+            continue
+        found = _reads(work, blocks)
+        if inline is None:
+            inline = len(found) <= FEW_READS
+        reads = found if inline else [read._replace(operand=DISCARD) for read in found]
+        yield Tile(nbytes, tuple(reads), (), writes, False)
+    if limits.check and not inline:
+        yield from _checks(operands, limits.tile)
+
+
+def _reads(work: _Work, blocks: dict[int, list[Block]]) -> list[Read]:
+    found: list[Read] = []
+    for number, some in blocks.items():
+        operand = work.transfer.source.operands[number]
+        checked = number if operand.crc32 is not None else DISCARD
+        base = min(block.source for block in some)
+        relative = tuple(Block(b.source - base, b.buffer, b.axes, b.run) for b in some)
+        for begin, nbytes, pattern in runs.spans(relative):
+            offset = base + begin
+            found.append(
+                Read(operand.file, offset, nbytes, pattern, checked, offset - operand.offset)
+            )
+    return found
+
+
+def _moves(work: _Work, blocks: dict[int, list[Block]], limits: Limits) -> tuple[Move, ...]:
+    operands = work.transfer.source.operands
+    return tuple(
+        move
+        for number, some in blocks.items()
+        for block in some
+        for move in moves(operands[number].file, block, work.item, 2 * limits.arithmetic)
+    )
+
+
+def _writes(work: _Work, parts: list[Piece]) -> tuple[Write, ...]:
+    found: list[Write] = []
+    position = 0
+    for part in parts:
+        target = work.transfer.target.operands[part.operand]
+        base = work.records[target.record].offset if work.records else 0
+        strides = runs.dense(part.sizes, work.order, work.out)
+        place = Piece(part.operand, position, part.lo, part.sizes, strides)
+        for offset, start, nbytes in runs.runs(runs.block(part, place, work.out)):
+            last = found[-1] if found else None
+            if (
+                last
+                and last.file == target.file
+                and last.record == target.record
+                and last.offset + last.nbytes == offset
+                and last.start + last.nbytes == start
+            ):
+                found[-1] = last._replace(nbytes=last.nbytes + nbytes)
+            else:
+                found.append(
+                    Write(target.file, offset, nbytes, start, target.record, offset - base)
+                )
+        position += math.prod(part.sizes) * work.out
+    return tuple(found)
+
+
+def _checks(operands: Sequence[Operand], limit: int) -> Iterator[Tile]:
+    """Yield tiles that read operands in their own order, for their checksums alone."""
+    for number, operand in enumerate(operands):
+        if operand.crc32 is None:
+            continue
+        for done in range(0, operand.nbytes, limit):
+            size = min(limit, operand.nbytes - done)
+            read = Read(operand.file, operand.offset + done, size, None, number, done)
+            yield Tile(size, (read,), (), (), False)

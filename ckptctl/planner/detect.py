@@ -1,0 +1,183 @@
+"""Which model type and layout a checkpoint has: by its keys, then by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckptctl.planner.configs import facts, is_tied
+from ckptctl.planner.layouts import Family, holds
+from ckptctl.planner.matching import match, missing, tied_away
+from ckptctl.planner.parallel import ranks_fit
+
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model type and layout that a checkpoint may have.
+
+    Attributes:
+        family: The model type.
+        layout: Its layout: the first of those that are alike.
+        alike: Other layouts that keep every tensor under the same name in the same order.
+        evidence: What speaks for it, for people.
+        unmatched: Keys that it does not know, at most five.
+        missing: Keys that it needs, at most five.
+        share: The part of all keys that it knows, from 0 to 1.
+    """
+
+    family: str
+    layout: str
+    alike: tuple[str, ...]
+    evidence: tuple[str, ...]
+    unmatched: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    share: float = 1.0
+
+    @property
+    def exact(self) -> bool:
+        """Return whether every key is known and none is missing."""
+        return not self.unmatched and not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """What a checkpoint may be.
+
+    Attributes:
+        candidates: All that fit equally well: exact ones, or else those that nearly fit (most
+            keys are known) and of which mapping will say what is wrong.
+        configured: Whether a configuration took part in the decision.
+    """
+
+    candidates: tuple[Candidate, ...]
+    configured: bool
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the keys are exactly those of the candidates."""
+        return bool(self.candidates) and self.candidates[0].exact
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Return the different layouts of the candidates."""
+        return tuple(dict.fromkeys(c.layout for c in self.candidates))
+
+
+def detect(
+    shapes: Mapping[str, tuple[int, ...]],
+    families: Mapping[str, Family],
+    config: Json | None = None,
+    params: Json | None = None,
+    *,
+    ranks: int = 1,
+    prefer: str | None = None,
+) -> Detection:
+    """Return the model types and layouts that fit.
+
+    Args:
+        shapes: Shape of each tensor by key; with several *ranks* those of one rank.
+        families: The model types to choose from.
+        config: config.json, where there is one.
+        params: params.json, where there is one.
+        ranks: Number of model-parallel shards.
+        prefer: The layout to name among those that are alike.
+
+    Raises:
+        MappingError: The configuration holds a value of the wrong kind.
+    """
+    known = (None if config is None else facts(config), None if params is None else facts(params))
+    found: list[Candidate] = []
+    for family in families.values():
+        evidence = _evidence(family, *known)
+        if evidence is not None:
+            found += _layouts(family, shapes, config, ranks, prefer, evidence)
+    fitting = [c for c in found if c.exact] or _closest(found)
+    configured = any(item is not None for item in known)
+    if configured:
+        fitting = _most_refined(fitting, families)
+    return Detection(tuple(fitting), configured)
+
+
+def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple[str, ...] | None:
+    """Return what the configurations say for *family*; None: they exclude it."""
+    evidence: list[str] = []
+    for name, values, signs in (
+        ("config.json", config, family.config_signs),
+        ("params.json", params, family.params_signs),
+    ):
+        if values is None:
+            continue
+        shown = [sign for sign in signs if holds(sign, values)]
+        if not shown:
+            return None
+        text = ", ".join(f"{k} {v}" for k, v in shown[0].items() if v is not None)
+        evidence += [f"{name}: {text}"] if text else []
+    return tuple(evidence)
+
+
+def _layouts(
+    family: Family,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Json | None,
+    ranks: int,
+    prefer: str | None,
+    evidence: tuple[str, ...],
+) -> Iterable[Candidate]:
+    tied = is_tied(family, config)
+    seen: list[str] = []
+    for name in sorted(family.layouts, key=lambda n: n != prefer):
+        if any(family.layout(name).same_as(family.layout(other)) for other in seen):
+            continue
+        seen.append(name)
+        candidate = _candidate(family, name, shapes, tied, config is not None, evidence)
+        if candidate and (ranks == 1 or ranks_fit(family, name, shapes, ranks)):
+            yield candidate
+
+
+def _candidate(
+    family: Family,
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: bool,
+    configured: bool,
+    evidence: tuple[str, ...],
+) -> Candidate | None:
+    layout = family.layout(name)
+    matched = match(layout, shapes)
+    share = (len(shapes) - len(matched.unmatched)) / len(shapes) if shapes else 0.0
+    if not matched.keys or share < 0.5:
+        return None
+    absent = missing(family, layout, matched, matched.counts(family))
+    tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
+    surplus = [key for key in tail if key in shapes and not configured]
+    alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
+    return Candidate(
+        family.name,
+        name,
+        tuple(alike),
+        (f"{len(shapes) - len(matched.unmatched):,} of {len(shapes):,} keys", *evidence),
+        tuple(matched.unmatched[:5] or surplus),
+        tuple(key for key in absent if key not in tail)[:5],
+        share,
+    )
+
+
+def _closest(found: list[Candidate]) -> list[Candidate]:
+    """Return the candidates that know the most keys, of those the ones that miss the least."""
+    if not found:
+        return []
+    best = max((c.share, -len(c.missing)) for c in found)
+    return [c for c in found if (c.share, -len(c.missing)) == best]
+
+
+def _most_refined(found: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:
+    """Return *found* without the families that another one of them is a special case of."""
+    general: set[tuple[str, str]] = set()
+    for candidate in found:
+        parent = families[candidate.family].refines
+        while parent and parent in families:
+            general.add((parent, candidate.layout))
+            parent = families[parent].refines
+    return [c for c in found if (c.family, c.layout) not in general]

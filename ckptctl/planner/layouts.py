@@ -1,0 +1,187 @@
+"""Model families as data: which tensors a model has, and how each layout keeps them.
+
+This is the only module that ``converters/`` imports. A family says nothing about any pair of
+layouts: conversions, their inverses and the model-parallel split all follow from its tables.
+
+Axis names mean the same in every family:
+
+====  ==============================  ====  ====================================
+axis  size                            axis  size
+====  ==============================  ====  ====================================
+v     vocabulary                      h     query heads
+d     hidden size                     k     key/value heads
+f     feed-forward size               e     head dimension, ``(p r)`` or ``(r p)``
+i     layers (an index in keys)       p r   2 and e / 2: rotary pairs
+====  ==============================  ====  ====================================
+
+A tensor writes either ``e`` or its parts, the same in all layouts. ``(h p r)`` is the order of
+``rotate_half`` (a pair is ``j, j + e/2``), ``(h r p)`` the order of complex rotations (a pair is
+``2j, 2j + 1``); see Su et al., "RoFormer", arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+from ckptctl.errors import UsageError, listed, nearest
+from ckptctl.planner.tables import Leaf, Tensor, parse_tables
+from ckptctl.planner.templates import Template, TemplateTable
+
+__all__ = ["Drop", "Family", "Layout", "Leaf", "Tensor", "Tie"]
+
+Signs: TypeAlias = Mapping[str, object]
+"""Values that all have to be found; None: the value has to be absent or null."""
+
+
+def holds(signs: Signs, values: Mapping[str, object]) -> bool:
+    """Return whether all of *signs* are found in *values*; a null there means absent."""
+    return all(values.get(key) == value for key, value in signs.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A stored tensor that carries no information.
+
+    Attributes:
+        layout: Where it occurs.
+        key: Template of its name.
+        reason: Why nothing is lost.
+    """
+
+    layout: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A logical tensor that may be the same as another one.
+
+    Attributes:
+        tensor: Name of the one that is left out where possible.
+        of: Name of the one that is kept.
+        stored_in: Layouts that keep both all the same.
+    """
+
+    tensor: str
+    of: str
+    stored_in: tuple[str, ...]
+
+
+Meaning: TypeAlias = Tensor | Drop
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """One column of a family, ready to be matched.
+
+    Attributes:
+        name: As in ``torchtitan@0.3``.
+        leaves: By name of the logical tensor.
+        table: Finds what a key stands for.
+    """
+
+    name: str
+    leaves: Mapping[str, Leaf]
+    table: TemplateTable[Meaning]
+
+    def same_as(self, other: Layout) -> bool:
+        """Return whether both keep every tensor under the same name in the same order."""
+        return self.leaves == other.leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A model family.
+
+    Attributes:
+        name: The model type, as in ``llama3``.
+        title: For people.
+        layouts: Names of its layouts; of two that are alike the first one is preferred.
+        tables: See :mod:`ckptctl.planner.tables`.
+        like: For a layout the one that it equals wherever the tables do not say otherwise.
+        architecture: Class name in config.json.
+        aliases: Other names a user may give.
+        drops: Stored tensors without information.
+        ties: Tensors that may be one.
+        tied: Whether they are one unless a configuration says otherwise.
+        constants: Axis sizes that never vary.
+        composite: Axes that are made of others.
+        sizes: For each axis, or index for its count, the names in config.json and params.json.
+        repeated: Axes of which whole entries are repeated where there are fewer than ranks.
+        pinned: Tensors that are never cast, by name without indices.
+        refines: The family that this one is a special case of.
+        config_signs: Alternatives, one of which must hold of a config.json; ``rope_theta`` and
+            ``rope_type`` are found in either spelling of transformers.
+        params_signs: The same for params.json.
+        presets: What config.json says beyond params.json: pairs of signs (of params.json) and
+            values; later ones win.
+        tiny: Axis sizes of the smallest model that shows every axis.
+    """
+
+    name: str
+    title: str
+    layouts: tuple[str, ...]
+    tables: tuple[str, ...]
+    architecture: str
+    like: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    drops: tuple[Drop, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    tied: bool = False
+    constants: Mapping[str, int] = field(default_factory=dict)
+    composite: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    repeated: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
+    refines: str | None = None
+    config_signs: tuple[Signs, ...] = ()
+    params_signs: tuple[Signs, ...] = ()
+    presets: tuple[tuple[Signs, Mapping[str, object]], ...] = ()
+    tiny: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the logical tensors by name, in their natural order."""
+        return {tensor.name: tensor for tensor in parse_tables(self.tables, self.like)}
+
+    @cached_property
+    def _compiled(self) -> dict[str, Layout]:
+        return {}
+
+    def layout(self, name: str) -> Layout:
+        """Return the layout called *name*.
+
+        Raises:
+            UsageError: The family has no such layout.
+        """
+        if name not in self.layouts:
+            close = nearest(name, self.layouts)
+            raise UsageError(
+                f"model type `{self.name}` has no layout `{name}`",
+                why=f"it has {listed(self.layouts, len(self.layouts))}",
+                hint=f"did you mean `{close}`?" if close else None,
+            )
+        if name not in self._compiled:
+            self._compiled[name] = self._compile(name)
+        return self._compiled[name]
+
+    def _compile(self, name: str) -> Layout:
+        present = [t for t in self.tensors.values() if name in t.leaves]
+        entries: list[tuple[Template, Meaning]] = [(t.leaves[name].key, t) for t in present]
+        entries += [(Template.parse(d.key), d) for d in self.drops if d.layout == name]
+        leaves = {t.name: t.leaves[name] for t in present}
+        return Layout(name, leaves, TemplateTable(entries))
+
+    def expand(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return *axes* with composite ones replaced by what they are made of."""
+        return tuple(part for axis in axes for part in self.composite.get(axis, (axis,)))
+
+    def called(self, axis: str) -> str:
+        """Return how an error message names the size of *axis*."""
+        whole = next((c for c, parts in self.composite.items() if axis in parts), axis)
+        names = self.sizes.get(whole)
+        return f"`{names[0]}` (params.json: `{names[1]}`)" if names else f"axis `{axis}`"

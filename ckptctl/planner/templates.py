@@ -1,0 +1,103 @@
+"""Key templates: ``model.layers.{i}.self_attn.q_proj.weight`` and back.
+
+An index stands for a whole dot-separated part of a key and is a decimal number without leading
+zeros. A template matches a key entirely or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_INDEX = re.compile(r"\{([a-z]+)\}\Z")
+_NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,17})\Z")
+
+T = TypeVar("T")
+
+
+def _skeleton(parts: Iterable[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the parts joined with ``#`` for each number, and the numbers."""
+    shown, numbers = [], []
+    for part in parts:
+        if _NUMBER.match(part):
+            numbers.append(part)
+            part = "#"
+        shown.append(part)
+    return ".".join(shown), tuple(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A key with named indices.
+
+    Attributes:
+        text: The template itself.
+        skeleton: The same with ``#`` for every index and every literal number.
+        slots: For each ``#`` the index's name, or the literal number.
+        indices: The names of the indices, each once, in order of appearance.
+    """
+
+    text: str
+    skeleton: str
+    slots: tuple[str, ...]
+    indices: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """Return the template written as *text*.
+
+        Raises:
+            ValueError: An index does not fill a whole part of the key.
+        """
+        slots, shown = [], []
+        for part in text.split("."):
+            index = _INDEX.match(part)
+            if index or _NUMBER.match(part):
+                slots.append(index[1] if index else part)
+                part = "#"
+            elif "{" in part or "}" in part or part in ("", "#"):
+                raise ValueError(f"`{part}` in the key template `{text}`")
+            shown.append(part)
+        indices = dict.fromkeys(slot for slot in slots if not slot.isdigit())
+        return cls(text, ".".join(shown), tuple(slots), tuple(indices))
+
+    def read(self, numbers: tuple[str, ...]) -> dict[str, int] | None:
+        """Return the indices that the numbers of a key stand for; None: they do not fit."""
+        values: dict[str, int] = {}
+        if len(numbers) != len(self.slots):
+            return None
+        for slot, number in zip(self.slots, numbers, strict=True):
+            if slot.isdigit():
+                if slot != number:
+                    return None
+            elif values.setdefault(slot, int(number)) != int(number):
+                return None
+        return values
+
+    def key(self, values: Mapping[str, int]) -> str:
+        """Return the key with these indices filled in."""
+        return self.text.format_map(values)
+
+
+class TemplateTable(Generic[T]):
+    """Templates with what they stand for; looking up a key costs one dictionary access.
+
+    Args:
+        entries: Pairs of a template and its meaning; where several match, the first one wins.
+    """
+
+    def __init__(self, entries: Iterable[tuple[Template, T]]) -> None:
+        self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
+        for template, meaning in entries:
+            self._by_skeleton.setdefault(template.skeleton, []).append((template, meaning))
+
+    def find(self, key: str) -> tuple[T, dict[str, int]] | None:
+        """Return what *key* stands for and its indices, or None."""
+        skeleton, numbers = _skeleton(key.split("."))
+        for template, meaning in self._by_skeleton.get(skeleton, ()):
+            values = template.read(numbers)
+            if values is not None:
+                return meaning, values
+        return None

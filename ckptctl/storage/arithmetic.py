@@ -1,0 +1,99 @@
+"""Everything about bytes that takes torch: permuting single elements and casting them.
+
+Elements that are only moved are opaque integers of their size, so every dtype keeps its bits. This
+is the only module below ``distributed/`` that imports torch, and it does so when first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ckptctl import dtypes
+
+if TYPE_CHECKING:
+    import torch
+
+Axes = Sequence[tuple[int, int, int]]
+OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+FEW_MATRICES = 512
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Let torch use one thread per calling thread, and put its setting back afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item: int) -> None:
+    """Copy elements from *staged* to *target* by strides.
+
+    Args:
+        staged: Bytes whose first element is that with all indices 0.
+        target: Bytes to be filled in part.
+        start: Position of that element in *target*.
+        axes: ``(count, stride in staged, stride in target)`` in bytes, outermost first.
+        item: Bytes of one element: 1, 2, 4, 8 or 16.
+    """
+    import torch
+
+    kind = _dtype(OPAQUE[item])
+    source = torch.frombuffer(staged, dtype=kind)
+    into = torch.frombuffer(target, dtype=kind)
+    # Elements by target address: what torch's copy walks fastest.
+    ordered = sorted(axes, key=lambda axis: -axis[2])
+    shape = [axis[0] for axis in ordered]
+    near = [axis[1] // item for axis in ordered]
+    far = [axis[2] // item for axis in ordered]
+    outer = max(0, len(shape) - 2)
+    if _count(shape[:outer]) > FEW_MATRICES:
+        outer = 0
+    # torch transposes a matrix in blocks, but does not look for matrices inside larger tensors.
+    for index in product(*(range(n) for n in shape[:outer])):
+        a = sum(i * s for i, s in zip(index, near, strict=False))
+        b = start // item + sum(i * s for i, s in zip(index, far, strict=False))
+        into.as_strided(shape[outer:], far[outer:], b).copy_(
+            source.as_strided(shape[outer:], near[outer:], a)
+        )
+
+
+def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
+    """Convert elements exactly as ``tensor.to(dtype)`` does.
+
+    Args:
+        source: Dense elements of *source_dtype*.
+        source_dtype: torch's dtype name.
+        target: Room for as many elements of *target_dtype*.
+        target_dtype: torch's dtype name.
+    """
+    import torch
+
+    values = torch.frombuffer(source, dtype=_dtype(source_dtype))
+    torch.frombuffer(target, dtype=_dtype(target_dtype)).copy_(values)
+
+
+def _count(sizes: Sequence[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+@cache
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, dtypes.BY_NAME[name].name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(name)
+    return found

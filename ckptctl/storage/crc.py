@@ -1,0 +1,79 @@
+"""Combining CRC-32 checksums of adjacent blocks without reading the bytes again.
+
+Appending *n* zero bytes multiplies the CRC's polynomial by x^(8n) modulo the CRC polynomial, a
+linear map on 32 bits; zlib's ``crc32_combine`` (``crc32.c``) does the same.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+
+
+def combine(crc1: int, crc2: int, len2: int) -> int:
+    """Return the CRC-32 of two blocks in a row.
+
+    Args:
+        crc1: ``zlib.crc32`` of the first block.
+        crc2: ``zlib.crc32`` of the second block.
+        len2: Bytes of the second block.
+    """
+    t0, t1, t2, t3, t4, t5, t6, t7 = _tables(len2)
+    return (
+        t0[crc1 & 15]
+        ^ t1[crc1 >> 4 & 15]
+        ^ t2[crc1 >> 8 & 15]
+        ^ t3[crc1 >> 12 & 15]
+        ^ t4[crc1 >> 16 & 15]
+        ^ t5[crc1 >> 20 & 15]
+        ^ t6[crc1 >> 24 & 15]
+        ^ t7[crc1 >> 28]
+        ^ crc2
+    )
+
+
+def _multiply(a: int, b: int) -> int:
+    """Return a·b modulo the CRC polynomial; bit 31 is the coefficient of x^0."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+def _squares() -> tuple[int, ...]:
+    """Return x^(8·2^k) for k = 0 .. 63."""
+    power = 1 << 23
+    found = []
+    for _ in range(64):
+        found.append(power)
+        power = _multiply(power, power)
+    return tuple(found)
+
+
+_POWERS = _squares()
+
+
+@lru_cache(maxsize=4096)
+def _tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """Return what each hexadecimal digit of a CRC becomes when *nbytes* zero bytes follow."""
+    operator = _ONE
+    for bit, power in enumerate(_POWERS):
+        if nbytes >> bit & 1:
+            operator = _multiply(power, operator)
+    columns = [0] * 32
+    for bit in range(31, -1, -1):
+        columns[bit] = operator
+        operator = operator >> 1 ^ POLYNOMIAL if operator & 1 else operator >> 1
+    return tuple(_digit(columns[4 * place : 4 * place + 4]) for place in range(8))
+
+
+def _digit(columns: list[int]) -> tuple[int, ...]:
+    sums = [0]
+    for column in columns:
+        sums += [value ^ column for value in sums]
+    return tuple(sums)

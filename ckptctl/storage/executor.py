@@ -1,0 +1,385 @@
+"""Carrying out a plan: files at their full size, filled in parallel by position, then synced."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError
+from ckptctl.planner.copies import MIB, Limits, Read, Tile, Write, lower
+from ckptctl.planner.plan import FileIdentity, Plan, RawCopy
+from ckptctl.storage import trash
+from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.storage.finisher import Finisher
+from ckptctl.storage.journal import Done, Journal
+from ckptctl.storage.lanes import Lane, Lanes, Unit
+from ckptctl.storage.ledger import Ledger, News
+from ckptctl.storage.worker import Worker, write_failed
+
+ARITHMETIC = 384 * MIB
+SYNC_EVERY = 128 * MIB
+PATIENCE = 0.8
+Progress = Callable[[int], None]
+
+
+def _jobs() -> int:
+    return min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionOptions:
+    """How a plan is carried out; none of it changes a byte of the output but CRCs.
+
+    Attributes:
+        jobs: Threads.
+        memory: Bytes of buffers in all, arithmetic apart.
+        checksum: Whether to compute CRCs of records and check those of sources.
+        resume: Whether to believe the journal of an earlier run.
+        journal_every: Bytes written between entries of the journal.
+    """
+
+    jobs: int = 0
+    memory: int = 64 * MIB
+    checksum: bool = True
+    resume: bool = False
+    journal_every: int = 1 << 30
+
+    @property
+    def threads(self) -> int:
+        """Return the number of threads: *jobs*, or as many as there are cores, at most four."""
+        return self.jobs or _jobs()
+
+    def limits(self) -> Limits:
+        """Return the sizes of tiles that keep within *memory*."""
+        each = max(64 << 10, self.memory // self.threads)
+        return Limits(
+            tile=min(MIB, each),
+            widest=min(4 * MIB, each),
+            flat=min(MIB, each) if self.checksum else 16 * MIB,
+            arithmetic=min(16 * MIB, ARITHMETIC // (4 * self.threads)),
+            check=self.checksum,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What was done.
+
+    Attributes:
+        crcs: CRC-32 of each record of the plan; all 0 without checksums.
+        bytes_written: Bytes of records and raw copies that this run wrote.
+        resumed_bytes: Those that an earlier run had written.
+    """
+
+    crcs: list[int]
+    bytes_written: int
+    resumed_bytes: int
+
+
+def execute(
+    plan: Plan,
+    root: Path,
+    options: ExecutionOptions,
+    progress: Progress,
+    journal: Path | None = None,
+) -> Execution:
+    """Create the output files of *plan* below *root*, fill them and sync them.
+
+    Args:
+        plan: What to do.
+        root: An existing directory of this run's own, not yet visible to anybody.
+        options: How.
+        progress: Called from this thread only, with the bytes finished since the last call; what
+            an earlier run had done counts too.
+        journal: The journal's file, outside *root*; None: none is kept.
+
+    Raises:
+        DamagedError: A source changed, ends too early or contradicts its recorded checksum.
+        StorageError: A read, write or sync failed.
+    """
+    with ExitStack() as stack:
+        run = _Run(plan, root, options, stack)
+        run.check_sources()
+        done = run.prepare(journal)
+        run.fill(done, progress)
+        run.check_sources()
+        run.sync_directories()
+        return run.result()
+
+
+class _Run:
+    def __init__(self, plan: Plan, root: Path, options: ExecutionOptions, stack: ExitStack) -> None:
+        self._plan = plan
+        self._root = root
+        self._options = options
+        self._limits = options.limits()
+        self._stack = stack
+        self._sources: dict[str, SourceFiles] = {}
+        self._identities: dict[tuple[str, str], FileIdentity] = {}
+        self._journal: Journal | None = None
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._errors: list[BaseException] = []
+        self._working = 0
+        self._reported = 0
+        self._torch = False
+        for name, identity in plan.sources.items():
+            self._identities[plan.source_root, name] = identity
+        for raw in plan.raw_copies:
+            self._files(raw.root or plan.source_root)
+
+    # Sources
+
+    def _files(self, root: str) -> SourceFiles:
+        if root not in self._sources:
+            self._sources[root] = self._stack.enter_context(SourceFiles(root))
+        return self._sources[root]
+
+    def check_sources(self) -> None:
+        """Compare every source file with what it was when it was first looked at."""
+        for raw in self._plan.raw_copies:
+            key = (raw.root or self._plan.source_root, raw.source)
+            if key not in self._identities:
+                self._identities[key] = _identity(self._files(key[0]), raw.source)
+        for (root, name), identity in self._identities.items():
+            try:
+                found = _identity(self._files(root), name)
+            except SourceNotFoundError:
+                raise _changed(root, name, "it is gone") from None
+            if found != identity:
+                raise _changed(root, name, f"{found} is not {identity}")
+
+    # Output files
+
+    def prepare(self, journal: Path | None) -> dict[tuple[int, int], Done]:
+        """Create the output files and return the units that need not be done again."""
+        if journal is None:
+            self._create()
+            return {}
+        header = {
+            "digest": self._plan.digest,
+            "limits": list(self._limits),
+            "checksum": self._options.checksum,
+        }
+        resume = self._options.resume
+        self._journal = self._stack.enter_context(Journal(journal, header, resume=resume))
+        if self._journal.done and self._intact():
+            return self._journal.done
+        self._journal.restart()
+        self._create()
+        return {}
+
+    def _intact(self) -> bool:
+        return all(
+            path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
+            for file in self._plan.files
+            for path in (self._root / file.path,)
+        )
+
+    def _create(self) -> None:
+        trash.clear(self._root)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        for file in self._plan.files:
+            path = self._root / contained(file.path, str(self._root))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, flags, 0o666)
+                try:
+                    os.ftruncate(descriptor, file.size)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise write_failed(error, path) from error
+
+    def sync_directories(self) -> None:
+        """Sync every directory that holds an output file."""
+        found = {self._root}
+        for file in self._plan.files:
+            found.update(self._root / parent for parent in Path(file.path).parents)
+        for directory in sorted(found, reverse=True):
+            sync_directory(directory)
+
+    # Work
+
+    def fill(self, done: dict[tuple[int, int], Done], progress: Progress) -> None:
+        """Do all units, in threads, and every file's frame; raise what went wrong first."""
+        every = self._options.journal_every if self._journal else 0
+        self._ledger = Ledger(self._plan, every, SYNC_EVERY)
+        self._finisher = Finisher(self._plan, self._root, self._ledger, self._journal, self._end)
+        lanes = Lanes([Lane(units) for units in self._units(done)])
+        threads = [
+            threading.Thread(target=self._work, args=(lanes,), daemon=True)
+            for _ in range(self._options.threads)
+        ]
+        self._working = len(threads)
+        try:
+            self._finisher.start()
+            for thread in threads:
+                thread.start()
+            self._watch(lambda: not self._working, progress)
+            for path in self._ledger.untouched():
+                self._finisher.finish(path)
+            self._finisher.close()
+            self._watch(self._finisher.idle, progress)
+        finally:
+            self._stop.set()
+            self._finisher.stop()
+            _join([*threads, *self._finisher.threads])
+
+    def _end(self, error: BaseException | None) -> None:
+        """Take note that a thread ended, and stop the run if it failed."""
+        with self._changed:
+            if error is not None:
+                self._errors.append(error)
+                self._stop.set()
+            self._changed.notify_all()
+
+    def _watch(self, finished: Callable[[], bool], progress: Progress) -> None:
+        while True:
+            with self._changed:
+                over = finished()
+                if not over and not self._errors:
+                    self._changed.wait(0.05)
+            total = self._ledger.written + self._ledger.resumed
+            if total > self._reported:
+                progress(total - self._reported)
+                self._reported = total
+            if self._errors:
+                raise self._errors[0]
+            if over:
+                return
+
+    def _work(self, lanes: Lanes) -> None:
+        worker = Worker(
+            self._root,
+            self._plan.transfers,
+            checksum=self._options.checksum,
+            chunk=min(self._limits.flat, self._limits.widest),
+            arithmetic=self._arithmetic,
+        )
+        failure: BaseException | None = None
+        try:
+            for batch in lanes.units():
+                finished: list[tuple[Unit, Done]] = []
+                for unit in batch:
+                    if self._stop.is_set():
+                        break
+                    finished.append((unit, worker.do(unit)))
+                if self._stop.is_set():
+                    break
+                self._tell(self._ledger.commit(finished))
+        except BaseException as error:
+            failure = error
+        worker.close()
+        with self._changed:
+            self._working -= 1
+        self._end(failure)
+
+    def _arithmetic(self) -> ModuleType:
+        from ckptctl.storage import arithmetic
+
+        with self._changed:
+            if not self._torch:
+                self._torch = True
+                self._stack.enter_context(arithmetic.single_threaded())
+        return arithmetic
+
+    def _tell(self, news: News) -> None:
+        for path in news.finished:
+            self._finisher.finish(path)
+        for path in news.ripe:
+            self._finisher.sync(path)
+        if news.durable[0]:
+            self._finisher.record(*news.durable)
+
+    def _units(self, done: dict[tuple[int, int], Done]) -> list[Iterator[Unit]]:
+        """Return the units of each lane, those that *done* names entered and left out."""
+        lanes: dict[str, list[int]] = {}
+        for index, transfer in enumerate(self._plan.transfers):
+            if transfer.target.operands:
+                lanes.setdefault(transfer.target.operands[0].file, []).append(index)
+        for index, raw in enumerate(self._plan.raw_copies, len(self._plan.transfers)):
+            lanes.setdefault(raw.target, []).append(index)
+        return [self._lane(indices, done) for indices in lanes.values()]
+
+    def _lane(self, indices: Iterable[int], done: dict[tuple[int, int], Done]) -> Iterator[Unit]:
+        for index in indices:
+            files, tiles = self._tiles(index)
+            for number, tile in enumerate(tiles):
+                unit = Unit(index, number, tile, files)
+                earlier = done.get((index, number)) if done else None
+                if earlier is None:
+                    yield unit
+                else:
+                    self._tell(self._ledger.commit([(unit, earlier)], resumed=True))
+
+    def _tiles(self, index: int) -> tuple[SourceFiles, Iterator[Tile]]:
+        transfers = self._plan.transfers
+        if index < len(transfers):
+            tiles = lower(transfers[index], self._plan.records, self._limits)
+            return self._files(self._plan.source_root), tiles
+        raw = self._plan.raw_copies[index - len(transfers)]
+        return self._files(raw.root or self._plan.source_root), _raw(raw, self._limits.flat)
+
+    def result(self) -> Execution:
+        """Return what was done; every record is complete by now."""
+        unfinished = self._ledger.unfinished()
+        if unfinished:
+            raise CkptError("not every byte was written", where=unfinished[0])
+        count = len(self._plan.records)
+        checksum = self._options.checksum
+        crcs = [self._ledger.crc(index) if checksum else 0 for index in range(count)]
+        return Execution(crcs, self._ledger.written, self._ledger.resumed)
+
+
+def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
+    for done in range(0, raw.nbytes, limit):
+        size = min(limit, raw.nbytes - done)
+        read = Read(raw.source, raw.offset + done, size, None, -1, 0)
+        write = Write(raw.target, raw.target_offset + done, size, 0, -1, 0)
+        yield Tile(size, (read,), (), (write,), True)
+
+
+def _identity(files: SourceFiles, name: str) -> FileIdentity:
+    # By path, not by the open descriptor: a file that was replaced must not pass as the old one.
+    found = files.path(name).stat()
+    return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+
+
+def _changed(root: str, name: str, why: str) -> DamagedError:
+    return DamagedError(
+        f"`{name}` changed while it was being read",
+        where=root,
+        why=why,
+        hint="try again once nothing writes to it",
+    )
+
+
+def sync_directory(path: Path) -> None:
+    """Sync the entries of a directory.
+
+    Raises:
+        StorageError: The system could not.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "sync", str(path)) from error
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    """Wait a moment for *threads*; one that hangs in the kernel holds nothing but descriptors."""
+    end = time.monotonic() + PATIENCE
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, end - time.monotonic()))

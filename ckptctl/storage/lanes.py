@@ -1,0 +1,97 @@
+"""Which thread does which unit of work next.
+
+Two threads that write one file wait for each other in the kernel, so every output file has a lane
+of its own and a thread stays in its lane while it lasts; threads without one help the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckptctl.planner.copies import Tile
+from ckptctl.storage.files import SourceFiles
+
+BATCH_BYTES = 1 << 18
+BATCH_UNITS = 64
+
+
+class Unit(NamedTuple):
+    """A tile and its name in the journal.
+
+    Attributes:
+        transfer: Index of the transfer; raw copies count on from the last one.
+        number: Index of the tile in the transfer.
+        tile: What is to be done.
+        files: Where its source files are.
+    """
+
+    transfer: int
+    number: int
+    tile: Tile
+    files: SourceFiles
+
+
+class Lane:
+    """The units of one output file, handed out in order.
+
+    Args:
+        units: All of them; drawn from under a lock, by one thread at a time.
+    """
+
+    def __init__(self, units: Iterator[Unit]) -> None:
+        self._units = units
+        self._lock = threading.Lock()
+        self.workers = 0
+        self.empty = False
+
+    def take(self) -> list[Unit]:
+        """Return the next few units, small ones together; none: the lane is at its end."""
+        taken: list[Unit] = []
+        total = 0
+        with self._lock:
+            while total < BATCH_BYTES and len(taken) < BATCH_UNITS and not self.empty:
+                unit = next(self._units, None)
+                if unit is None:
+                    self.empty = True
+                    break
+                taken.append(unit)
+                total += unit.tile.nbytes
+        return taken
+
+
+class Lanes:
+    """All lanes of a run.
+
+    Args:
+        lanes: In the order in which they are started.
+    """
+
+    def __init__(self, lanes: list[Lane]) -> None:
+        self._fresh = list(reversed(lanes))
+        self._busy: list[Lane] = []
+        self._lock = threading.Lock()
+
+    def units(self) -> Iterator[list[Unit]]:
+        """Yield batches for one thread until nothing is left in any lane."""
+        while lane := self._claim():
+            while batch := lane.take():
+                yield batch
+            with self._lock:
+                lane.workers -= 1
+                if lane in self._busy:
+                    self._busy.remove(lane)
+
+    def _claim(self) -> Lane | None:
+        with self._lock:
+            if self._fresh:
+                lane = self._fresh.pop()
+                self._busy.append(lane)
+            else:
+                open_lanes = [lane for lane in self._busy if not lane.empty]
+                if not open_lanes:
+                    return None
+                lane = min(open_lanes, key=lambda lane: lane.workers)
+            lane.workers += 1
+            return lane

@@ -1,0 +1,179 @@
+"""What has been written so far: checksums of records and sources, bytes left in each file."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckptctl.errors import CkptError, DamagedError
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.crc import combine
+from ckptctl.storage.journal import Done
+from ckptctl.storage.lanes import Unit
+
+Parts = list[tuple[int, int, int]]
+"""``(position, bytes, CRC-32)`` of the parts of a record or operand."""
+
+
+class News(NamedTuple):
+    """What a commit brought about.
+
+    Attributes:
+        finished: Output files all of whose bytes but the frame are written.
+        ripe: Output files with many bytes that no sync has been asked for.
+        durable: Units to be journalled, and the files they wrote; empty: not yet.
+    """
+
+    finished: list[str]
+    ripe: list[str]
+    durable: tuple[list[Done], list[str]]
+
+
+class Ledger:
+    """The books of a run; safe to use from many threads.
+
+    Args:
+        plan: The plan.
+        journal_every: Bytes between entries of the journal; 0: there is none.
+        sync_every: Bytes of a file between syncs.
+    """
+
+    def __init__(self, plan: Plan, journal_every: int, sync_every: int) -> None:
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._journal_every = journal_every
+        self._sync_every = sync_every
+        self._whole: dict[int, int] = {}
+        self._parts: dict[int, Parts] = {}
+        self._sources: dict[tuple[int, int], Parts] = {}
+        self._covered: Counter[tuple[int, int]] = Counter()
+        self._left: Counter[str] = Counter()
+        for record in plan.records:
+            self._left[record.file] += record.nbytes
+        for raw in plan.raw_copies:
+            self._left[raw.target] += raw.nbytes
+        self._unsynced: Counter[str] = Counter()
+        self._pending: list[Done] = []
+        self._pending_files: set[str] = set()
+        self._pending_bytes = 0
+        self.written = 0
+        self.resumed = 0
+
+    def untouched(self) -> list[str]:
+        """Return the output files that have nothing but a frame."""
+        return [file.path for file in self._plan.files if not self._left[file.path]]
+
+    @property
+    def left(self) -> int:
+        """Return the bytes that are still to be written."""
+        with self._lock:
+            return self._left.total()
+
+    def unfinished(self) -> list[str]:
+        """Return the output files that still lack bytes."""
+        with self._lock:
+            return [path for path, left in self._left.items() if left]
+
+    def commit(self, units: Iterable[tuple[Unit, Done]], *, resumed: bool = False) -> News:
+        """Enter finished units.
+
+        Args:
+            units: What was done, with its checksums.
+            resumed: Whether an earlier run did it.
+
+        Raises:
+            DamagedError: A source operand does not have the checksum its file records.
+        """
+        news = News([], [], ([], []))
+        complete: list[tuple[int, int, Parts]] = []
+        with self._lock:
+            for unit, done in units:
+                self._enter(unit, done, news, resumed)
+                complete += self._read(unit, done)
+            if self._journal_every and self._pending_bytes >= self._journal_every:
+                news = news._replace(durable=(self._pending, sorted(self._pending_files)))
+                self._pending, self._pending_files, self._pending_bytes = [], set(), 0
+        for transfer, operand, parts in complete:
+            self._check(transfer, operand, parts)
+        return news
+
+    def crc(self, record: int) -> int:
+        """Return the CRC-32 of a finished record; 0 for an empty one.
+
+        Raises:
+            CkptError: Not all of its bytes have been written: a bug.
+        """
+        if record in self._whole:
+            return self._whole[record]
+        entry = self._plan.records[record]
+        value = _joined(self._parts.get(record, []), entry.nbytes)
+        if value is None:
+            raise CkptError(f"`{entry.name}` was not written completely", where=entry.file)
+        return value
+
+    def _enter(self, unit: Unit, done: Done, news: News, resumed: bool) -> None:
+        records = self._plan.records
+        total = 0
+        for write, crc in zip(unit.tile.writes, done.written, strict=True):
+            if write.record >= 0:
+                if write.nbytes == records[write.record].nbytes:
+                    self._whole[write.record] = crc
+                else:
+                    part = (write.at, write.nbytes, crc)
+                    self._parts.setdefault(write.record, []).append(part)
+            total += write.nbytes
+            self._left[write.file] -= write.nbytes
+            if not self._left[write.file]:
+                news.finished.append(write.file)
+            elif not resumed:
+                self._unsynced[write.file] += write.nbytes
+                if self._unsynced[write.file] >= self._sync_every:
+                    self._unsynced[write.file] = 0
+                    news.ripe.append(write.file)
+        if resumed:
+            self.resumed += total
+            return
+        self.written += total
+        if self._journal_every:
+            self._pending.append(done)
+            self._pending_files.update(write.file for write in unit.tile.writes)
+            self._pending_bytes += total
+
+    def _read(self, unit: Unit, done: Done) -> list[tuple[int, int, Parts]]:
+        """Enter the checked reads; return the operands that are complete now."""
+        complete: list[tuple[int, int, Parts]] = []
+        checked = (read for read in unit.tile.reads if read.operand >= 0)
+        for read, crc in zip(checked, done.read, strict=True):
+            operand = self._plan.transfers[unit.transfer].source.operands[read.operand]
+            key = (unit.transfer, read.operand)
+            parts = self._sources.setdefault(key, [])
+            parts.append((read.at, read.nbytes, crc))
+            self._covered[key] += read.nbytes
+            if self._covered[key] == operand.nbytes:
+                complete.append((unit.transfer, read.operand, self._sources.pop(key)))
+        return complete
+
+    def _check(self, number: int, index: int, parts: Parts) -> None:
+        transfer = self._plan.transfers[number]
+        operand = transfer.source.operands[index]
+        found = _joined(parts, operand.nbytes)
+        if found != operand.crc32:
+            raise DamagedError(
+                f"`{transfer.source_name}` does not have the checksum that its file records",
+                where=operand.file,
+                why=f"CRC-32 is {found or 0:08x}, recorded is {operand.crc32 or 0:08x}",
+                hint="copy the checkpoint again from where it came",
+            )
+
+
+def _joined(parts: Parts, nbytes: int) -> int | None:
+    """Return the CRC-32 of *parts* one after the other, None unless they are all of *nbytes*."""
+    end, value = 0, 0
+    for at, size, crc in sorted(parts):
+        if at != end:
+            return None
+        value = combine(value, crc, size) if at else crc
+        end += size
+    return value if end == nbytes else None

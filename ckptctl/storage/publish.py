@@ -1,0 +1,343 @@
+"""The one atomic step in which a finished output appears under its final name.
+
+Work happens in a sibling directory of one fixed name, ``.NAME.ckptctl-staging``::
+
+    lock       held (flock) by the process at work; contains its pid
+    journal    what is durably written (see journal.py)
+    data/      the output: the directory to be published, or the directory of the one file
+
+Killed at any point, a run leaves the destination as it was or complete, and at most that directory
+beside it, which the next run for the same destination uses or removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.storage import rename, trash
+from ckptctl.storage.executor import sync_directory
+
+Recognise = Callable[[Path], bool]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived; handled like Ctrl-C."""
+
+
+class Staging:
+    """The place where one output is made.
+
+    Attributes:
+        target: Absolute destination.
+        data: Directory of the output files.
+        journal: Path of the journal.
+        notes: What the user should know about the way it was published.
+    """
+
+    def __init__(
+        self, target: Path, *, overwrite: bool, single_file: bool, is_checkpoint: Recognise
+    ) -> None:
+        self.target = target
+        self.root = staging_directory(target)
+        self.data = self.root / "data"
+        self.journal = self.root / "journal"
+        self.notes: list[str] = []
+        self.published = False
+        self._overwrite = overwrite
+        self._finished = self.data / target.name if single_file else self.data
+        self._is_checkpoint = is_checkpoint
+
+    def held(self) -> int:
+        """Return the bytes on disk that are already taken by the staged output."""
+        return sum(
+            entry.lstat().st_blocks * 512 for entry in self.data.rglob("*") if entry.is_file()
+        )
+
+    def publish(self) -> list[str]:
+        """Give the output its final name; its files and directories are synced already.
+
+        Returns:
+            Notes for the user on how it was published, if there is anything to say.
+
+        Raises:
+            RefusedError: Something is there, or appeared meanwhile.
+            StorageError: The system failed the rename or a sync.
+        """
+        check_target(self.target, overwrite=self._overwrite, is_checkpoint=self._is_checkpoint)
+        try:
+            # After an exchange `data` is the old output: no journal may vouch for it.
+            self.journal.unlink(missing_ok=True)
+            sync_directory(self.root)
+            self._rename()
+            self.published = True
+            sync_directory(self.target.parent)
+            sync_directory(self.root)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "publish", str(self.target)) from error
+        return self.notes
+
+    def _rename(self) -> None:
+        exists = os.path.lexists(self.target)
+        flags = rename.EXCHANGE if exists else rename.NOREPLACE
+        try:
+            rename.rename(self._finished, self.target, flags)
+        except FileExistsError:
+            raise _exists(self.target) from None
+        except rename.UnsupportedRenameError:
+            if exists:
+                raise RefusedError(
+                    "this file system cannot replace a checkpoint in one step",
+                    where=str(self.target),
+                    hint="remove the old one first, or choose another destination",
+                ) from None
+            self._finished.rename(self.target)
+            self.notes.append(
+                "the file system lacks renameat2; the output was published by a check and a rename"
+            )
+
+
+@contextmanager
+def staging(
+    target: Path,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    keep_on_error: bool = False,
+    single_file: bool = False,
+    is_checkpoint: Recognise = lambda _: False,
+) -> Iterator[Staging]:
+    """Make room beside *target* to build it in, and clean up afterwards.
+
+    Args:
+        target: The destination. Its parent directories are made.
+        overwrite: Whether to replace what is there.
+        resume: Whether to keep what an earlier, unfinished run staged.
+        keep_on_error: Whether to leave the staged files after an error, for *resume*.
+        single_file: Whether the output is the one file ``data/NAME`` instead of ``data``.
+        is_checkpoint: Whether a path is something that may be overwritten.
+
+    Raises:
+        RefusedError: *target* exists, is a symbolic link, is no name for an output, or another
+            process is at work on it.
+        StorageError: A directory cannot be made.
+    """
+    target = destination(target)
+    found = Staging(
+        target, overwrite=overwrite, single_file=single_file, is_checkpoint=is_checkpoint
+    )
+    try:
+        check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
+    except RefusedError:
+        _sweep(found)
+        raise
+    with ExitStack() as stack:
+        _make_parents(target.parent)
+        stack.enter_context(_locked(found))
+        keep = False
+        try:
+            stack.enter_context(_terminable())
+            _prepare(found, resume=resume)
+            yield found
+        except BaseException:
+            keep = keep_on_error and not found.published
+            raise
+        finally:
+            if not keep:
+                _discard(found)
+
+
+def destination(target: Path) -> Path:
+    """Return *target* as an absolute path whose parents are resolved and whose name is not.
+
+    Raises:
+        RefusedError: It has no name of its own (``/``, ``.``, ``..``).
+    """
+    if target.name in ("", ".", ".."):
+        raise RefusedError(
+            "the destination needs a name of its own",
+            where=str(target),
+            hint="give the path of a directory that does not exist yet",
+        )
+    return target.parent.resolve() / target.name
+
+
+def staging_directory(target: Path) -> Path:
+    """Return where the output for *target* is staged."""
+    return target.parent / f".{target.name}.ckptctl-staging"
+
+
+def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> None:
+    """Refuse a destination that must not be touched.
+
+    Raises:
+        RefusedError: It exists without *overwrite*, is a symbolic link, or is not a checkpoint.
+    """
+    if target.is_symlink():
+        raise RefusedError(
+            "the destination is a symbolic link", where=str(target), hint="name what it points to"
+        )
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise _exists(target)
+    empty = target.is_dir() and not any(target.iterdir())
+    if not empty and not is_checkpoint(target):
+        raise RefusedError(
+            "the destination is not a checkpoint, so it is not overwritten",
+            where=str(target),
+            hint="remove it yourself, or choose another destination",
+        )
+
+
+def free_space(path: Path, needed: int, held: int = 0) -> None:
+    """Refuse a run that cannot fit.
+
+    Args:
+        path: Where it will write; need not exist.
+        needed: Bytes of the output.
+        held: Bytes of it that are on disk already.
+
+    Raises:
+        RefusedError: The file system has less room.
+    """
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "look at", str(path)) from error
+    free = found.f_bavail * found.f_frsize
+    if free < needed - held:
+        raise RefusedError(
+            "there is not enough space for the output",
+            where=str(path),
+            why=f"{needed - held:,} bytes are needed, {free:,} are free",
+        )
+
+
+def _exists(target: Path) -> RefusedError:
+    return RefusedError(
+        "the destination exists",
+        where=str(target),
+        hint="choose another one, or pass --overwrite to replace a checkpoint",
+    )
+
+
+def _make_parents(parent: Path) -> None:
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
+    try:
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            sync_directory(path.parent)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "make", str(parent)) from error
+
+
+@contextmanager
+def _locked(found: Staging) -> Iterator[None]:
+    """Hold the lock of the staging directory, which is made if need be."""
+    descriptor = _lock(found)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(found: Staging) -> int:
+    path = found.root / "lock"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        try:
+            if found.root.is_symlink():
+                raise RefusedError("the staging directory is a link", where=str(found.root))
+            found.root.mkdir(exist_ok=True)
+            descriptor = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StorageError.from_os_error(error, "make", str(path)) from error
+        try:
+            _take(descriptor, found.target)
+            # Whoever held it before may have removed it in the meantime.
+            if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _take(descriptor: int, target: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        raise RefusedError(
+            f"another run is writing this destination (process {pid})",
+            where=str(target),
+            hint="wait for it to finish",
+        ) from None
+    except OSError as error:
+        raise StorageError.from_os_error(error, "lock", str(target)) from error
+
+
+def _prepare(found: Staging, *, resume: bool) -> None:
+    if not resume or found.data.is_symlink() or not found.data.is_dir():
+        trash.remove(found.journal)
+        trash.remove(found.data)
+    try:
+        found.data.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "make", str(found.data)) from error
+
+
+def _discard(found: Staging) -> None:
+    """Remove the staging directory; after a success, a failure to do so is only noted."""
+    try:
+        trash.remove(found.journal)
+        trash.remove(found.data)
+        trash.remove(found.root)
+    except CkptError as error:
+        if not found.published:
+            raise
+        found.notes.append(f"{found.root} could not be removed: {error.what}")
+
+
+def _sweep(found: Staging) -> None:
+    """Remove what a run left that was killed after it had published."""
+    if found.root.is_symlink() or not found.root.is_dir() or found.journal.exists():
+        return
+    with suppress(CkptError), _locked(found):
+        if not found.journal.exists():
+            _discard(found)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM into an exception, unless somebody else handles it."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

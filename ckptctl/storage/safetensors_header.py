@@ -1,0 +1,224 @@
+"""The header of a safetensors file, read and written.
+
+Format: eight bytes of little-endian length, that many bytes of JSON, the data
+(https://huggingface.co/docs/safetensors; ``safetensors/src/tensor.rs``). The reader refuses
+everything that the reference reader refuses, and also what the specification forbids and the
+reference lets pass: duplicate keys, leading white space, unknown fields, more than 64 dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ckptctl import dtypes
+from ckptctl.errors import DamagedError, FormatError, RefusedError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.json_reader import loads
+
+MAX_HEADER = 100_000_000
+MAX_RANK = 64
+ALIGNMENT = 8
+METADATA = "__metadata__"
+PACKED = "float4_e2m1fn_x2"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_U64_DIGITS = 20
+
+Span = tuple[str, tuple[int, ...], int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """What the header says.
+
+    Attributes:
+        tensors: For each name, in the header's order: torch's dtype, the shape as torch counts
+            it, the first byte in the file and the byte after the last.
+        metadata: The ``__metadata__`` strings.
+        length: Bytes before the data.
+    """
+
+    tensors: dict[str, Span]
+    metadata: dict[str, str]
+    length: int
+
+
+def read_header(files: SourceFiles, name: str) -> SafetensorsHeader:
+    """Read the header of the safetensors file *name*.
+
+    Raises:
+        DamagedError: It is truncated or breaks a rule of the format.
+        FormatError: A tensor has a dtype that torch does not have.
+    """
+    where = str(files.root / name)
+    size = files.size(name)
+    if size < 8:
+        _fail("it has fewer than 8 bytes", where)
+    length = int.from_bytes(files.read(name, 0, 8), "little")
+    if length > MAX_HEADER or length + 8 > size:
+        _fail(f"a header of {length:,} bytes does not fit into {size:,}", where)
+    text = files.read(name, 8, length)
+    if not text.startswith(b"{"):
+        _fail("the header does not begin with `{`", where)
+    found = loads(text, where=where, max_bytes=MAX_HEADER, parse_int=_unsigned)
+    assert isinstance(found, dict)
+    metadata = _metadata(found.pop(METADATA, None), where)
+    tensors = {key: _tensor(key, entry, where) for key, entry in found.items()}
+    _check_spans(tensors, size - length - 8, where)
+    start = length + 8
+    return SafetensorsHeader(
+        {key: (t[0], t[1], start + t[2], start + t[3]) for key, t in tensors.items()},
+        metadata,
+        start,
+    )
+
+
+def _fail(why: str, where: str) -> NoReturn:
+    raise DamagedError("malformed safetensors file", where=where, why=why)
+
+
+def _unsigned(text: str) -> int:
+    if text.startswith("-") or len(text) > _U64_DIGITS:
+        raise ValueError(f"{text[:40]} is not an unsigned 64-bit integer")
+    return int(text)
+
+
+def _metadata(value: object, where: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or any(type(text) is not str for text in value.values()):
+        _fail("its metadata is not a map of strings", where)
+    return value
+
+
+def _tensor(key: str, entry: object, where: str) -> Span:
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        _fail(f"the entry of `{key}` does not have dtype, shape and data_offsets", where)
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not _integers(shape) or len(shape) > MAX_RANK:
+        _fail(f"the shape of `{key}` is not a list of at most {MAX_RANK} sizes", where)
+    if not _integers(offsets) or len(offsets) != 2:
+        _fail(f"the offsets of `{key}` are not two integers", where)
+    found = dtypes.BY_SAFETENSORS.get(code) if type(code) is str else None
+    if found is None:
+        raise FormatError(
+            f"the dtype {str(code)[:40]!r} is not supported",
+            where=where,
+            why=f"tensor `{key}`; torch {'cannot hold it' if code in _NOT_TORCH else 'is older'}",
+        )
+    begin, end = offsets
+    sizes = _torch_shape(found.name, shape)
+    if sizes is None or end < begin or math.prod(sizes) * found.itemsize != end - begin:
+        _fail(f"`{key}` is {code} {shape} but has {end - begin:,} bytes", where)
+    if any(size.bit_length() > 63 for size in (*shape, *_partial(shape))):
+        _fail(f"the shape of `{key}` overflows", where)
+    return found.name, sizes, begin, end
+
+
+_NOT_TORCH = frozenset({"F6_E2M3", "F6_E3M2"})
+
+
+def _integers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _partial(shape: Sequence[int]) -> list[int]:
+    """Return the running products, which the reference reader computes in 64 bits."""
+    products = [1]
+    for size in shape:
+        products.append(products[-1] * size)
+    return products
+
+
+def _torch_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the shape as torch counts it: two 4-bit elements are one; None: an odd number."""
+    if dtype != PACKED:
+        return tuple(shape)
+    if not shape or shape[-1] % 2:
+        return None
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
+    """Check that the tensors fill the data without hole or overlap."""
+    expected = 0
+    for key, (_, _, begin, end) in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if begin != expected:
+            kind = "overlaps another tensor" if begin < expected else "leaves a hole before it"
+            _fail(f"`{key}` {kind}: it begins at {begin:,}, expected {expected:,}", where)
+        expected = end
+    if expected != nbytes:
+        kind = "truncated" if expected > nbytes else "followed by other bytes"
+        _fail(f"the data is {kind}: {nbytes:,} bytes, the header describes {expected:,}", where)
+
+
+def encode_header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, tuple[int, ...]]:
+    """Return the bytes before the data, and where each tensor goes.
+
+    Args:
+        tensors: Name, torch's dtype and shape as torch counts it; the data follows this order
+            without gaps.
+        metadata: The ``__metadata__`` strings; ``{}``: none are written.
+
+    Returns:
+        Length and header, padded with spaces so that the data begins at a multiple of 8; and the
+        first byte of each tensor in the file.
+
+    Raises:
+        RefusedError: The format cannot hold a name, a dtype or that many tensors.
+    """
+    parts = [f'"{METADATA}":{_text(dict(metadata))}'] if metadata else []
+    names: set[str] = set()
+    position = 0
+    positions = []
+    for name, dtype, shape in tensors:
+        _check_name(name, names)
+        found = dtypes.BY_NAME.get(dtype)
+        if found is None or found.safetensors is None:
+            raise RefusedError(f"safetensors cannot hold {dtype}", where=f"tensor `{name}`")
+        end = position + math.prod(shape) * found.itemsize
+        parts.append(
+            f'{_text(name)}:{{"dtype":"{found.safetensors}",'
+            f'"shape":{_shape_text(name, dtype, shape)},"data_offsets":[{position},{end}]}}'
+        )
+        positions.append(position)
+        position = end
+    raw = ("{" + ",".join(parts) + "}").encode("utf-8")
+    raw += b" " * (-len(raw) % ALIGNMENT)
+    if len(raw) > MAX_HEADER:
+        raise RefusedError(f"a safetensors header of {len(raw):,} bytes is too large")
+    start = 8 + len(raw)
+    return len(raw).to_bytes(8, "little") + raw, tuple(start + at for at in positions)
+
+
+def _text(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RefusedError(
+            f"safetensors cannot hold the text {ascii(value)[:100]}", why="half a surrogate pair"
+        ) from None
+    return text
+
+
+def _check_name(name: str, names: set[str]) -> None:
+    if name == METADATA or name in names:
+        why = "two tensors have it" if name in names else "the format uses it itself"
+        raise RefusedError(f"safetensors cannot hold a tensor called `{name}`", why=why)
+    names.add(name)
+
+
+def _shape_text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
+    if dtype == PACKED:
+        if not shape:
+            raise RefusedError(f"safetensors cannot hold a 0-d {dtype}", where=f"tensor `{name}`")
+        shape = (*shape[:-1], shape[-1] * 2)
+    if len(shape) > MAX_RANK:
+        raise RefusedError(f"`{name}` has {len(shape)} dimensions, at most {MAX_RANK} are written")
+    return "[" + ",".join(map(str, shape)) + "]"

@@ -1,0 +1,207 @@
+"""What the values of a tensor look like, read in pieces of a few megabytes.
+
+The order of elements does not matter here, so an extent is read in windows of its byte range,
+whatever its strides; only a window is ever in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ckptctl import dtypes
+from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.storage.files import SourceFiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WINDOW = 4 << 20
+BINS = 10
+Window = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""First element, sizes, strides."""
+UNMEASURED = frozenset({"float4_e2m1fn_x2"})
+"""Dtypes that torch itself cannot turn into numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """The values of one tensor; of a complex one, its real and imaginary parts.
+
+    Attributes:
+        count: Number of values.
+        nan: Values that are not a number.
+        inf: Infinite values of either sign.
+        minimum: Smallest finite value; None: there is none.
+        maximum: Largest finite value.
+        mean: Mean of the finite values.
+        std: Their standard deviation (population).
+        histogram: Finite values in equal steps from minimum to maximum; empty: none.
+    """
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    minimum: float | None = None
+    maximum: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    histogram: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            "count": self.count,
+            "nan": self.nan,
+            "inf": self.inf,
+            "min": self.minimum,
+            "max": self.maximum,
+            "mean": self.mean,
+            "std": self.std,
+            "histogram": list(self.histogram),
+        }
+
+
+def measure(files: SourceFiles, entry: TensorEntry, window: int = WINDOW) -> Statistics | None:
+    """Read *entry* twice and return its statistics; None: its dtype has no numbers.
+
+    Args:
+        files: The checkpoint that holds it; its extents must be ``raw``.
+        entry: The tensor.
+        window: Bytes to hold at a time.
+
+    Raises:
+        DamagedError: A file ends before the tensor does.
+    """
+    if entry.dtype in UNMEASURED:
+        return None
+    total = Statistics()
+    for values in _values(files, entry, window):
+        total = merge(total, _moments(values))
+    if total.minimum is None or total.maximum is None:
+        return total
+    return replace(total, histogram=_histogram(files, entry, window, total))
+
+
+def merge(a: Statistics, b: Statistics) -> Statistics:
+    """Return the statistics of both parts together, histograms left out.
+
+    Source: Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample
+    variances* (1979), equation 2.1.
+    """
+    counts = Statistics(a.count + b.count, a.nan + b.nan, a.inf + b.inf)
+    parts = [s for s in (a, b) if _finite(s)]
+    if len(parts) < 2:
+        one = parts[0] if parts else counts
+        return replace(one, count=counts.count, nan=counts.nan, inf=counts.inf)
+    n_a, n_b = _finite(a), _finite(b)
+    share = n_b / (n_a + n_b)
+    # Written so that values near the largest float64 do not overflow on the way.
+    half = math.sqrt(share * (1 - share))
+    std = math.hypot(
+        _number(a.std) * math.sqrt(1 - share),
+        _number(b.std) * math.sqrt(share),
+        _number(b.mean) * half - _number(a.mean) * half,
+    )
+    return replace(
+        counts,
+        minimum=min(_number(a.minimum), _number(b.minimum)),
+        maximum=max(_number(a.maximum), _number(b.maximum)),
+        mean=_number(a.mean) * (1 - share) + _number(b.mean) * share,
+        std=std,
+    )
+
+
+def _finite(statistics: Statistics) -> int:
+    return statistics.count - statistics.nan - statistics.inf
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _moments(values: Tensor) -> Statistics:
+    import torch
+
+    count = values.numel()
+    nan = int(values.isnan().sum())
+    inf = int(values.isinf().sum())
+    if nan or inf:
+        values = values[values.isfinite()]
+    if values.numel() == 0:
+        return Statistics(count, nan, inf)
+    low, high = (extreme.item() for extreme in values.aminmax())
+    scale = 1.0
+    std, mean = torch.std_mean(values, correction=0)
+    if not (std.isfinite() and mean.isfinite()):
+        scale = max(-low, high)
+        std, mean = torch.std_mean(values.to(torch.float64) / scale, correction=0)
+    return Statistics(count, nan, inf, low, high, mean.item() * scale, std.item() * scale)
+
+
+def _histogram(
+    files: SourceFiles, entry: TensorEntry, window: int, total: Statistics
+) -> tuple[int, ...]:
+    import torch
+
+    low, high = _number(total.minimum), _number(total.maximum)
+    if low == high:
+        return (_finite(total), *[0] * (BINS - 1))
+    if not math.isfinite(high - low):
+        return ()
+    bins = torch.zeros(BINS, dtype=torch.float64)
+    for values in _values(files, entry, window):
+        bins += torch.histc(values.to(torch.float64), BINS, low, high)
+    return tuple(int(count) for count in bins)
+
+
+def _values(files: SourceFiles, entry: TensorEntry, window: int) -> Iterator[Tensor]:
+    """Yield every element once, as float32, or float64 where float32 would lose some."""
+    limit = max(1, window // dtypes.itemsize(entry.dtype))
+    for extent in entry.extents:
+        for part in windows(extent, limit):
+            yield _load(files, extent, part, entry.dtype)
+
+
+def _load(files: SourceFiles, extent: Extent, part: Window, dtype: str) -> Tensor:
+    import torch
+
+    start, sizes, strides = part
+    size = dtypes.itemsize(dtype)
+    buffer = bytearray(size * (_span(sizes, strides) + 1))
+    files.readv(extent.file, [memoryview(buffer)], extent.offset + start * size)
+    raw = torch.frombuffer(buffer, dtype=torch.uint8).view(getattr(torch, dtype))
+    values = raw.as_strided(sizes, strides)
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    exact = values.dtype.itemsize < 4 or values.dtype == torch.float32
+    return values.to(torch.float32 if exact else torch.float64).reshape(-1)
+
+
+def windows(extent: Extent, limit: int) -> Iterator[Window]:
+    """Cut *extent* into ``(first element, sizes, strides)`` that span *limit* elements or less.
+
+    Elements are counted in storage, from ``extent.offset``. A window may skip elements that lie
+    between its own; none is yielded for an empty box.
+    """
+    flat: Window = (0, (extent.box.numel,), (1,))
+    whole = flat if extent.strides is None else (0, extent.box.sizes, extent.strides)
+    pending = [whole] if extent.box.numel else []
+    while pending:
+        start, sizes, strides = pending.pop()
+        # An expanded dimension (stride 0) spans nothing however long it is: it counts too.
+        if math.prod(sizes) <= limit and _span(sizes, strides) < limit:
+            yield start, sizes, strides
+            continue
+        dim = max(range(len(sizes)), key=lambda d: (sizes[d] > 1, (sizes[d] - 1) * strides[d]))
+        half = sizes[dim] // 2
+        before, after = sizes[:dim], sizes[dim + 1 :]
+        tail = (*before, sizes[dim] - half, *after)
+        pending.append((start + half * strides[dim], tail, strides))
+        pending.append((start, (*before, half, *after), strides))
+
+
+def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

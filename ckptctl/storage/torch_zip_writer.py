@@ -1,0 +1,259 @@
+"""The zip around the storages of a ``torch.save`` file, laid out before any byte is known.
+
+Byte for byte what torch 2.13 writes (``caffe2/serialize/inline_container.cc`` over miniz): records
+stored without compression, data aligned to 64 bytes by an ``FB`` extra field in the local header,
+sizes and CRC in a data descriptor behind the data, zip64 fields where a size or an offset reaches
+4 GiB, a zip64 end record always. Only the serialization id, a hash in torch, is another number.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+ALIGNMENT = 64
+ID_DIGITS = 40
+_BIG = 0xFFFFFFFF
+_MANY = 0xFFFF
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+_DESCRIPTOR = struct.Struct("<4s3I")
+_DESCRIPTOR64 = struct.Struct("<4sI2Q")
+_CRC = struct.Struct("<I")
+_DESCRIBED = 0x0808
+_PLAIN = 0x0800
+_MADE_BY = 0x031E
+_NEEDED = 45
+_CACHED_STORAGES = 4
+
+_BEFORE = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))
+_VERSION = ("version", b"3\n")
+_ID = ".data/serialization_id"
+
+
+@dataclass(frozen=True, slots=True)
+class ZipLayout:
+    """Where everything of one zip lies.
+
+    Attributes:
+        size: Bytes of the whole zip.
+        data_offsets: First byte of each storage in the output file.
+    """
+
+    size: int
+    data_offsets: tuple[int, ...]
+    _pickle: bytes
+    _base: int
+    _skeleton: _Skeleton
+
+    def frame(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield every byte of the zip that is not storage data.
+
+        Args:
+            crcs: CRC-32 of each storage. All 0 although there is data: checksums are disabled, as
+                by ``torch.serialization.set_crc32_options(False)``, and every record says 0.
+
+        Yields:
+            The position in the output file, and the bytes from there.
+        """
+        skeleton = self._skeleton
+        enabled = any(crcs) or not skeleton.holds_data
+        pickle_crc = zlib.crc32(self._pickle)
+        identity = _identity(pickle_crc, crcs)
+        known = [pickle_crc, zlib.crc32(identity)] if enabled else [0, 0]
+        fixed = skeleton.fixed if enabled else skeleton.unchecked
+        pieces = [bytearray(piece) for piece in fixed]
+        pieces[0][skeleton.pickle_at : skeleton.pickle_at + len(self._pickle)] = self._pickle
+        pieces[-1][skeleton.id_at : skeleton.id_at + ID_DIGITS] = identity
+        for crc, places in zip((*known, *crcs), skeleton.crcs_at, strict=True):
+            for index, place in places:
+                _CRC.pack_into(pieces[index], place, crc)
+        for start, piece in zip(skeleton.starts, pieces, strict=True):
+            yield self._base + start, bytes(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    """The frame of a zip for given sizes; positions are relative to the zip or to a piece.
+
+    Attributes:
+        size: Bytes of the zip.
+        data_offsets: First byte of each storage.
+        starts: First byte of each piece of the frame.
+        fixed: The pieces, with zeros for the pickle, the id and the CRCs that vary.
+        unchecked: The same with CRC 0 for the records that never vary.
+        pickle_at: Position of the pickle in the first piece.
+        id_at: Position of the serialization id in the last piece.
+        crcs_at: Where the CRCs of pickle, id and each storage go: pairs of piece and position.
+        holds_data: Whether any storage has bytes.
+    """
+
+    size: int
+    data_offsets: tuple[int, ...]
+    starts: tuple[int, ...]
+    fixed: tuple[bytes, ...]
+    unchecked: tuple[bytes, ...]
+    pickle_at: int
+    id_at: int
+    crcs_at: tuple[tuple[tuple[int, int], ...], ...]
+    holds_data: bool
+
+
+def lay_out(
+    pickle: bytes, storages: Sequence[tuple[str, int]], *, base: int = 0, folder: str = "archive"
+) -> ZipLayout:
+    """Return the layout of a ``torch.save`` zip.
+
+    Args:
+        pickle: The ``data.pkl``.
+        storages: Key and bytes of each storage, in the order in which the pickle names them.
+        base: First byte of the zip in its file; alignment counts from there.
+        folder: Name of the folder that every record lies in; torch uses the file's stem.
+    """
+    key = tuple(storages)
+    build = _cached if len(key) <= _CACHED_STORAGES else _build
+    skeleton = build(len(pickle), key, folder)
+    offsets = tuple(base + offset for offset in skeleton.data_offsets)
+    return ZipLayout(skeleton.size, offsets, pickle, base, skeleton)
+
+
+def _identity(pickle_crc: int, crcs: Sequence[int]) -> bytes:
+    """Return 40 digits that depend on the content alone."""
+    combined = zlib.crc32(struct.pack(f"<{len(crcs)}I", *crcs)) if crcs else 0
+    return b"%020d%020d" % (pickle_crc, combined)
+
+
+class _Builder:
+    """Appends records; the bytes of a storage are left out and begin a new piece."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.position = 0
+        self.starts = [0]
+        self.pieces = [bytearray()]
+        self.directory = bytearray()
+        self.entries = 0
+        self.marks: list[tuple[tuple[int, int] | None, int]] = []
+
+    def record(self, name: str, nbytes: int, content: bytes | None = None, crc: int = 0) -> int:
+        """Append one record; without *content* its data is skipped. Return where its data is."""
+        raw = f"{self.folder}/{name}".encode()
+        header = self.position
+        flags = _DESCRIBED if nbytes else _PLAIN
+        extra = _local_extra(header, len(raw), nbytes)
+        local = _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(extra))
+        self.append(local + raw + extra)
+        data = self.position
+        if content is None:
+            self.position += nbytes
+            self.starts.append(self.position)
+            self.pieces.append(bytearray())
+        else:
+            self.append(content)
+        self.describe(header, nbytes, crc)
+        self.list(raw, flags, crc, nbytes, header)
+        return data
+
+    def append(self, content: bytes) -> None:
+        self.pieces[-1] += content
+        self.position += len(content)
+
+    def describe(self, header: int, nbytes: int, crc: int) -> None:
+        """Append the data descriptor, of which empty records have none."""
+        place = (len(self.pieces) - 1, len(self.pieces[-1]) + 4) if nbytes else None
+        self.marks.append((place, len(self.directory) + 16))
+        if nbytes:
+            wide = header >= _BIG or nbytes >= _BIG
+            form = _DESCRIPTOR64 if wide else _DESCRIPTOR
+            self.append(form.pack(b"PK\7\x08", crc, nbytes, nbytes))
+
+    def list(self, raw: bytes, flags: int, crc: int, nbytes: int, header: int) -> None:
+        """Add the entry of the central directory."""
+        wide = [nbytes, nbytes] if nbytes >= _BIG else []
+        wide += [header] if header >= _BIG else []
+        extra = _zip64_extra(wide)
+        shown = min(nbytes, _BIG)
+        self.directory += _CENTRAL.pack(
+            *(b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, shown, shown, len(raw), len(extra)),
+            *(0, 0, 0, 0, min(header, _BIG)),
+        )
+        self.directory += raw + extra
+        self.entries += 1
+
+    def finish(self) -> int:
+        """Append central directory and end records; return the directory's place in the piece."""
+        place, start = len(self.pieces[-1]), self.position
+        size, count = len(self.directory), self.entries
+        self.append(bytes(self.directory))
+        end = self.position
+        self.append(_END64.pack(b"PK\6\6", 44, _MADE_BY, _NEEDED, 0, 0, count, count, size, start))
+        self.append(_LOCATOR.pack(b"PK\6\7", 0, end, 1))
+        few = min(count, _MANY)
+        self.append(_END.pack(b"PK\5\6", 0, 0, few, few, min(size, _BIG), min(start, _BIG), 0))
+        return place
+
+
+def _zip64_extra(values: Sequence[int]) -> bytes:
+    if not values:
+        return b""
+    return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values)
+
+
+def _local_extra(header: int, name_length: int, nbytes: int) -> bytes:
+    """Return the zip64 field, if needed, and the padding that aligns the data."""
+    wide = [nbytes, 0] if nbytes >= _BIG else []
+    wide += [header] if header >= _BIG else []
+    extra = _zip64_extra(wide)
+    start = header + _LOCAL.size + name_length + len(extra) + 4
+    padding = -start % ALIGNMENT
+    return extra + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+
+
+def _build(pickle_nbytes: int, storages: tuple[tuple[str, int], ...], folder: str) -> _Skeleton:
+    builder = _Builder(folder)
+    pickle_at = builder.record("data.pkl", pickle_nbytes, bytes(pickle_nbytes))
+    for name, content in _BEFORE:
+        builder.record(name, len(content), content, zlib.crc32(content))
+    offsets = tuple(builder.record(f"data/{key}", nbytes) for key, nbytes in storages)
+    builder.record(_VERSION[0], len(_VERSION[1]), _VERSION[1], zlib.crc32(_VERSION[1]))
+    id_at = builder.record(_ID, ID_DIGITS, bytes(ID_DIGITS)) - builder.starts[-1]
+    directory = builder.finish()
+    last = len(builder.pieces) - 1
+    places = tuple(
+        ((last, directory + listed),) if place is None else (place, (last, directory + listed))
+        for place, listed in builder.marks
+    )
+    first = 1 + len(_BEFORE)
+    varying = (places[0], places[-1], *places[first : first + len(storages)])
+    constant = (*places[1:first], places[-2])
+    return _Skeleton(
+        builder.position,
+        offsets,
+        tuple(builder.starts),
+        tuple(bytes(piece) for piece in builder.pieces),
+        _without(builder.pieces, constant),
+        pickle_at,
+        id_at,
+        varying,
+        any(nbytes for _, nbytes in storages),
+    )
+
+
+def _without(
+    pieces: Sequence[bytearray], places: Sequence[tuple[tuple[int, int], ...]]
+) -> tuple[bytes, ...]:
+    """Return the pieces with CRC 0 at *places*."""
+    blank = [bytearray(piece) for piece in pieces]
+    for record in places:
+        for index, place in record:
+            _CRC.pack_into(blank[index], place, 0)
+    return tuple(bytes(piece) for piece in blank)
+
+
+_cached = lru_cache(maxsize=1024)(_build)

@@ -1,0 +1,279 @@
+"""One thread of a run: its descriptors, its buffers, and how it does a tile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from ckptctl import dtypes
+from ckptctl.errors import StorageError
+from ckptctl.planner.copies import Read, Tile
+from ckptctl.planner.moves import Move
+from ckptctl.planner.plan import Transfer
+from ckptctl.planner.runs import Pattern
+from ckptctl.storage.files import IOV_MAX, SourceFiles, after
+from ckptctl.storage.journal import Done
+from ckptctl.storage.lanes import Unit
+
+MAX_OPEN = 64
+MAX_VIEWS = 1 << 14
+Key = tuple[SourceFiles | None, str]
+Places = tuple[int, list[memoryview]]
+"""Bytes, and at most IOV_MAX parts of the buffer that hold them."""
+
+
+class Descriptors:
+    """The last few files that one thread used.
+
+    Args:
+        root: Directory of the output files.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._open: OrderedDict[Key, int] = OrderedDict()
+
+    def source(self, files: SourceFiles, name: str) -> int:
+        """Return a descriptor to read *name* from."""
+        key = (files, name)
+        found = self._open.get(key)
+        return found if found is not None else self._keep(key, files.descriptor(name))
+
+    def target(self, name: str) -> int:
+        """Return a descriptor to write *name* to."""
+        key = (None, name)
+        found = self._open.get(key)
+        return found if found is not None else self._keep(key, open_target(self._root / name))
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _keep(self, key: Key, descriptor: int) -> int:
+        while len(self._open) >= MAX_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[key] = descriptor
+        return descriptor
+
+
+class Worker:
+    """Does tiles, one after the other, in memory of its own.
+
+    Args:
+        root: Directory of the output files.
+        transfers: Those of the plan.
+        checksum: Whether to compute CRCs.
+        chunk: Bytes of a buffer for plain byte ranges.
+        arithmetic: Returns the module that imports torch, made ready.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        transfers: Sequence[Transfer],
+        *,
+        checksum: bool,
+        chunk: int,
+        arithmetic: Callable[[], ModuleType],
+    ) -> None:
+        self._root = root
+        self._transfers = transfers
+        self._checksum = checksum
+        self._chunk = chunk
+        self._arithmetic = arithmetic
+        self._descriptors = Descriptors(root)
+        self._kernel_copy = not checksum
+        self._buffers: dict[str, memoryview] = {}
+        self._views: dict[Pattern, list[Places]] = {}
+        self._held = 0
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        self._descriptors.close()
+
+    def do(self, unit: Unit) -> Done:
+        """Do one unit and return its checksums.
+
+        Raises:
+            DamagedError: A source file is shorter than it should be.
+            StorageError: A read or write failed.
+        """
+        tile = unit.tile
+        if tile.flat and self._kernel_copy and self._copy_range(unit):
+            return Done(unit.transfer, unit.number, [0], [])
+        if tile.flat and tile.nbytes > self._chunk:
+            return self._flat(unit)
+        buffer = self._buffer("tile", tile.nbytes)
+        read = [crc for one in tile.reads if (crc := self._read(unit.files, one, buffer)) >= 0]
+        for move in tile.moves:
+            self._move(unit, move, buffer)
+        return Done(unit.transfer, unit.number, self._write(unit, tile, buffer, read), read)
+
+    def _read(self, files: SourceFiles, read: Read, buffer: memoryview) -> int:
+        """Fill the buffer and return the CRC of what was read, or -1 when none is wanted."""
+        if read.pattern is None or len(read.pattern.runs) == 1:
+            start = read.pattern.runs[0][0] if read.pattern else 0
+            view = buffer[start : start + read.nbytes]
+            self._fill(files, read.file, [view], read.offset, read.nbytes)
+            return zlib.crc32(view) if read.operand >= 0 else -1
+        offset, crc = read.offset, 0
+        for size, views in self._scatter(read.pattern, buffer):
+            self._fill(files, read.file, views, offset, size)
+            offset += size
+            if read.operand >= 0:
+                for view in views:
+                    crc = zlib.crc32(view, crc)
+        return crc if read.operand >= 0 else -1
+
+    def _fill(
+        self, files: SourceFiles, name: str, views: list[memoryview], offset: int, nbytes: int
+    ) -> None:
+        descriptor = self._descriptors.source(files, name)
+        try:
+            count = os.preadv(descriptor, views, offset)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(files.root / name)) from error
+        if count != nbytes:
+            files.readv(name, after(views, count), offset + count)
+
+    def _scatter(self, pattern: Pattern, buffer: memoryview) -> list[Places]:
+        """Return the places of *pattern* in the tile buffer."""
+        found = self._views.get(pattern)
+        if found is None:
+            if self._held + len(pattern.runs) > MAX_VIEWS:
+                self._views, self._held = {}, 0
+            found = []
+            for first in range(0, len(pattern.runs), IOV_MAX):
+                some = pattern.runs[first : first + IOV_MAX]
+                views = [buffer[start : start + nbytes] for start, nbytes in some]
+                found.append((sum(nbytes for _, nbytes in some), views))
+            self._views[pattern] = found
+            self._held += len(pattern.runs)
+        return found
+
+    def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
+        staged = self._buffer("staging", move.staging)
+        for offset, nbytes, start in move.reads:
+            view = staged[start : start + nbytes]
+            self._fill(unit.files, move.file, [view], offset, nbytes)
+        item = dtypes.itemsize(self._transfers[unit.transfer].source_dtype)
+        self._arithmetic().permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
+
+    def _write(
+        self, unit: Unit, tile: Tile, buffer: memoryview, read: Sequence[int]
+    ) -> Sequence[int]:
+        if not tile.writes:
+            return []
+        buffer = self._cast(unit, buffer)
+        crcs: list[int] = []
+        for write in tile.writes:
+            view = buffer[write.start : write.start + write.nbytes]
+            if tile.flat and read:
+                crcs.append(read[0])
+            else:
+                crcs.append(zlib.crc32(view) if self._checksum else 0)
+            path = self._root / write.file
+            write_all(self._descriptors.target(write.file), view, write.offset, path)
+        return crcs
+
+    def _cast(self, unit: Unit, buffer: memoryview) -> memoryview:
+        if unit.transfer >= len(self._transfers):
+            return buffer
+        transfer = self._transfers[unit.transfer]
+        if transfer.source_dtype == transfer.target_dtype:
+            return buffer
+        count = unit.tile.nbytes // dtypes.itemsize(transfer.source_dtype)
+        size = count * dtypes.itemsize(transfer.target_dtype)
+        target = self._buffer("cast", size)[:size]
+        self._arithmetic().cast(
+            buffer[: unit.tile.nbytes], transfer.source_dtype, target, transfer.target_dtype
+        )
+        return target
+
+    def _flat(self, unit: Unit) -> Done:
+        """Copy a long plain range in several steps, for its unchecked runs only."""
+        read, write = unit.tile.reads[0], unit.tile.writes[0]
+        buffer = self._buffer("tile", self._chunk)
+        descriptor = self._descriptors.target(write.file)
+        crc = 0
+        for done in range(0, read.nbytes, self._chunk):
+            size = min(self._chunk, read.nbytes - done)
+            view = buffer[:size]
+            self._fill(unit.files, read.file, [view], read.offset + done, size)
+            if self._checksum:
+                crc = zlib.crc32(view, crc)
+            write_all(descriptor, view, write.offset + done, self._root / write.file)
+        return Done(unit.transfer, unit.number, [crc], [crc] if read.operand >= 0 else [])
+
+    def _copy_range(self, unit: Unit) -> bool:
+        """Let the kernel copy a plain range; return whether it did all of it."""
+        read, write = unit.tile.reads[0], unit.tile.writes[0]
+        source = self._descriptors.source(unit.files, read.file)
+        target = self._descriptors.target(write.file)
+        done = 0
+        while done < read.nbytes:
+            try:
+                count = os.copy_file_range(
+                    source, target, read.nbytes - done, read.offset + done, write.offset + done
+                )
+            except OSError as error:
+                # Whatever it is, reading and writing will say which of the two files it is about.
+                self._kernel_copy = error.errno in (errno.EIO, errno.ENOSPC, errno.EINTR)
+                return False
+            if not count:
+                return False
+            done += count
+        return True
+
+    def _buffer(self, name: str, nbytes: int) -> memoryview:
+        found = self._buffers.get(name)
+        if found is None or len(found) < nbytes:
+            self._views, self._held = {}, 0
+            found = self._buffers[name] = memoryview(bytearray(nbytes))
+        return found
+
+
+def open_target(path: Path) -> int:
+    """Open an output file that exists for writing.
+
+    Raises:
+        StorageError: It cannot be opened.
+    """
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "open", str(path)) from error
+
+
+def write_all(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
+    """Write all of *view* at *offset*.
+
+    Raises:
+        StorageError: The write failed; a full disk says what is free.
+    """
+    try:
+        done = os.pwrite(descriptor, view, offset)
+        while done < len(view):
+            count = os.pwrite(descriptor, view[done:], offset + done)
+            if not count:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            done += count
+    except OSError as error:
+        raise write_failed(error, path) from error
+
+
+def write_failed(error: OSError, path: Path) -> StorageError:
+    """Return the error of a failed write to *path*."""
+    failure = StorageError.from_os_error(error, "write", str(path))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        found = os.statvfs(path.parent)
+        free = found.f_bavail * found.f_frsize
+        failure.why = f"{free:,} bytes are free there"
+        failure.hint = "free some space or choose another destination"
+    return failure

@@ -1,0 +1,317 @@
+"""The directory of a zip, read so strictly that all zip readers agree about what passes.
+
+Source: PKWARE APPNOTE 6.3.10. Refused: bytes before the first or after the last record, comments,
+compression, encryption, several disks, duplicate names, overlapping or scattered records, local
+headers that disagree with the central directory, records outside of the range.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from ckptctl.errors import DamagedError, FormatError
+from ckptctl.storage.files import SourceFiles
+
+SMALL = 1 << 15
+TAIL = 4096
+HEAD = 4096
+WINDOW = 1 << 18
+DENSE = 1 << 14
+MAX_DIRECTORY = 1 << 30
+_BIG = 0xFFFFFFFF
+_MANY = 0xFFFF
+_LOCAL = struct.Struct("<IHHHIIIIHH")
+_CENTRAL = struct.Struct("<IHHHHIIIIHHHHHII")
+_END = struct.Struct("<IHHHHIIH")
+_LOCATOR = struct.Struct("<IIQI")
+_END64 = struct.Struct("<IQHHIIQQQQ")
+_SIG_LOCAL, _SIG_CENTRAL, _SIG_END = 0x04034B50, 0x02014B50, 0x06054B50
+_SIG_LOCATOR, _SIG_END64 = 0x07064B50, 0x06064B50
+_ENCRYPTED = 0x2041
+_DESCRIBED = 8
+_ALLOWED_FLAGS = 0x080E
+_GAPS = frozenset({12, 16, 20, 24})
+
+
+class Record:
+    """The bytes of one zip entry.
+
+    Attributes:
+        offset: First byte of its data, relative to the zip.
+        nbytes: Bytes of its data.
+        crc32: As recorded; meaningless when the archive has no checksums.
+    """
+
+    __slots__ = ("crc32", "nbytes", "offset")
+
+    def __init__(self, offset: int, nbytes: int, crc32: int) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self.crc32 = crc32
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The records of one zip.
+
+    Attributes:
+        folder: What every name begins with, including the slash.
+        records: By full name.
+        checksums: False when every CRC is 0 although there is data.
+    """
+
+    folder: str
+    records: dict[str, Record]
+    checksums: bool
+
+
+class FileRange:
+    """A part of a file, read in few and bounded pieces.
+
+    Args:
+        files: Files of the checkpoint.
+        name: The file.
+        base: First byte of the range.
+        length: Bytes of the range.
+    """
+
+    __slots__ = (
+        "_block",
+        "_block_start",
+        "_tail",
+        "_tail_start",
+        "base",
+        "files",
+        "length",
+        "name",
+    )
+
+    def __init__(self, files: SourceFiles, name: str, base: int, length: int) -> None:
+        self.files = files
+        self.name = name
+        self.base = base
+        self.length = length
+        if base < 0 or length < 0:
+            raise self.damaged("a negative range")
+        self._tail_start = 0 if length <= SMALL else length - TAIL
+        self._tail = files.read(name, base + self._tail_start, length - self._tail_start)
+        self._block = b""
+        self._block_start = 0
+
+    @property
+    def where(self) -> str:
+        """Return the file, and the place in it, for errors."""
+        path = str(self.files.root / self.name)
+        return f"{path}, at byte {self.base:,}" if self.base else path
+
+    def damaged(self, why: str) -> DamagedError:
+        """Return the error for a zip that is not as it should be."""
+        return DamagedError("malformed zip", where=self.where, why=why)
+
+    def get(self, start: int, nbytes: int, ahead: int = 0) -> bytes:
+        """Return *nbytes* bytes from *start*; a read fetches at least *ahead*."""
+        end = start + nbytes
+        if start < 0 or end > self.length:
+            raise self.damaged(f"bytes {start:,} to {end:,} of {self.length:,} are needed")
+        if start >= self._tail_start:
+            return self._tail[start - self._tail_start : end - self._tail_start]
+        begin = start - self._block_start
+        if begin >= 0 and begin + nbytes <= len(self._block):
+            return self._block[begin : begin + nbytes]
+        take = min(max(nbytes, ahead), self.length - start)
+        found = self.files.read(self.name, self.base + start, take)
+        if take <= WINDOW:
+            self._block, self._block_start = found, start
+        return found[:nbytes]
+
+    def content(self, record: Record, checked: bool, *, limit: int) -> bytes:
+        """Return the bytes of a small record.
+
+        Raises:
+            DamagedError: It is larger than *limit* or its CRC differs.
+        """
+        if record.nbytes > limit:
+            raise self.damaged(f"a record of {record.nbytes:,} bytes, at most {limit:,} are read")
+        found = self.get(record.offset, record.nbytes, HEAD)
+        if checked and zlib.crc32(found) != record.crc32:
+            raise self.damaged(f"the checksum of the record at {record.offset:,} does not match")
+        return found
+
+
+def read_directory(span: FileRange) -> Directory:
+    """Read and check the directory of the zip that fills *span*.
+
+    Raises:
+        DamagedError: It is truncated or contradicts itself.
+        FormatError: An entry is compressed or encrypted.
+    """
+    start, size, count = _end(span)
+    entries = _central(span, span.get(start, size), count, start)
+    entries.sort(key=_header_of)
+    records: dict[str, Record] = {}
+    nearby = len(entries) * DENSE > start
+    expected = 0
+    for position, (header, raw, flags, crc, nbytes) in enumerate(entries):
+        after = entries[position + 1][0] if position + 1 < len(entries) else start
+        data = _local(span, header, raw, flags, crc, nbytes, nearby)
+        gap = after - data - nbytes
+        if header != expected or (gap and not (gap in _GAPS and flags & _DESCRIBED)):
+            raise span.damaged(f"the entry at {header:,} overlaps another one or leaves a gap")
+        expected = after
+        records[_text(raw, span)] = Record(data, nbytes, crc)
+    if len(records) != len(entries):
+        raise span.damaged("two entries have the same name")
+    checksums = any(r.crc32 for r in records.values()) or not any(
+        r.nbytes for r in records.values()
+    )
+    return Directory(_folder(records, span), records, checksums)
+
+
+_Entry = tuple[int, bytes, int, int, int]
+
+
+def _header_of(entry: _Entry) -> int:
+    return entry[0]
+
+
+def _text(raw: bytes, span: FileRange) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise span.damaged(f"an entry's name is not UTF-8: {raw[:60]!r}") from error
+
+
+def _folder(records: dict[str, Record], span: FileRange) -> str:
+    first = next(iter(records))
+    folder, slash, _ = first.partition("/")
+    prefix = folder + "/"
+    if not slash or not all(name.startswith(prefix) for name in records):
+        raise FormatError(
+            "a zip, but not one of `torch.save`: its entries share no folder", where=span.where
+        )
+    return prefix
+
+
+def _end(span: FileRange) -> tuple[int, int, int]:
+    """Return start and size of the central directory and the number of its entries."""
+    at = span.length - _END.size
+    if at < 0:
+        raise span.damaged(f"it has {span.length:,} bytes")
+    sig, disk, first, here, count, size, start, comment = _END.unpack(span.get(at, _END.size))
+    if sig != _SIG_END:
+        raise span.damaged("it does not end with a zip directory: truncated, or followed by bytes")
+    if disk or first or comment or here != count:
+        raise span.damaged("it has a comment or several disks")
+    end = at
+    if at >= _LOCATOR.size + _END64.size:
+        sig, disk, wide_at, disks = _LOCATOR.unpack(span.get(at - _LOCATOR.size, _LOCATOR.size))
+        if sig == _SIG_LOCATOR:
+            end = at - _LOCATOR.size - _END64.size
+            if disk or disks != 1 or wide_at != end:
+                raise span.damaged("the zip64 end record is not before its locator")
+            start, size, count = _end64(span, end, (start, size, count))
+    if start + size != end or size > MAX_DIRECTORY or count * _CENTRAL.size > size or not count:
+        raise span.damaged(
+            f"a directory of {size:,} bytes at {start:,} with {count:,} entries does not fit"
+        )
+    return start, size, count
+
+
+def _end64(span: FileRange, at: int, narrow: tuple[int, int, int]) -> tuple[int, int, int]:
+    sig, length, _, _, disk, first, here, count, size, start = _END64.unpack(
+        span.get(at, _END64.size)
+    )
+    if sig != _SIG_END64 or length != _END64.size - 12 or disk or first or here != count:
+        raise span.damaged("malformed zip64 end record")
+    found = (start, size, count)
+    for wide, short, full in zip(found, narrow, (_BIG, _BIG, _MANY), strict=True):
+        if short not in (wide, full):
+            raise span.damaged("the two end records disagree")
+    return found
+
+
+def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry]:
+    entries: list[_Entry] = []
+    pos = 0
+    unpack, width, total = _CENTRAL.unpack_from, _CENTRAL.size, len(raw)
+    for _ in range(count):
+        if pos + width > total:
+            raise span.damaged("the directory is cut off")
+        found = unpack(raw, pos)
+        sig, _, _, flags, method, _, crc, packed, nbytes, names, extras, comment, disk, _, _, at = (
+            found
+        )
+        name_end = pos + width + names
+        if sig != _SIG_CENTRAL or comment or disk or not names or name_end + extras > total:
+            raise span.damaged(f"a malformed directory entry at {start + pos:,}")
+        name = raw[pos + width : name_end]
+        if flags & ~_ALLOWED_FLAGS or method:
+            raise _unreadable(span, name, flags, method)
+        if _BIG in (packed, nbytes, at):
+            packed, nbytes, at = _widened(
+                span, raw[name_end : name_end + extras], packed, nbytes, at
+            )
+        if packed != nbytes or at + nbytes > start:
+            raise span.damaged(f"the sizes of entry {name[:60]!r} do not fit")
+        entries.append((at, name, flags, crc, nbytes))
+        pos = name_end + extras
+    if pos != total:
+        raise span.damaged("the directory has more bytes than entries")
+    return entries
+
+
+def _unreadable(span: FileRange, name: bytes, flags: int, method: int) -> FormatError:
+    shown = name.decode("utf-8", "backslashreplace")[:100]
+    if flags & _ENCRYPTED:
+        return FormatError(f"the zip entry `{shown}` is encrypted", where=span.where)
+    if method:
+        return FormatError(
+            f"the zip entry `{shown}` is compressed",
+            where=span.where,
+            why=f"method {method}; torch.save stores records as they are",
+            hint="load it once with torch and save it again with `torch.save`",
+        )
+    return FormatError(f"the zip entry `{shown}` has unknown flags {flags:#x}", where=span.where)
+
+
+def _widened(
+    span: FileRange, extra: bytes, packed: int, nbytes: int, at: int
+) -> tuple[int, int, int]:
+    """Replace the saturated fields by those of the zip64 extra field."""
+    pos = 0
+    while pos + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, pos)
+        if kind == 1 and pos + 4 + size <= len(extra) and size % 8 == 0:
+            wide = list(struct.unpack_from(f"<{size // 8}Q", extra, pos + 4))
+            if len(wide) == (nbytes == _BIG) + (packed == _BIG) + (at == _BIG):
+                nbytes = wide.pop(0) if nbytes == _BIG else nbytes
+                packed = wide.pop(0) if packed == _BIG else packed
+                at = wide.pop(0) if at == _BIG else at
+                return packed, nbytes, at
+        pos += 4 + size
+    raise span.damaged("a large entry without its zip64 field")
+
+
+def _local(
+    span: FileRange, header: int, raw: bytes, flags: int, crc: int, nbytes: int, nearby: bool
+) -> int:
+    """Check a local header against its directory entry; return where the data begins."""
+    width = _LOCAL.size + len(raw)
+    found = span.get(header, width, WINDOW if nearby else HEAD)
+    sig, _, local_flags, method, _, local_crc, packed, size, names, extras = _LOCAL.unpack_from(
+        found
+    )
+    if sig != _SIG_LOCAL or found[_LOCAL.size :] != raw or names != len(raw):
+        raise span.damaged(f"the header of entry {raw[:60]!r} names another one")
+    unset = (0,) if flags & _DESCRIBED else ()
+    if (
+        local_flags != flags
+        or method
+        or local_crc not in (crc, *unset)
+        or packed not in (nbytes, _BIG, *unset)
+        or size not in (nbytes, _BIG, *unset)
+    ):
+        raise span.damaged(f"the header of entry {raw[:60]!r} disagrees with the directory")
+    return header + width + int(extras)

@@ -1,0 +1,102 @@
+"""Numbers and names as people write and read them: sizes, counts, durations, natural order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ckptctl.errors import UsageError
+
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40, "PI": 2**50}
+_PREFIXES = _DECIMAL | _BINARY
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]I?)?B?\s*", re.IGNORECASE | re.ASCII)
+_DIGITS = re.compile(r"([0-9]+)")
+MAX_BYTES = 2**63 - 1
+
+NaturalKey = tuple[tuple[int, int, str], ...]
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return the bytes that *text* means.
+
+    Args:
+        text: ``5GB`` (10^9 each), ``4GiB`` (2^30 each), ``500M``, ``1.5 kB`` or a plain number.
+
+    Raises:
+        UsageError: It is something else, zero or above 2^63 - 1.
+    """
+    found = _SIZE.fullmatch(str(text))
+    value = 0
+    if found and len(found[1]) <= 20:
+        value = int(float(found[1]) * _PREFIXES[(found[2] or "").upper()])
+        if "." not in found[1]:
+            value = int(found[1]) * _PREFIXES[(found[2] or "").upper()]
+    if not 0 < value <= MAX_BYTES:
+        raise UsageError(f"`{visible(str(text))}` is not a size; write it like `5GB` or `4GiB`")
+    return value
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return *nbytes* in binary units: ``512 B``, ``15.0 GiB``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1023.95 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{nbytes:,} B" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def format_count(count: int) -> str:
+    """Return *count* with three digits and a decimal prefix: ``8.03 B`` is 8.03e9."""
+    value = float(count)
+    for unit in ("", "K", "M", "B", "T"):
+        if value < 999.5 or unit == "T":
+            break
+        value /= 1000
+    if not unit:
+        return str(count)
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration: ``0.12 s``, ``42.0 s``, ``3 min 05 s``, ``1 h 02 min``."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def natural_key(name: str) -> NaturalKey:
+    """Return a sort key under which ``layers.2`` comes before ``layers.10``."""
+    return tuple(
+        (0, len(digits), digits) if part.isdecimal() and part.isascii() else (1, 0, part)
+        for part in _DIGITS.split(name)
+        if part
+        for digits in (part.lstrip("0"),)
+    )
+
+
+def natural(names: Iterable[str]) -> list[str]:
+    """Return *names* in natural order."""
+    return sorted(names, key=lambda name: (natural_key(name), name))
+
+
+def visible(text: str) -> str:
+    r"""Return *text* with everything escaped that a terminal would not simply print.
+
+    Control characters, terminal escapes, line breaks, bidirectional overrides, zero-width
+    characters and lone surrogates become ``\x1b``, ``\u202e`` and the like.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,3 @@
+"""Model families, one file each: tables only, no code."""
+
+__ckptctl__ = True

@@ -1,0 +1,100 @@
+"""Llama 1 and 2, CodeLlama, and what else transformers calls ``llama``.
+
+Sources: Meta's ``llama/model.py``, transformers' ``modeling_llama.py`` and
+``convert_llama_weights_to_hf.py``, torchtune's ``models/convert_weights.py``, torchtitan's
+``models/llama3/state_dict_adapter.py``.
+"""
+
+from ckptctl.planner.layouts import Drop, Family, Tie
+
+BEFORE = """
+logical  axes  hf                         meta                   torchtune
+embed    v d*  model.embed_tokens.weight  tok_embeddings.weight  tok_embeddings.weight
+"""
+
+LAYER = """
+logical  axes        hf: model.layers.{i}.              meta: layers.{i}.       torchtune: layers.{i}.
+q        (h* r p) d  self_attn.q_proj.weight (h p r) d  attention.wq.weight     attn.q_proj.weight
+q_bias?  (h* r p)    self_attn.q_proj.bias (h p r)      -                       -
+k        (k* r p) d  self_attn.k_proj.weight (k p r) d  attention.wk.weight     attn.k_proj.weight
+k_bias?  (k* r p)    self_attn.k_proj.bias (k p r)      -                       -
+v        (k* e) d    self_attn.v_proj.weight            attention.wv.weight     attn.v_proj.weight
+v_bias?  (k* e)      self_attn.v_proj.bias              -                       -
+o        d (h* e)    self_attn.o_proj.weight            attention.wo.weight     attn.output_proj.weight
+o_bias?  d           self_attn.o_proj.bias              -                       -
+w1       f* d        mlp.gate_proj.weight               feed_forward.w1.weight  mlp.w1.weight
+w1_bias?  f*          mlp.gate_proj.bias                 -                       -
+w3       f* d        mlp.up_proj.weight                 feed_forward.w3.weight  mlp.w3.weight
+w3_bias?  f*          mlp.up_proj.bias                   -                       -
+w2       d f*        mlp.down_proj.weight               feed_forward.w2.weight  mlp.w2.weight
+w2_bias?  d           mlp.down_proj.bias                 -                       -
+norm_1   d           input_layernorm.weight             attention_norm.weight   sa_norm.scale
+norm_2   d           post_attention_layernorm.weight    ffn_norm.weight         mlp_norm.scale
+"""  # noqa: E501
+
+AFTER = """
+logical  axes  hf                 meta           torchtune
+norm     d     model.norm.weight  norm.weight    norm.scale
+output   v* d  lm_head.weight     output.weight  output.weight
+"""
+
+TITAN_03_LAYER = """
+logical  torchtitan@0.3: layers.{i}.
+q        attention.qkv_linear.wq.weight
+k        attention.qkv_linear.wk.weight
+v        attention.qkv_linear.wv.weight
+"""
+
+TITAN_03 = """
+logical  torchtitan@0.3
+output   lm_head.weight
+"""
+
+FREQUENCIES = "rotary frequencies follow from rope_theta"
+
+FAMILY = Family(
+    name="llama2",
+    title="Llama 1 and 2, CodeLlama",
+    aliases=("llama", "llama1", "codellama"),
+    layouts=("hf", "meta", "torchtune", "torchtitan@0.2", "torchtitan@0.3"),
+    tables=(BEFORE, LAYER, AFTER, TITAN_03_LAYER, TITAN_03),
+    like={"torchtitan@0.2": "meta", "torchtitan@0.3": "meta"},
+    architecture="LlamaForCausalLM",
+    drops=(
+        Drop("meta", "rope.freqs", FREQUENCIES),
+        Drop("meta", "layers.{i}.attention.inner_attention.rope.freqs", FREQUENCIES),
+        Drop("torchtitan@0.2", "freqs_cis", FREQUENCIES),
+        Drop("hf", "model.rotary_emb.inv_freq", FREQUENCIES),
+        Drop("hf", "model.layers.{i}.self_attn.rotary_emb.inv_freq", FREQUENCIES),
+    ),
+    ties=(Tie("output", of="embed", stored_in=("meta", "torchtitan@0.2", "torchtitan@0.3")),),
+    constants={"p": 2},
+    composite={"e": ("r", "p")},
+    sizes={
+        "v": ("vocab_size", "vocab_size"),
+        "d": ("hidden_size", "dim"),
+        "f": ("intermediate_size", "hidden_dim"),
+        "h": ("num_attention_heads", "n_heads"),
+        "k": ("num_key_value_heads", "n_kv_heads"),
+        "e": ("head_dim", "head_dim"),
+        "i": ("num_hidden_layers", "n_layers"),
+    },
+    repeated=("k",),
+    config_signs=({"model_type": "llama"},),
+    params_signs=({"moe": None, "hidden_dim": None, "vision_chunk_size": None},),
+    presets=(
+        (
+            {},
+            {
+                "model_type": "llama",
+                "hidden_act": "silu",
+                "rope_theta": 10000.0,
+                "max_position_embeddings": 4096,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+        ),
+        ({"rope_theta": 1000000.0}, {"max_position_embeddings": 16384}),
+    ),
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+)

@@ -1,0 +1,1 @@
+"""Benchmarks, each a module to run: ``python -m tests.benchmarks.convert --help``."""

@@ -1,0 +1,158 @@
+"""Write Llama-shaped bf16 checkpoints of a wanted size, with stock writers and little memory.
+
+Every tensor is a private mapping of one template file, so the memory needed is that of the
+largest tensor. Run as ``python -m tests.benchmarks.build KIND FOLDER BYTES``; a process of its
+own, because who measures must not have torch loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.checkpoints.llama import LlamaSpec, hf_config
+from tests.checkpoints.meta import meta_params
+from tests.checkpoints.names import rename
+from tests.gloo import run_on_ranks
+
+BIG = LlamaSpec(hidden=2048, heads=32, kv_heads=8, vocab=32000, ffn=8192)
+SMALL = LlamaSpec(hidden=256, heads=8, kv_heads=4, vocab=4000, ffn=1024)
+MANY = LlamaSpec(hidden=16, heads=4, kv_heads=2, vocab=32, ffn=32)
+SHARD = 500_000_000
+MAPPED = 1 << 20
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def spec_for(size: str) -> LlamaSpec:
+    """Return the model for *size*: bytes, or ``100000t`` for a number of small tensors."""
+    if size.endswith("t"):
+        return replace(MANY, layers=max(1, (int(size[:-1]) - 3) // 9))
+    base = BIG if int(size) >= 512_000_000 else SMALL
+    fixed = _nbytes(replace(base, layers=0).shapes())
+    layer = _nbytes(replace(base, layers=1).shapes()) - fixed
+    return replace(base, layers=max(1, round((int(size) - fixed) / layer)))
+
+
+def build(kind: str, folder: Path, size: str) -> None:
+    """Write one source checkpoint.
+
+    Args:
+        kind: ``hf``, ``dcp``, ``torch``, ``meta1``, ``meta2``, or ``assets`` (only the
+            configuration).
+        folder: Created; ``torch`` writes ``model.pt`` in it.
+        size: See :func:`spec_for`.
+    """
+    folder.mkdir(parents=True)
+    spec = spec_for(size)
+    config = hf_config(spec, "bfloat16")
+    if kind in ("assets", "hf"):
+        (folder / "config.json").write_text(json.dumps(config))
+    template = folder.parent / "template.bin"
+    if not template.exists():
+        _write_template(template, max(_nbytes({name: s}) for name, s in spec.shapes().items()))
+    if kind == "hf":
+        _build_hf(folder, spec.shapes(), template)
+    elif kind == "torch":
+        torch.save(tensors(spec.shapes(), template), folder / "model.pt")
+    elif kind == "dcp":
+        world = 1 if size.endswith("t") else 2
+        run_on_ranks(
+            _build_dcp, [world], str(folder), dict(spec.shapes()), str(template), timeout=1800
+        )
+    elif kind.startswith("meta"):
+        ranks = int(kind.removeprefix("meta"))
+        for rank in range(ranks):
+            shard = tensors(_meta_shapes(spec, ranks), template)
+            torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
+        (folder / "params.json").write_text(json.dumps(meta_params(config, ranks)))
+
+
+def tensors(shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:
+    """Return bf16 tensors of *shapes*, each with a storage of its own."""
+    return {name: _tensor(shape, template) for name, shape in shapes.items()}
+
+
+def _tensor(shape: tuple[int, ...], template: Path) -> torch.Tensor:
+    nbytes = _nbytes({"": shape})
+    # 100,000 mappings would be more than a process may have.
+    mapped = torch.UntypedStorage.from_file(str(template), False, nbytes)
+    flat = torch.empty(0, dtype=torch.bfloat16).set_(mapped, 0, shape)
+    return flat if nbytes >= MAPPED else flat.clone()
+
+
+def _build_hf(folder: Path, shapes: Shapes, template: Path) -> None:
+    from safetensors.torch import save_file
+
+    shards = list(_shards(shapes))
+    weight_map = {}
+    for index, shard in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file(tensors(shard, template), folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    index_file = {"metadata": {"total_size": _nbytes(shapes)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
+
+
+def _shards(shapes: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
+    shard: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if shard and _nbytes(shard | {name: shape}) > SHARD:
+            yield shard
+            shard = {}
+        shard[name] = shape
+    yield shard
+
+
+def _build_dcp(rank: int, world: int, folder: str, shapes: Shapes, template: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    if world == 1:
+        dcp.save(tensors(shapes, Path(template)), checkpoint_id=folder)
+        return
+    mesh = init_device_mesh("cpu", (world,))
+    state = {}
+    for name, shape in shapes.items():
+        local = _tensor((shape[0] // world, *shape[1:]), Path(template))
+        state[name] = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride()
+        )
+    dcp.save(state, checkpoint_id=folder)
+
+
+def _meta_shapes(spec: LlamaSpec, ranks: int) -> dict[str, tuple[int, ...]]:
+    empty = {name: torch.empty(shape, device="meta") for name, shape in spec.shapes().items()}
+    found = {}
+    for name, value in rename(empty, "hf", "meta").items():
+        rows, *columns = value.shape
+        if name.endswith(("wo.weight", "w2.weight")):
+            columns = [columns[0] // ranks]
+        elif columns:
+            rows //= ranks
+        found[name] = (rows, *columns)
+    return found
+
+
+def _nbytes(shapes: Shapes) -> int:
+    return 2 * sum(math.prod(shape) for shape in shapes.values())
+
+
+def _write_template(path: Path, nbytes: int) -> None:
+    block = (torch.randn(1 << 20) * 0.02).bfloat16().view(torch.uint8).numpy().tobytes()
+    with path.open("wb") as file:
+        while file.tell() < nbytes:
+            file.write(block)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    build(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,65 @@
+"""torch's own ways to convert: ``python -m tests.benchmarks.peers WAY SRC DST``."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def dcp_torch(source: Path, target: Path) -> None:
+    """``torch.distributed.checkpoint.format_utils.dcp_to_torch_save``."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(source, target)
+
+
+def torch_dcp(source: Path, target: Path) -> None:
+    """``torch.distributed.checkpoint.format_utils.torch_save_to_dcp``."""
+    from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
+
+    torch_save_to_dcp(source, target)
+
+
+def hf_dcp(source: Path, target: Path) -> None:
+    """``dcp.load`` through ``HuggingFaceStorageReader``, then ``dcp.save``."""
+    import torch.distributed.checkpoint as dcp
+
+    state = _load(dcp.HuggingFaceStorageReader(str(source)))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(target), no_dist=True)
+
+
+def dcp_hf(source: Path, target: Path) -> None:
+    """``dcp.load``, then ``dcp.save`` through ``HuggingFaceStorageWriter``."""
+    import torch.distributed.checkpoint as dcp
+
+    state = _load(dcp.FileSystemReader(source))
+    writer = dcp.HuggingFaceStorageWriter(str(target), dict.fromkeys(state, 1))
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def _load(reader: Any) -> dict[str, Any]:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+WAYS: dict[str, Callable[[Path, Path], None]] = {
+    "dcp-torch": dcp_torch,
+    "torch-dcp": torch_dcp,
+    "hf-dcp": hf_dcp,
+    "dcp-hf": dcp_hf,
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    WAYS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

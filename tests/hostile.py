@@ -1,0 +1,357 @@
+"""Inputs that attack a reader of checkpoints, for any test that has a reader.
+
+Pickles: each entry of :func:`evil_pickles` would create a marker file, or exhaust memory or time,
+in a careless reader. Zips: :func:`zip_of` writes any wrong zip. Headers: :func:`header_file`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+LOCAL = struct.Struct("<4s5H3I2H")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+END = struct.Struct("<4s4H2IH")
+
+
+# ---------------------------------------------------------------------------------------- pickles
+
+
+class _Run:
+    """Pickles as a call of a function that is never defined here."""
+
+    def __init__(self, function: Callable[..., object], *args: object) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+def _called(module: str, name: str, *args: str, protocol: int = 2) -> bytes:
+    """A pickle that calls ``module.name(*args)``."""
+    if protocol >= 4:
+        body = b"\x8c" + bytes([len(module)]) + module.encode()
+        body += b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93"
+    else:
+        body = f"c{module}\n{name}\n".encode()
+    texts = b"".join(b"X" + struct.pack("<I", len(a)) + a.encode() for a in args)
+    return b"\x80" + bytes([protocol]) + body + b"(" + texts + b"tR."
+
+
+def code_pickles(marker: str) -> dict[str, bytes]:
+    """Pickles that create the file *marker* when they are loaded by :mod:`pickle`."""
+    touch = f"open({marker!r}, 'w').close()"
+    shell = f"touch {marker}"
+    called = {
+        "eval": ("builtins", "eval", touch),
+        "eval-python2": ("__builtin__", "eval", touch),
+        "exec": ("builtins", "exec", touch),
+        "open": ("builtins", "open", marker, "w"),
+        "io-open": ("io", "open", marker, "w"),
+        "os-system": ("os", "system", shell),
+        "posix-system": ("posix", "system", shell),
+        "subprocess": ("subprocess", "getoutput", shell),
+        "pathlib-touch": ("pathlib", "Path.touch", marker),
+        "runpy": ("runpy", "run_path", marker),
+        "torch-load": ("torch.serialization", "load", marker),
+        "dotted": ("torch.serialization", "os.system", shell),
+        "dotted-in-table": ("torch.storage", "UntypedStorage.from_file", marker),
+        "codecs-open": ("_codecs", "open", marker),
+        "numpy-load": ("numpy", "load", marker),
+        "import": ("builtins", "__import__", "antigravity"),
+        "getattr": ("builtins", "getattr", marker, marker),
+    }
+    found = {name: _called(*call) for name, call in called.items()}
+    found["eval-protocol-4"] = _called("builtins", "eval", touch, protocol=4)
+    found["inst"] = b"(S" + repr(touch).encode() + b"\nibuiltins\neval\n."
+    found["inst-unicode"] = b"(V" + touch.encode() + b"\nibuiltins\neval\n."
+    found["obj"] = b"(cbuiltins\neval\nV" + touch.encode() + b"\no."
+    found["newobj"] = b"\x80\x02cbuiltins\neval\nV" + touch.encode() + b"\n\x85\x81."
+    found["real-reduce"] = pickle.dumps(_Run(eval, touch))
+    found["in-a-dict"] = b"\x80\x02}X\x01\0\0\0a" + _called("os", "system", shell)[2:-1] + b"s."
+    return found
+
+
+def exhausting_pickles() -> dict[str, bytes]:
+    """Small pickles that cost gigabytes or hours when read carelessly."""
+    doubled = b"\x80\x04)" + b"2\x86" * 60
+    laughs = b"\x80\x02" + b"]q\x00K\x01a" + b"".join(
+        b"]" + b"r" + struct.pack("<I", i) + b"(" + b"j" + struct.pack("<I", i - 1)
+        + (b"j" + struct.pack("<I", i - 1)) * 9 + b"e"
+        for i in range(1, 40)
+    )  # fmt: skip
+    text = b"X" + struct.pack("<I", 4000) + b"a" * 4000 + b"q\x00"
+    return {
+        "memo-index": b"\x80\x02Nr\xff\xff\xff\x7f.",
+        "bytearray8": b"\x80\x05\x96\0\0\0\0\x02\0\0\0.",
+        "bytes8": b"\x80\x04\x8e\0\0\0\0\x02\0\0\0.",
+        "unicode8": b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",
+        "bytearray-size": b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\0\0\0\0\x03\x85R.",
+        "bytes-size": b"\x80\x02c__builtin__\nbytes\n\x8a\x05\0\0\0\0\x03\x85R.",
+        "range-list": b"\x80\x02c__builtin__\nset\nc__builtin__\nrange\nJ\xff\xff\xff\x7f\x85R\x85R.",
+        "hash-bomb": b"\x80\x04}" + doubled[2:] + b"Ns.",
+        "hash-bomb-set": b"\x80\x04\x8f(" + doubled[2:] + b"\x90.",
+        "hash-bomb-frozenset": b"\x80\x04(" + doubled[2:] + b"\x91.",
+        "hash-bomb-set-call": b"\x80\x02c__builtin__\nset\n]" + doubled[2:] + b"a\x85R.",
+        "copies": b"\x80\x02](" + text + b"0" + b"c_codecs\nencode\nq\x010"
+        + b"h\x01h\x00\x85R" * 200_000 + b"e.",
+        "deep-list": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
+        "deep-tuple": b"\x80\x02N" + b"\x85" * 200_000 + b".",
+        "cycle": b"\x80\x02]q\x00h\x00a.",
+        "laughs": laughs + b"(" + b".",
+        "laughs-closed": laughs + b"0" * 39 + b".",
+        "long-decimal": b"L" + b"9" * 1_000_000 + b"L\n.",
+        "colliding-keys": b"\x80\x02}(" + b"".join(
+            b"\x8a\x09" + (i * ((1 << 61) - 1) << 0).to_bytes(9, "little") + b"\x85N"
+            for i in range(60_000)
+        ) + b"u.",
+    }  # fmt: skip
+
+
+def malformed_pickles() -> dict[str, bytes]:
+    """Pickles that break the machine's own rules."""
+    return {
+        "empty": b"",
+        "only-proto": b"\x80\x02",
+        "no-stop": b"\x80\x02N",
+        "stop-on-empty": b"\x80\x02.",
+        "two-left": b"\x80\x02NN.",
+        "open-mark": b"\x80\x02(N.",
+        "underflow": b"\x80\x02a.",
+        "tuple-underflow": b"\x80\x02N\x86.",
+        "mark-underflow": b"\x80\x02t.",
+        "memo-missing": b"\x80\x02h\x07.",
+        "bad-opcode": b"\x80\x02\xff.",
+        "protocol-9": b"\x80\x09N.",
+        "bad-utf8": b"\x80\x04\x8c\x02\xff\xfe.",
+        "truncated-string": b"\x80\x02X\xff\0\0\0abc.",
+        "truncated-float": b"\x80\x02G\0\0.",
+        "odd-items": b"\x80\x02}(K\x01u.",
+        "duplicate-key": b"\x80\x02}(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.",
+        "list-key": b"\x80\x02}]Ns.",
+        "set-of-dict": b"\x80\x04\x8f(}\x90.",
+        "append-to-none": b"\x80\x02NNa.",
+        "items-of-list": b"\x80\x02]K\x01K\x02s.",
+        "build-none": b"\x80\x02N}b.",
+        "reduce-none": b"\x80\x02N)R.",
+        "reduce-no-tuple": b"\x80\x02ccollections\nOrderedDict\nNR.",
+        "global-no-newline": b"\x80\x02ccollections",
+        "global-not-text": b"\x80\x04K\x01K\x02\x93.",
+        "frame-too-long": b"\x80\x04\x95\xff\xff\0\0\0\0\0\0N.",
+        "ext": b"\x80\x02\x82\x01.",
+        "persid": b"Pabc\n.",
+        "binpersid": b"\x80\x02NQ.",
+        "buffer": b"\x80\x05\x97.",
+        "trailing": b"\x80\x02N.junk",
+        "bad-int": b"Iabc\n.",
+        "complex-text": b"\x80\x02c__builtin__\ncomplex\nX\x02\0\0\x001j\x85R.",
+        "encode-odd": b"\x80\x02c_codecs\nencode\nX\x01\0\0\0aX\x03\0\0\0hex\x86R.",
+    }
+
+
+# ------------------------------------------------------------------------------------------- zips
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One zip entry; None and the defaults make an honest one.
+
+    Attributes:
+        name: In the central directory.
+        content: The data.
+        local_name: In the local header.
+        crc: Recorded CRC-32.
+        size: Recorded size.
+        method: Compression method recorded; the content is written as it is.
+        flags: General purpose flags.
+        header: Recorded position of the local header.
+        extra: Extra field of the local header.
+    """
+
+    name: str
+    content: bytes
+    local_name: str | None = None
+    crc: int | None = None
+    size: int | None = None
+    method: int = 0
+    flags: int = 0
+    header: int | None = None
+    extra: bytes = b""
+
+
+def zip_of(
+    entries: Sequence[Entry],
+    *,
+    before: bytes = b"",
+    after: bytes = b"",
+    comment: bytes = b"",
+    count: int | None = None,
+) -> bytes:
+    """Write a zip exactly as told, right or wrong."""
+    out = bytearray(before)
+    directory = bytearray()
+    for entry in entries:
+        crc = zlib.crc32(entry.content) if entry.crc is None else entry.crc
+        size = len(entry.content) if entry.size is None else entry.size
+        raw, local = entry.name.encode(), (entry.local_name or entry.name).encode()
+        at = len(out) if entry.header is None else entry.header
+        out += LOCAL.pack(
+            *(b"PK\3\4", 20, entry.flags, entry.method, 0, 0, crc, size, size),
+            *(len(local), len(entry.extra)),
+        )
+        out += local + entry.extra + entry.content
+        directory += CENTRAL.pack(
+            *(b"PK\1\2", 20, 20, entry.flags, entry.method, 0, 0, crc, size, size),
+            *(len(raw), 0, 0, 0, 0, 0, at),
+        )
+        directory += raw
+    start = len(out)
+    n = len(entries) if count is None else count
+    out += directory
+    out += END.pack(b"PK\5\6", 0, 0, n, n, len(directory), start, len(comment)) + comment
+    return bytes(out + after)
+
+
+def torch_entries(pickled: bytes, storages: Mapping[str, bytes]) -> list[Entry]:
+    """The entries of an honest ``torch.save`` zip."""
+    return [
+        Entry("archive/data.pkl", pickled),
+        Entry("archive/byteorder", b"little"),
+        *(Entry(f"archive/data/{key}", content) for key, content in storages.items()),
+        Entry("archive/version", b"3\n"),
+    ]
+
+
+def evil_zips(pickled: bytes, storages: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Zips around an honest pickle, each with one trick."""
+    good = torch_entries(pickled, storages)
+    first = good[2]
+
+    def changed(position: int, **what: object) -> bytes:
+        entries = list(good)
+        entries[position] = replace(entries[position], **what)  # type: ignore[arg-type]
+        return zip_of(entries)
+
+    honest = zip_of(good)
+    return {
+        "leading-junk": zip_of(good, before=b"#!/bin/sh\n"),
+        "shifted-junk": b"junk" + honest,
+        "trailing-junk": zip_of(good, after=b"junk"),
+        "second-zip": honest + honest,
+        "comment": zip_of(good, comment=b"PK\5\6"),
+        "duplicate": zip_of([*good, first]),
+        "duplicate-pickle": zip_of([*good, good[0]]),
+        "overlap": changed(3, header=0),
+        "same-data-twice": zip_of([*good[:3], replace(good[3], header=0, local_name="x")]),
+        "local-name": changed(0, local_name="archive/evil.pkl"),
+        "deflated": changed(2, method=8),
+        "encrypted": changed(2, flags=1),
+        "strong-encryption": changed(2, flags=0x40),
+        "patched": changed(2, flags=0x20),
+        "size-too-big": changed(2, size=len(first.content) + 1),
+        "size-huge": changed(2, size=0xFFFFFFF0),
+        "size-zip64-missing": changed(2, size=0xFFFFFFFF),
+        "header-outside": changed(2, header=0x7FFFFFFF),
+        "pickle-crc": changed(0, crc=1),
+        "count-too-small": zip_of(good, count=len(good) - 1),
+        "count-too-big": zip_of(good, count=len(good) + 1),
+        "no-pickle": zip_of(good[1:]),
+        "no-storage": zip_of([e for e in good if e is not first]),
+        "short-storage": changed(2, content=first.content[:-1]),
+        "long-storage": changed(2, content=first.content + b"\0"),
+        "big-endian": changed(1, content=b"big"),
+        "no-folder": zip_of([replace(e, name=e.name.replace("archive/", "")) for e in good]),
+        "two-folders": changed(3, name="other/version"),
+        "bad-name": zip_of(good).replace(b"archive/version", b"archive/versio\xff"),
+        "gap": zip_of(
+            [good[0], replace(good[1], content=b"little" + b"x" * 50, size=6), *good[2:]]
+        ),
+        "empty-zip": zip_of([]),
+        "truncated": honest[:-1],
+        "cut-half": honest[: len(honest) // 2],
+        "only-header": honest[:30],
+    }
+
+
+# ------------------------------------------------------------------------------------ safetensors
+
+
+def header_file(header: object, data: bytes = b"") -> bytes:
+    """A safetensors file; *header* is JSON text, or an object to dump."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
+
+
+def evil_headers() -> dict[str, bytes]:
+    """Safetensors files that must be refused."""
+
+    def one(shape: object, offsets: object, dtype: object = "U8") -> dict[str, object]:
+        return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+    good = json.dumps({"a": one([4], [0, 4])}).encode()
+    four = b"abcd"
+
+    def entry(text: str, data: bytes = four) -> bytes:
+        return header_file(b'{"a":' + text.encode() + b"}", data)
+
+    return {
+        "empty": b"",
+        "seven-bytes": b"\0" * 7,
+        "length-beyond": struct.pack("<Q", 1000) + b"{}",
+        "length-huge": struct.pack("<Q", (1 << 64) - 1) + b"{}",
+        "length-zero": struct.pack("<Q", 0),
+        "not-json": header_file(b"{nope}"),
+        "not-utf8": header_file(b'{"\xff":1}'),
+        "bom": header_file(b"\xef\xbb\xbf" + good, four),
+        "list": header_file([]),
+        "leading-space": header_file(b" " + good, four),
+        "trailing-nul": header_file(good + b"\0", four),
+        "trailing-bytes": header_file(good, four + b"x"),
+        "truncated": header_file(good, four[:3]),
+        "duplicate-tensor": header_file(good[:-1] + b"," + good[1:], four),
+        "duplicate-other-dtype": header_file(
+            b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
+            b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', four),
+        "duplicate-field": entry('{"dtype":"U8","dtype":"U8","shape":[4],"data_offsets":[0,4]}'),
+        "duplicate-metadata": header_file(b'{"__metadata__":{},"__metadata__":{}}'),
+        "metadata-number": header_file({"__metadata__": {"a": 1}}),
+        "metadata-list": header_file({"__metadata__": []}),
+        "nan": entry('{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}'),
+        "infinity": entry('{"dtype":"U8","shape":[4],"data_offsets":[0,Infinity]}'),
+        "overflow": entry('{"dtype":"U8","shape":[1e400],"data_offsets":[0,4]}'),
+        "float": entry('{"dtype":"U8","shape":[4.0],"data_offsets":[0,4]}'),
+        "bool": entry('{"dtype":"U8","shape":[true,4],"data_offsets":[0,4]}'),
+        "bool-offset": entry('{"dtype":"U8","shape":[1],"data_offsets":[false,true]}', b"a"),
+        "negative": entry('{"dtype":"U8","shape":[-4],"data_offsets":[0,4]}'),
+        "minus-zero": entry('{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}', b""),
+        "huge": entry('{"dtype":"U8","shape":[' + "9" * 5000 + '],"data_offsets":[0,4]}'),
+        "u64-overflow": entry('{"dtype":"U8","shape":[18446744073709551616],"data_offsets":[0,4]}'),
+        "product-overflow": header_file({"a": one([1 << 62, 1 << 62, 0], [0, 0])}),
+        "unknown-dtype": header_file({"a": one([4], [0, 4], "U9")}, four),
+        "dtype-number": header_file({"a": one([4], [0, 4], 8)}, four),
+        "f6": header_file({"a": one([4], [0, 3], "F6_E2M3")}, b"abc"),
+        "f4-odd": header_file({"a": one([3], [0, 2], "F4")}, b"ab"),
+        "extra-field": entry('{"dtype":"U8","shape":[4],"data_offsets":[0,4],"x":1}'),
+        "missing-field": entry('{"dtype":"U8","shape":[4]}'),
+        "not-a-map": entry("[]"),
+        "shape-number": header_file({"a": one(4, [0, 4])}, four),
+        "shape-text": header_file({"a": one("4", [0, 4])}, four),
+        "three-offsets": header_file({"a": one([4], [0, 2, 4])}, four),
+        "reversed": header_file({"a": one([4], [4, 0])}, four),
+        "size-mismatch": header_file({"a": one([5], [0, 4])}, four),
+        "hole-at-start": header_file({"a": one([2], [2, 4])}, four),
+        "hole": header_file({"a": one([1], [0, 1]), "b": one([2], [2, 4])}, four),
+        "overlap": header_file({"a": one([3], [0, 3]), "b": one([2], [2, 4])}, four),
+        "same-bytes": header_file({"a": one([4], [0, 4]), "b": one([4], [0, 4])}, four),
+        "rank-101": header_file({"a": one([1] * 101, [0, 1])}, b"a"),
+        "rank-100000": header_file({"a": one([1] * 100_000, [0, 1])}, b"a"),
+        "deep": header_file(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        "surrogate": header_file(b'{"\\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', four),
+        "trailing-comma": header_file(good[:-1] + b",}", four),
+        "two-values": header_file(good + b"{}", four),
+        "control-character": header_file(b'{"a\x01":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', four),
+    }  # fmt: skip

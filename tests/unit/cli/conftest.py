@@ -1,0 +1,84 @@
+"""Run the program in this process, in another one, or on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ckptctl import formats
+from ckptctl.cli.app import app
+from tests.fakes import FakeFormat
+
+REPOSITORY = Path(__file__).parents[3]
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch) -> Run:
+    """Return the function that runs the program in this process."""
+    for name in ("CKPTCTL_DEBUG", "CKPTCTL_NO_PROGRESS", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*args: object, **env: str) -> Result:
+        return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="ckptctl", env=env)
+
+    return call
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeFormat:
+    """Make a format of the tests' own the only one."""
+    fake = FakeFormat()
+    monkeypatch.setattr(formats, "builtin", lambda: {"fake": fake})
+    return fake
+
+
+def program(*args: object) -> list[str]:
+    return [sys.executable, "-m", "ckptctl", *map(str, args)]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color", **extra}
+
+
+@pytest.fixture
+def piped() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return the function that runs the program with pipes for streams."""
+
+    def call(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            program(*args), env=environment(**env), capture_output=True, text=True, timeout=60
+        )
+
+    return call
+
+
+@pytest.fixture
+def terminal() -> Callable[..., str]:
+    """Return the function that runs the program on a terminal and returns what appears on it."""
+
+    def call(*args: object, **env: str) -> str:
+        master, slave = pty.openpty()
+        process = subprocess.Popen(
+            program(*args), env=environment(**env), stdin=slave, stdout=slave, stderr=slave
+        )
+        os.close(slave)
+        shown = bytearray()
+        try:
+            while data := os.read(master, 65536):
+                shown += data
+        except OSError:  # Linux says EIO once the other side is closed
+            pass
+        os.close(master)
+        assert process.wait(60) == 0, shown
+        return shown.decode().replace("\r\n", "\n")
+
+    return call

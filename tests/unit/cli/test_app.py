@@ -1,0 +1,210 @@
+"""What holds for every command: help, streams, errors, exit codes, imports."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+import ckptctl
+from ckptctl import errors
+from ckptctl.cli import inspect as command
+from ckptctl.cli.app import app
+from ckptctl.ops import inspect as op
+
+SNAPSHOTS = Path(__file__).parents[2] / "snapshots"
+COMMANDS = sorted(str(info.name) for info in app.registered_commands)
+
+
+def test_commands_are_discovered():
+    assert {"convert", "inspect"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help(run, name):
+    result = run(*filter(None, [name]), "--help")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "Examples:" in result.stdout
+    assert run(*filter(None, [name]), "-h").stdout == result.stdout
+    snapshot = SNAPSHOTS / f"help{'-' if name else ''}{name}.txt"
+    if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):
+        snapshot.write_text(result.stdout)
+    assert result.stdout == snapshot.read_text(), "set CKPTCTL_UPDATE_SNAPSHOTS=1 if this is meant"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_help_is_not_cut(run, name):
+    line = next(line for line in run("--help").stdout.splitlines() if line.startswith(f"  {name} "))
+    assert not line.endswith("...")
+
+
+def test_no_arguments_show_help(run):
+    result = run()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Usage:" in result.stderr
+
+
+def test_version(run):
+    assert run("--version").stdout == f"ckptctl {ckptctl.__version__}\n"
+    project = Path(ckptctl.__file__).parents[1] / "pyproject.toml"
+    assert ckptctl.__version__ == tomllib.loads(project.read_text())["project"]["version"]
+
+
+def test_unknown_command_is_suggested(run):
+    result = run("inspct", "x")
+    assert result.exit_code == 2
+    assert "Did you mean 'inspect'?" in result.stderr
+
+
+def failing(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(op, "inspect", fail)
+
+
+FULL = errors.CoverageError(
+    "chunks \x1b[31m are missing", where="tensor `a\nb`", why="rows 2:4", hint="copy them"
+)
+
+
+def test_error_shape(run, monkeypatch):
+    failing(monkeypatch, FULL)
+    result = run("inspect", "x")
+    assert result.exit_code == 4
+    assert result.stdout == ""
+    assert result.stderr == (
+        "error: chunks \\x1b[31m are missing\n"
+        "  where: tensor `a\\nb`\n"
+        "  why:   rows 2:4\n"
+        "\n"
+        "hint: copy them\n"
+    )
+
+
+def test_error_in_json(run, monkeypatch):
+    failing(monkeypatch, FULL)
+    result = run("inspect", "x", "--json")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert json.loads(result.stderr) == {
+        "error": {
+            "code": "coverage",
+            "exit_code": 4,
+            "message": "chunks \x1b[31m are missing",
+            "where": "tensor `a\nb`",
+            "why": "rows 2:4",
+            "hint": "copy them",
+        }
+    }
+
+
+@pytest.mark.parametrize("args", [["--depth", "x"], ["--nope"], ["--sort", "age"]])
+def test_usage_error_in_json(run, args):
+    result = run("inspect", "x", "--json", *args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    found = json.loads(result.stderr)["error"]
+    assert (found["code"], found["exit_code"]) == ("usage", 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [k for k in vars(errors).values() if isinstance(k, type) and k.__module__ == errors.__name__],
+)
+def test_exit_code_of_every_error(run, monkeypatch, kind):
+    failing(monkeypatch, kind("something"))
+    assert run("inspect", "x").exit_code == kind.exit_code
+
+
+def test_bug(run, monkeypatch):
+    failing(monkeypatch, ZeroDivisionError("oh"))
+    result = run("inspect", "x")
+    assert result.exit_code == 70
+    assert "error: ZeroDivisionError: oh" in result.stderr
+    assert "this is a bug in ckptctl, please report it" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Traceback" in run("--debug", "inspect", "x").stderr
+    assert "Traceback" in run("inspect", "x", CKPTCTL_DEBUG="1").stderr
+    machine = json.loads(run("--debug", "inspect", "x", "--json").stderr)["error"]
+    assert machine["code"] == "internal"
+    assert "ZeroDivisionError" in machine["traceback"]
+
+
+def test_interrupted(run, monkeypatch):
+    failing(monkeypatch, KeyboardInterrupt())
+    result = run("inspect", "x")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "error: interrupted\n"
+
+
+def test_operating_system_error(run, monkeypatch):
+    failing(monkeypatch, PermissionError(13, "Permission denied", "/x/y"))
+    result = run("inspect", "x")
+    assert result.exit_code == 8
+    assert "Permission denied (EACCES)" in result.stderr
+    assert "where: /x/y" in result.stderr
+
+
+def test_exit_passes(run, monkeypatch):
+    failing(monkeypatch, typer.Exit(7))
+    assert run("inspect", "x").exit_code == 7
+
+
+@pytest.mark.parametrize("args", [["--help"], ["convert", "--help"], ["inspect", "/nope"]])
+def test_heavy_imports_are_late(args):
+    check = (
+        "import sys\n"
+        "from ckptctl.cli.app import app\n"
+        f"try: app({args!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'rich', 'safetensors', 'huggingface_hub', 'asyncio'}\n"
+        "print('loaded:', heavy & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith("loaded: set()\n"), done.stderr
+
+
+def test_importing_the_package_is_free():
+    check = (
+        "import sys; before = set(sys.modules); import ckptctl;"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    loaded = set(eval(done.stdout))
+    assert {name for name in loaded if name.startswith("ckptctl")} == {"ckptctl"}
+    assert "torch" not in loaded
+
+
+def test_public_names():
+    for name in ckptctl.__all__:
+        assert getattr(ckptctl, name) is not None
+    assert set(ckptctl.__all__) <= set(dir(ckptctl))
+    with pytest.raises(AttributeError):
+        ckptctl.nothing  # noqa: B018
+
+
+def test_closed_pipe_is_quiet(tmp_path):
+    from tests.unit.cli.conftest import environment, program
+
+    process = subprocess.Popen(
+        program("--help"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) in (0, 1)
+    process.stderr.close()
+
+
+def test_completion_of_formats(run, fake):
+    result = run(
+        _CKPTCTL_COMPLETE="complete_bash", COMP_WORDS="ckptctl inspect x --from f", COMP_CWORD="4"
+    )
+    assert result.stdout.split() == ["fake"]
+
+
+def test_module_name_is_not_shadowed():
+    assert command.register.__module__ == "ckptctl.cli.inspect"

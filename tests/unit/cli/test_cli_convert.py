@@ -1,0 +1,217 @@
+"""What ``convert`` says and passes on; what it does is tested with the operation."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import RefusedError
+
+DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
+
+
+LEFT_OUT = {"step\x1b": "not a tensor"}
+
+
+class Plan:
+    statement = "fake → hf · llama3 · 3 tensors"
+    notes = ("tied twice",)
+    tensors = 3
+    mapped = 2
+    dropped = DROPPED
+    left_out = LEFT_OUT
+    files = (("a.safetensors", 3 << 30), ("config.json", 12))
+    nbytes = (3 << 30) + 12
+    free_bytes = 400 << 30
+    memory_bytes = 64 << 20
+    arithmetic = True
+
+    def to_json(self):
+        return {"bytes": self.nbytes}
+
+
+class Result:
+    plan = Plan()
+    nbytes = Plan.nbytes
+    seconds = 2.0
+    resumed_bytes = 1 << 30
+    verified = True
+    notes = ("no renameat2 here",)
+
+    def to_json(self):
+        return {**self.plan.to_json(), "verified": True}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stand in for the operation and remember how it is called."""
+    found = SimpleNamespace(plan=[], run=[])
+
+    def plan(src, dst, options):
+        found.plan.append((src, dst, options))
+        return Plan()
+
+    def run(plan, progress):
+        found.run.append(progress)
+        return Result()
+
+    module = SimpleNamespace(
+        ConversionOptions=lambda **options: SimpleNamespace(**options),
+        plan_conversion=plan,
+        run_conversion=run,
+    )
+    monkeypatch.setitem(sys.modules, "ckptctl.ops.convert", module)
+    monkeypatch.setattr(formats, "names", lambda: ("dcp", "deepspeed", "hf"))
+    monkeypatch.setattr(formats, "writable", lambda: ("dcp", "hf"))
+    return found
+
+
+def test_options_arrive(run, calls):
+    result = run(
+        "convert", "a", "b", "--to", "hf", "--from", "dcp", "-m", "llama3", "--from-layout", "meta",
+        "--to-layout", "hf", "--dtype", "bf16", "--include", "x*", "--include", "y",
+        "--exclude", "z",
+        "--only", "all", "--root", "model", "--max-shard-size", "2GiB", "--mp", "2",
+        "--assets", "c",
+        "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
+        "--memory", "1MiB", "--untie",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    ((src, dst, options),) = calls.plan
+    assert (src, dst) == (Path("a"), Path("b"))
+    assert vars(options) == {
+        "to": "hf", "from_format": "dcp", "model_type": "llama3", "from_layout": "meta",
+        "to_layout": "hf", "dtype": "bfloat16", "include": ("x*", "y"), "exclude": ("z",),
+        "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
+        "like": Path("d"), "overwrite": True, "resume": True, "verify": True, "checksum": False,
+        "jobs": 3, "memory": 1 << 20, "untie": True,
+    }  # fmt: skip
+
+
+def test_defaults_are_those_of_python(run, calls):
+    run("convert", "a", "b", "--to", "hf")
+    ckptctl.api.convert("a", "b", to="hf")
+    command, function = (vars(options) for _, _, options in calls.plan)
+    assert command == function
+    assert command["max_shard_size"] == 5 * 10**9
+
+
+def test_result(run, calls):
+    result = run("convert", "a", "b c", "--to", "hf")
+    assert dict(line.split("\t") for line in result.stdout.splitlines()) == {
+        "target": "b c",
+        "files": "2",
+        "bytes": str(Plan.nbytes),
+        "resumed_bytes": str(1 << 30),
+        "seconds": "2.000",
+        "verified": "yes",
+    }
+    assert result.stderr.splitlines() == [
+        Plan.statement,
+        "note: tied twice",
+        "note: no renameat2 here",
+        "hint: look at it with `ckptctl inspect 'b c'`",
+    ]
+
+
+def test_quiet(run, calls):
+    result = run("convert", "a", "b", "--to", "hf", "-q")
+    assert (result.stdout, result.stderr) == ("b\n", "")
+    assert calls.run == [None]
+
+
+def test_json(run, calls):
+    result = run("convert", "a", "b", "--to", "hf", "--json")
+    assert result.stderr == ""
+    assert json.loads(result.stdout) == {
+        "schema": "ckptctl.convert/1",
+        "ckptctl": ckptctl.__version__,
+        "dry_run": False,
+        "bytes": Plan.nbytes,
+        "verified": True,
+    }
+    dry = json.loads(run("convert", "a", "b", "--to", "hf", "--json", "-n").stdout)
+    assert (dry["dry_run"], dry["bytes"]) == (True, Plan.nbytes)
+    assert len(calls.run) == 1
+
+
+def test_dry_run(run, calls):
+    result = run("convert", "a", "b", "--to", "hf", "--dry-run")
+    assert calls.run == []
+    rows = [line.split("\t") for line in result.stdout.splitlines()]
+    assert ["free_bytes", str(400 << 30)] in rows
+    assert ["arithmetic", "yes"] in rows
+    assert ["file", "a.safetensors", str(3 << 30)] in rows
+    assert ["left_out", "step\\x1b", "not a tensor"] in rows
+    assert [row[1] for row in rows if row[0] == "dropped"] == list(DROPPED)
+    assert result.stderr.splitlines()[-1] == "hint: run it with `ckptctl convert a b --to hf`"
+
+
+@pytest.mark.parametrize("flags", [["-n", "-q"], ["-nq"], ["-q", "--json", "-n"]])
+def test_dry_run_without_words(run, calls, flags):
+    result = run("convert", "a", "b", "--to", "hf", *flags)
+    assert result.stderr == ""
+    assert calls.run == []
+
+
+def test_dry_run_for_people(run, calls, monkeypatch):
+    from ckptctl.cli import output
+
+    monkeypatch.setattr(output, "_tty", lambda _: True)
+    result = run("convert", "a", "b", "--to", "hf", "-n", NO_COLOR="1")
+    assert result.stdout == (
+        "would write 2 files (3.0 GiB) to b\n"
+        "  a.safetensors  3.0 GiB\n"
+        "  config.json       12 B\n"
+        "3 tensors · 2 mapped · 7 dropped · 1 left out\n"
+        "dropped: computed from the config\n"
+        "  rope.0\n  rope.1\n  rope.2\n  rope.3\n  rope.4\n  and 2 more\n"
+        "left out: not a tensor\n"
+        "  step\\x1b\n"
+        "needs 3.0 GiB of disk (400.0 GiB free), "
+        "peak memory about 64.0 MiB, arithmetic with torch\n"
+    )
+
+
+def test_result_for_people(run, calls, monkeypatch):
+    from ckptctl.cli import output
+
+    monkeypatch.setattr(output, "_tty", lambda _: True)
+    assert run("convert", "a", "b", "--to", "hf", NO_COLOR="1").stdout == (
+        "wrote b: 2 files, 3.0 GiB in 2.00 s, 1.0 GiB/s, 1.0 GiB were there already, verified\n"
+    )
+
+
+def test_refusal(run, calls, monkeypatch):
+    def refuse(*_):
+        raise RefusedError("`b` exists", hint="say `--overwrite`")
+
+    monkeypatch.setattr(sys.modules["ckptctl.ops.convert"], "plan_conversion", refuse)
+    result = run("convert", "a", "b", "--to", "hf")
+    assert (result.exit_code, result.stdout) == (6, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--to", "hff"], "unknown format 'hff'. Known: dcp, hf. Did you mean 'hf'?"),
+        (["--to", "deepspeed"], "unknown format 'deepspeed'. Known: dcp, hf."),
+        (["--to", "hf", "--from", "deepsped"], "Did you mean 'deepspeed'?"),
+        (["--to", "hf", "-m", "lama3"], "unknown model type `lama3`"),
+        (["--to", "hf", "--dtype", "bf61"], "Did you mean 'bf16'?"),
+        (["--to", "hf", "--dtype", "int8"], "unknown floating dtype 'int8'"),
+        (["--to", "hf", "--max-shard-size", "5XB"], "`5XB` is not a size"),
+        (["--to", "hf", "--mp", "0"], "0 is not a positive number"),
+        (["--to", "hf", "--only", "some"], "Known: model, all."),
+        ([], "Missing option '--to'"),
+    ],
+)
+def test_bad_options(run, calls, args, said):
+    result = run("convert", "a", "b", *args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in " ".join(result.stderr.split())
+    assert calls.plan == []

@@ -1,0 +1,152 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.cli.inspect import bars
+
+LONG = "x" * 200
+EVIL = "e\x1b[31m[bold]\u202e\nv"
+
+
+@pytest.fixture
+def folder(fake, tmp_path):
+    layers = {
+        f"layers.{i}.{name}.weight": torch.full(shape, float(i))
+        for i in range(3)
+        for name, shape in (("wq", (8, 4)), ("norm", (4,)))
+    }
+    odd = {LONG: torch.ones(2, dtype=torch.int64), EVIL: torch.zeros(1, dtype=torch.bool)}
+    fake.save(tmp_path / "c", {**layers, **odd}, aliases={"tied": "layers.0.wq.weight"})
+    return tmp_path / "c"
+
+
+def rows(result):
+    assert result.exit_code == 0, result.stderr
+    assert "\x1b" not in result.output
+    return [line.split("\t") for line in result.stdout.splitlines()]
+
+
+def test_plain(run, folder):
+    found = rows(run("inspect", folder))
+    split = found.index([""])
+    facts = dict(found[:split])
+    assert facts == {
+        "path": str(folder),
+        "format": "fake",
+        "model_type": "unknown model type",
+        "layout": "unknown",
+        "root": "",
+        "parameters": "111",
+        "dtypes": "f32,i64,bool",
+        "bytes": "449",
+        "files": "1",
+        "tensors": "9",
+        "complete": "yes",
+    }
+    assert found[split + 1 :] == [
+        ["e\\x1b[31m[bold]\\u202e\\nv", "bool", "[1]", "1", "1"],
+        ["layers.[0-2].norm.weight", "f32", "[4]", "3", "48"],
+        ["layers.[0-2].wq.weight", "f32", "[8, 4]", "3", "384"],
+        ["tied", "f32", "[8, 4]", "1", "0"],
+        [LONG, "i64", "[2]", "1", "16"],
+    ]
+
+
+def test_tensors(run, folder):
+    found = rows(run("inspect", folder, "--tensors", "--include", "layers.*", "--include", LONG))
+    assert found[0] == ["layers.0.norm.weight", "f32", "[4]", "16"]
+    assert [row[0] for row in found][-1] == LONG
+    assert len(found) == 7
+    by_size = rows(run("inspect", folder, "--tensors", "--sort", "size"))
+    assert [int(row[3]) for row in by_size] == sorted((int(r[3]) for r in by_size), reverse=True)
+
+
+def test_depth(run, folder):
+    found = rows(run("inspect", folder, "--depth", "1", "--include", "layers*"))
+    assert found[-1] == ["layers", "6 tensors", "", "1", "432"]
+
+
+def test_quiet(run, folder):
+    assert run("inspect", folder, "-q", "--include", "*norm*").stdout.split() == [
+        f"layers.{i}.norm.weight" for i in range(3)
+    ]
+
+
+def test_json(run, folder):
+    result = run("inspect", folder, "--json", "--include", "*wq*")
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    assert (found["schema"], found["ckptctl"]) == ("ckptctl.inspect/1", ckptctl.__version__)
+    assert [t["name"] for t in found["tensors"]] == [f"layers.{i}.wq.weight" for i in range(3)]
+    assert found["bytes"] == 449
+    assert set(found) == {
+        "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
+        "parameters", "bytes", "complete", "problems", "dtypes", "files", "assets", "metadata",
+        "notes", "tensors", "blobs", "checkpoints",
+    }  # fmt: skip
+
+
+def test_stats(run, folder):
+    found = rows(run("inspect", folder, "--tensors", "--stats", "--include", "layers.2.*"))
+    assert found == [
+        ["layers.2.norm.weight", "f32", "[4]", "16", *["2", "2", "2", "0", "0", "0"], "█........."],
+        [
+            "layers.2.wq.weight",
+            "f32",
+            "[8, 4]",
+            "128",
+            *["2", "2", "2", "0", "0", "0"],
+            "█.........",
+        ],
+    ]
+    body = json.loads(run("inspect", folder, "--stats", "--json").stdout)
+    assert all(t["stats"]["nan"] == 0 for t in body["tensors"])
+
+
+def test_markdown(run, folder):
+    text = run("inspect", folder, "--markdown").stdout
+    assert "- **Format:** fake" in text
+    assert "| `layers.[0-2].wq.weight` | [8, 4] | f32 | 3 | 384 B |" in text
+    assert "\x1b" not in text
+
+
+def test_incomplete(run, fake, folder):
+    catalog = fake.known[folder]
+    fake.known[folder] = replace(catalog, files={"data.raw": 10})
+    result = run("inspect", folder)
+    assert result.exit_code == 0
+    assert "complete\tno" in result.stdout
+    assert "warning: incomplete: file `data.raw` is truncated" in result.stderr
+    assert json.loads(run("inspect", folder, "--json").stdout)["complete"] is False
+
+
+def test_run_folder(run, fake, folder):
+    fake.save(folder.parent / "step-10", {"w": torch.ones(2)})
+    fake.save(folder.parent / "step-9", {"w": torch.ones(2)})
+    found = rows(run("inspect", folder.parent))
+    assert [row[0] for row in found] == [str(folder.parent / n) for n in ("c", "step-9", "step-10")]
+    assert found[1][1:] == ["fake", "8", "complete"]
+    quiet = run("inspect", folder.parent, "-q").stdout.splitlines()
+    assert quiet == [row[0] for row in found]
+
+
+def test_unknown_format(run, fake, folder):
+    result = run("inspect", folder, "--from", "fak")
+    assert result.exit_code == 2
+    assert "unknown format 'fak'. Known: fake. Did you mean 'fake'?" in " ".join(
+        result.stderr.split()
+    )
+
+
+@pytest.mark.parametrize("args", [["--depth", "0"], ["--sort", "age"], ["--depth", "x"]])
+def test_bad_options(run, folder, args):
+    result = run("inspect", folder, *args)
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def test_bars():
+    assert bars((0, 1, 4, 8)) == ".▂▅█"
+    assert bars(()) == ""

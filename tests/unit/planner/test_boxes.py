@@ -1,0 +1,86 @@
+import itertools
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import CoverageError
+from ckptctl.planner.boxes import check_coverage, coverage, intersect, split_rows
+
+
+def cells(box):
+    spans = (range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+    return set(itertools.product(*spans))
+
+
+@st.composite
+def scattered(draw):
+    rank = draw(st.integers(0, 3))
+    shape = tuple(draw(st.integers(0, 5)) for _ in range(rank))
+    boxes = []
+    for _ in range(draw(st.integers(0, 6))):
+        offsets = tuple(draw(st.integers(0, size)) for size in shape)
+        sizes = tuple(draw(st.integers(0, s - o)) for s, o in zip(shape, offsets, strict=True))
+        boxes.append(Box(offsets, sizes))
+    return shape, boxes
+
+
+@given(scattered())
+def test_agrees_with_painting_every_cell(case):
+    shape, boxes = case
+    count = {}
+    for box in boxes:
+        for cell in cells(box):
+            count[cell] = count.get(cell, 0) + 1
+    everything = cells(Box.whole(shape))
+    found = coverage(shape, boxes)
+    assert set().union(*map(cells, found.holes)) == everything - set(count)
+    doubled = {cell for cell, times in count.items() if times > 1}
+    assert set().union(*map(cells, found.overlaps)) == doubled
+
+
+def test_pinwheel_is_exact():
+    boxes = [
+        Box((0, 0), (1, 2)),
+        Box((0, 2), (2, 1)),
+        Box((2, 1), (1, 2)),
+        Box((1, 0), (2, 1)),
+        Box((1, 1), (1, 1)),
+    ]
+    assert coverage((3, 3), boxes).exact
+    assert coverage((3, 3), boxes[:-1]).holes == (Box((1, 1), (1, 1)),)
+
+
+@pytest.mark.parametrize(
+    "box", [Box((2,), (3,)), Box((-1,), (2,)), Box((0, 0), (1, 1)), Box((0,), (-1,))]
+)
+def test_boxes_outside_are_named(box):
+    assert coverage((4,), [box]).outside == (box,)
+
+
+def test_a_hole_is_located():
+    extents = (Extent(Box((0, 0), (4, 4)), "a", 0, 64),)
+    entry = TensorEntry("w", "float32", (8, 4), extents, ("w",))
+    with pytest.raises(CoverageError) as caught:
+        check_coverage(entry)
+    assert "[4:8, 0:4]" in (caught.value.why or "")
+    assert "`w`" in caught.value.what
+
+
+def test_large_grids_and_stacks_are_near_linear():
+    grid = [Box((i * 4, j * 4), (4, 4)) for i in range(256) for j in range(256)]
+    start = time.perf_counter()
+    assert coverage((1024, 1024), grid).exact
+    assert coverage((1024, 1024), grid[:-1]).holes == (Box((1020, 1020), (4, 4)),)
+    columns = [Box((0, i), (1_000_000, 1)) for i in range(4096)]
+    assert coverage((1_000_000, 4096), columns).exact
+    assert time.perf_counter() - start < 3
+
+
+def test_intersect_and_split_rows():
+    assert intersect(Box((0, 0), (4, 4)), Box((2, 3), (4, 4))) == Box((2, 3), (2, 1))
+    assert intersect(Box((0,), (2,)), Box((2,), (2,))) is None
+    assert [box.sizes[0] for box in split_rows((7, 2), 3)] == [3, 2, 2]
+    assert coverage((7, 2), list(split_rows((7, 2), 3))).exact

@@ -1,0 +1,524 @@
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl.catalog import Box
+from ckptctl.errors import MappingError, UsageError
+from ckptctl.families import families, family
+from ckptctl.planner.detect import detect
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping import map_tensors
+from ckptctl.planner.parallel import (
+    head_copies,
+    possible_repeats,
+    ranks_fit,
+    repeated_heads,
+    split,
+    split_axis,
+)
+from ckptctl.planner.tables import parse_dims, parse_tables, show_dims
+from ckptctl.planner.templates import Template, TemplateTable
+
+V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3
+SIZES = {"v": V, "d": D, "f": F, "h": H, "k": K, "e": E, "i": N}
+
+
+def hf(layers=N, lm_head=True):
+    shapes = {"model.embed_tokens.weight": (V, D)}
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        shapes |= {
+            at + "self_attn.q_proj.weight": (H * E, D),
+            at + "self_attn.k_proj.weight": (K * E, D),
+            at + "self_attn.v_proj.weight": (K * E, D),
+            at + "self_attn.o_proj.weight": (D, H * E),
+            at + "mlp.gate_proj.weight": (F, D),
+            at + "mlp.up_proj.weight": (F, D),
+            at + "mlp.down_proj.weight": (D, F),
+            at + "input_layernorm.weight": (D,),
+            at + "post_attention_layernorm.weight": (D,),
+        }
+    return shapes | {"model.norm.weight": (D,)} | ({"lm_head.weight": (V, D)} if lm_head else {})
+
+
+def meta(layers=N):
+    mapped = map_tensors(family("llama3"), "hf", "meta", hf(layers), SIZES | {"i": layers})
+    return dict(mapped.target_shapes)
+
+
+def applied(mapped, data):
+    """Move numpy arrays as the map says."""
+    out = {}
+    for tensor in mapped.tensors:
+        (source,), (target,) = tensor.sources, tensor.targets
+        order = [a for group in source.dims for a in group]
+        logical = data[source.key].reshape([tensor.axes[a] for a in order])
+        wanted = [a for group in target.dims for a in group]
+        moved = logical.transpose([order.index(a) for a in wanted])
+        out[target.key] = moved.reshape(target.sizes)
+    return out
+
+
+# templates
+
+
+def test_a_template_reads_back_what_it_writes():
+    template = Template.parse("a.{i}.w1.{x}.weight")
+    assert template.indices == ("i", "x")
+    assert template.key({"i": 3, "x": 11}) == "a.3.w1.11.weight"
+
+
+@pytest.mark.parametrize("text", ["a{i}.b", "a.{i", "a..b", "a.{I}.b", ""])
+def test_bad_templates(text):
+    with pytest.raises(ValueError, match="template"):
+        Template.parse(text)
+
+
+def test_lookup_is_anchored_and_literal_numbers_count():
+    table = TemplateTable(
+        [(Template.parse(t), t) for t in ("a.{i}.b", "mtp.0.x", "a.{i}.c.{i}.d", "m.{i}.x")]
+    )
+    assert table.find("a.12.b") == ("a.{i}.b", {"i": 12})
+    assert table.find("mtp.0.x") == ("mtp.0.x", {})
+    assert table.find("a.2.c.2.d") == ("a.{i}.c.{i}.d", {"i": 2})
+    for key in ("a.12.b.c", "z.a.12.b", "a.012.b", "a.-1.b", "mtp.1.x", "a.2.c.3.d", "a.#.b", ""):
+        assert table.find(key) is None, key
+
+
+@given(st.text(alphabet="a.0129#{}xé٣", max_size=12))
+def test_lookup_never_fails_and_is_exact(key):
+    table = TemplateTable([(Template.parse("a.{i}.x"), "t")])
+    found = table.find(key)
+    if found:
+        assert f"a.{found[1]['i']}.x" == key
+
+
+# tables
+
+
+def test_tables():
+    first = """
+    logical  axes      one: l.{i}.  two: m.{i}.
+    q        (h* r) d  wq (r h) d   q
+    b?       h*        wb           -
+    """
+    second = """
+    logical  axes
+    n        d
+    """
+    third = """
+    logical  two: m.{i}.
+    q        p
+    """
+    q, b, n = parse_tables([first, second, third], {"three": "one"})
+    assert (q.name, q.indices, q.split, q.optional) == ("q.{i}", ("i",), "h", False)
+    assert q.leaves["one"].dims == (("r", "h"), ("d",))
+    assert q.leaves["two"].key.text == "m.{i}.p"
+    assert q.leaves["three"] == q.leaves["one"]
+    assert b.optional and set(b.leaves) == {"one", "three"}
+    assert n.leaves == {} and n.block == 1
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "axes  one\nv  a",
+        "logical  one\nq",
+        "logical  axes  one\nq  (h  a",
+    ],
+)
+def test_bad_tables(table):
+    with pytest.raises(ValueError):
+        parse_tables([table], {})
+
+
+@pytest.mark.parametrize("text", ["(h p", "h h", "h* k*", "h+d", "((h) d)", "H"])
+def test_bad_axes(text):
+    with pytest.raises(ValueError, match="axes"):
+        parse_dims(text)
+
+
+def test_axes_are_shown_as_written():
+    assert show_dims(parse_dims("(h* r p) d")[0]) == "(h r p) d"
+    assert parse_dims("") == ((), None)
+
+
+# mapping
+
+
+def permute(w, heads):
+    """transformers' ``convert_llama_weights_to_hf.permute``."""
+    rows, dim = w.shape
+    return w.reshape(heads, rows // heads // 2, 2, dim).transpose(0, 2, 1, 3).reshape(rows, dim)
+
+
+def test_meta_to_hf_permutes_as_transformers_does():
+    rng = np.random.default_rng(0)
+    shapes = meta()
+    data = {key: rng.standard_normal(shape) for key, shape in shapes.items()}
+    mapped = map_tensors(family("llama3"), "meta", "hf", shapes, SIZES)
+    out = applied(mapped, data)
+    for i in range(N):
+        wq, wk, wv, wo = (data[f"layers.{i}.attention.w{x}.weight"] for x in "qkvo")
+        at = f"model.layers.{i}.self_attn."
+        np.testing.assert_array_equal(out[at + "q_proj.weight"], permute(wq, H))
+        np.testing.assert_array_equal(out[at + "k_proj.weight"], permute(wk, K))
+        np.testing.assert_array_equal(out[at + "v_proj.weight"], wv)
+        np.testing.assert_array_equal(out[at + "o_proj.weight"], wo)
+        assert not np.array_equal(out[at + "k_proj.weight"], wk)
+        w1, w2, w3 = (data[f"layers.{i}.feed_forward.w{x}.weight"] for x in "123")
+        mlp = f"model.layers.{i}.mlp."
+        np.testing.assert_array_equal(out[mlp + "gate_proj.weight"], w1)
+        np.testing.assert_array_equal(out[mlp + "down_proj.weight"], w2)
+        np.testing.assert_array_equal(out[mlp + "up_proj.weight"], w3)
+    back = applied(map_tensors(family("llama3"), "hf", "meta", mapped.target_shapes, SIZES), out)
+    assert back.keys() == data.keys()
+    for key, value in data.items():
+        np.testing.assert_array_equal(back[key], value)
+
+
+@pytest.mark.parametrize("target", ["torchtune", "torchtitan@0.2", "torchtitan@0.3"])
+def test_interleaved_layouts_differ_in_names_only_and_need_no_config(target):
+    mapped = map_tensors(family("llama3"), "meta", target, meta())
+    assert all(tensor.renames for tensor in mapped.tensors)
+    assert [t.sources[0].key for t in mapped.tensors] == list(meta())
+
+
+def test_expected_titan_names():
+    keys = map_tensors(family("llama3"), "meta", "torchtitan@0.3", meta()).target_shapes
+    assert "layers.2.attention.qkv_linear.wk.weight" in keys and "lm_head.weight" in keys
+    assert "layers.2.attention.wo.weight" in keys
+
+
+def test_layers_come_in_numeric_order_and_names_match_hf_text():
+    mapped = map_tensors(family("llama3"), "meta", "hf", meta(12), SIZES | {"i": 12})
+    assert list(mapped.target_shapes) == list(hf(12))
+    assert dict(mapped.target_shapes) == hf(12)
+
+
+def test_the_same_layout_is_the_identity():
+    shapes = hf() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
+    mapped = map_tensors(family("llama2"), "hf", "hf", shapes, tied=True)
+    assert dict(mapped.target_shapes) == shapes
+    assert not mapped.dropped and not mapped.must_equal
+
+
+def test_frequencies_are_dropped_by_name():
+    shapes = meta() | {"rope.freqs": (4,)}
+    mapped = map_tensors(family("llama2"), "meta", "hf", shapes, SIZES)
+    assert list(mapped.dropped) == ["rope.freqs"]
+
+
+def test_heads_are_needed():
+    with pytest.raises(MappingError) as caught:
+        map_tensors(family("llama3"), "hf", "meta", hf())
+    assert "num_attention_heads" in caught.value.what and "--assets" in caught.value.hint
+
+
+def test_one_head_count_is_enough_with_the_head_dimension():
+    mapped = map_tensors(family("llama3"), "hf", "meta", hf(), {"e": E})
+    assert (mapped.sizes["h"], mapped.sizes["k"], mapped.sizes["v"]) == (H, K, V)
+
+
+@pytest.mark.parametrize(
+    ("axis", "size"), [("h", 8), ("k", 4), ("d", 64), ("f", 41), ("v", 49), ("e", 16), ("e", 3)]
+)
+def test_a_config_that_contradicts_the_shapes(axis, size):
+    for target in ("hf", "meta"):
+        with pytest.raises(MappingError) as caught:
+            map_tensors(family("llama3"), "hf", target, hf(), SIZES | {axis: size})
+        assert str(size) in f"{caught.value.what} {caught.value.why}"
+
+
+def test_tensors_that_contradict_each_other():
+    shapes = hf() | {"model.layers.1.mlp.up_proj.weight": (F, D + 1)}
+    with pytest.raises(MappingError) as caught:
+        map_tensors(family("llama3"), "hf", "torchtune", shapes, {"e": E})
+    assert "model.layers.1.mlp.up_proj.weight" in caught.value.where
+    shapes = hf() | {"model.norm.weight": (D, 1)}
+    with pytest.raises(MappingError, match="2 dimensions, not 1"):
+        map_tensors(family("llama3"), "hf", "hf", shapes)
+
+
+def test_unknown_keys_with_the_nearest_known():
+    shapes = hf()
+    shapes["model.layers.1.self_attn.q_prj.weight"] = shapes.pop(
+        "model.layers.1.self_attn.q_proj.weight"
+    )
+    with pytest.raises(MappingError) as caught:
+        map_tensors(family("llama3"), "hf", "meta", shapes, SIZES)
+    assert "q_prj.weight` (near: `model.layers.1.self_attn.q_proj.weight`)" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    "gone",
+    ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"],
+)
+def test_missing_keys(gone):
+    shapes = hf()
+    del shapes[gone]
+    with pytest.raises(MappingError) as caught:
+        map_tensors(family("llama3"), "hf", "meta", shapes, SIZES)
+    assert gone in caught.value.why
+    part = map_tensors(family("llama3"), "hf", "meta", shapes, SIZES, partial=True)
+    assert len(part.tensors) == len(shapes)
+
+
+def test_a_gap_between_layers_and_a_lost_last_layer():
+    gap = {k: v for k, v in hf().items() if ".layers.1." not in k}
+    with pytest.raises(MappingError, match="9 tensors"):
+        map_tensors(family("llama3"), "hf", "meta", gap, {"e": E})
+    with pytest.raises(MappingError, match="9 tensors"):
+        map_tensors(family("llama3"), "hf", "meta", hf(2), SIZES)
+    with pytest.raises(MappingError, match="more layers"):
+        map_tensors(family("llama3"), "hf", "meta", hf(4), SIZES)
+
+
+def test_an_absurd_layer_number_is_quick():
+    shapes = hf() | {"model.layers.99999999999999.mlp.up_proj.weight": (F, D)}
+    start = time.monotonic()
+    with pytest.raises(MappingError, match="missing"):
+        map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E})
+    with pytest.raises(MappingError, match="missing"):
+        map_tensors(family("llama3"), "hf", "meta", hf(), SIZES | {"i": 10**12})
+    map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E}, partial=True)
+    assert time.monotonic() - start < 2
+
+
+def test_biases():
+    bias = {f"model.layers.{i}.self_attn.q_proj.bias": (H * E,) for i in range(N)}
+    same = map_tensors(family("llama3"), "hf", "hf", hf() | bias)
+    assert list(same.target_shapes)[2] == "model.layers.0.self_attn.q_proj.bias"
+    with pytest.raises(MappingError, match="no place"):
+        map_tensors(family("llama3"), "hf", "meta", hf() | bias, SIZES)
+    bias.pop("model.layers.1.self_attn.q_proj.bias")
+    with pytest.raises(MappingError, match="missing"):
+        map_tensors(family("llama3"), "hf", "hf", hf() | bias)
+
+
+def test_a_bias_takes_the_row_axes_where_another_layout_has_it():
+    llama = family("llama3")
+    extra = "logical  meta: layers.{i}.\nq_bias  attention.wq.bias"
+    with_bias = dataclasses.replace(llama, tables=(*llama.tables, extra), drops=())
+    shapes = meta() | {f"layers.{i}.attention.wq.bias": (H * E,) for i in range(N)}
+    mapped = map_tensors(with_bias, "meta", "hf", shapes, SIZES)
+    data = {key: np.arange(np.prod(shape)).reshape(shape) for key, shape in shapes.items()}
+    out = applied(mapped, data)
+    weight = np.arange(H * E)[:, None]
+    np.testing.assert_array_equal(
+        out["model.layers.1.self_attn.q_proj.bias"], permute(weight, H)[:, 0]
+    )
+
+
+def test_no_such_layout():
+    with pytest.raises(UsageError) as caught:
+        map_tensors(family("llama3"), "hf", "torchtitan@0.4", hf())
+    assert "torchtitan@0.3" in caught.value.hint or "torchtitan@0.2" in caught.value.hint
+
+
+def test_many_keys_are_quick():
+    shapes = hf(11_000)
+    start = time.process_time()
+    mapped = map_tensors(family("llama3"), "hf", "meta", shapes, SIZES | {"i": 11_000})
+    assert len(mapped.tensors) == len(shapes) > 99_000
+    assert time.process_time() - start < 8
+
+
+# ties
+
+
+def test_a_tied_model_gains_and_loses_its_output():
+    tied = family("llama3_2")
+    there = map_tensors(tied, "hf", "meta", hf(lm_head=False), SIZES)
+    assert there.target_shapes["output.weight"] == (V, D)
+    assert there.tensors[-1].sources[0].key == "model.embed_tokens.weight"
+    assert not there.must_equal
+    back = map_tensors(tied, "meta", "hf", there.target_shapes, SIZES)
+    assert dict(back.target_shapes) == hf(lm_head=False)
+    assert back.must_equal == (("tok_embeddings.weight", "output.weight"),)
+    assert list(back.dropped) == ["output.weight"]
+    tune = map_tensors(tied, "meta", "torchtune", there.target_shapes, SIZES)
+    assert "output.weight" not in tune.target_shapes
+
+
+def test_the_configuration_ties():
+    found = map_tensors(family("llama3"), "hf", "meta", hf(), SIZES, tied=True)
+    assert found.must_equal == (("model.embed_tokens.weight", "lm_head.weight"),) and found.tied
+    with pytest.raises(MappingError) as caught:
+        map_tensors(family("llama3_2"), "hf", "meta", hf(lm_head=False), SIZES, tied=False)
+    assert "tie_word_embeddings" in caught.value.hint
+
+
+def test_only_the_output_of_a_tied_pair_was_kept():
+    shapes = hf()
+    del shapes["model.embed_tokens.weight"]
+    there = map_tensors(family("llama3_2"), "hf", "meta", shapes, SIZES)
+    assert {t.targets[0].key for t in there.tensors if t.sources[0].key == "lm_head.weight"} == {
+        "tok_embeddings.weight",
+        "output.weight",
+    }
+    with pytest.raises(MappingError, match="missing"):
+        del shapes["lm_head.weight"]
+        map_tensors(family("llama3_2"), "hf", "meta", shapes, SIZES)
+
+
+def test_untie_keeps_both():
+    found = map_tensors(family("llama3_2"), "meta", "hf", meta(), SIZES, untie=True)
+    assert dict(found.target_shapes) == hf() and not found.must_equal and not found.tied
+    assert found.tensors[-1].sources[0].key == "output.weight"
+    found = map_tensors(family("llama3_2"), "hf", "torchtune", hf(lm_head=False), SIZES, untie=True)
+    assert found.tensors[-1].sources[0].key == "model.embed_tokens.weight"
+
+
+def test_a_part_does_not_grow_an_output_that_was_left_out():
+    shapes = meta()
+    del shapes["output.weight"]
+    found = map_tensors(family("llama3_2"), "meta", "torchtitan@0.3", shapes, partial=True)
+    assert "lm_head.weight" not in found.target_shapes
+
+
+# model-parallel shards
+
+
+def test_split_axes():
+    assert split_axis(family("llama2"), "meta", "tok_embeddings.weight") == (1, "d")
+    assert split_axis(family("llama3"), "meta", "tok_embeddings.weight") == (0, "v")
+    rules = {"wq": (0, "h"), "wk": (0, "k"), "wv": (0, "k"), "wo": (1, "h")}
+    for name, expected in rules.items():
+        key = f"layers.0.attention.{name}.weight"
+        assert split_axis(family("llama3"), "meta", key) == expected
+    for name, expected in {"w1": (0, "f"), "w2": (1, "f"), "w3": (0, "f")}.items():
+        key = f"layers.0.feed_forward.{name}.weight"
+        assert split_axis(family("llama3"), "meta", key) == expected
+    assert split_axis(family("llama3"), "meta", "output.weight") == (0, "v")
+    for key in ("norm.weight", "layers.1.ffn_norm.weight", "rope.freqs"):
+        assert split_axis(family("llama3"), "meta", key) is None
+    with pytest.raises(MappingError):
+        split_axis(family("llama3"), "meta", "nonsense")
+
+
+def test_fewer_heads_than_ranks_are_repeated_for_neighbours():
+    key, llama = "layers.0.attention.wk.weight", family("llama3")
+    found = split(llama, "meta", key, (K * E, D), SIZES, 4)
+    first, second = Box((0, 0), (E, D)), Box((E, 0), (E, D))
+    assert (found.dim, found.repeats) == (0, 2)
+    assert found.boxes == (first, first, second, second)
+    assert repeated_heads(llama, SIZES, 4) == 4 and repeated_heads(llama, SIZES, 2) == K
+    assert possible_repeats({"k": 4}, 4) == (4, 2) and possible_repeats({"k": 4}, 2) == ()
+    copies = head_copies(llama, "meta", key, (4 * E, D), 4, 2)
+    assert [(c.kept.offsets[0], c.copies[0].offsets[0], c.place.offsets[0]) for c in copies] == [
+        (0, E, 0),
+        (2 * E, 3 * E, E),
+    ]
+    assert head_copies(llama, "meta", "layers.0.attention.wq.weight", (H * E, D), 4, 2) == ()
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_heads_that_cannot_be_divided(ranks):
+    with pytest.raises(MappingError, match="cannot be divided"):
+        split(family("llama3"), "meta", "layers.0.attention.wq.weight", (H * E, D), SIZES, ranks)
+    with pytest.raises(MappingError, match="without"):
+        split(family("llama3"), "meta", "layers.0.attention.wq.weight", (H * E, D), {}, 2)
+
+
+def rank_shapes(name):
+    llama = family(name)
+    parts = {key: split(llama, "meta", key, s, SIZES, 2) for key, s in meta().items()}
+    return {key: part.boxes[1].sizes for key, part in parts.items()}
+
+
+def test_one_rank_shows_which_llama_it_is():
+    for name, other in (("llama2", "llama3"), ("llama3", "llama2")):
+        assert ranks_fit(family(name), "meta", rank_shapes(name), 2)
+        assert not ranks_fit(family(other), "meta", rank_shapes(name), 2)
+    found = detect(rank_shapes("llama2"), families(), ranks=2, prefer="meta")
+    assert [(c.family, c.layout) for c in found.candidates] == [("llama2", "meta")]
+
+
+# detection
+
+
+def names_of(found):
+    return [(c.family, c.layout) for c in found.candidates]
+
+
+LLAMA3 = {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "llama"}, "llama2"),
+        (LLAMA3, "llama3"),
+        ({"model_type": "llama", "rope_parameters": {"rope_theta": 500000.0}}, "llama3"),
+        ({"model_type": "llama", "rope_scaling": {"type": "llama3", "factor": 8}}, "llama3"),
+        (LLAMA3 | {"tie_word_embeddings": True}, "llama3_2"),
+    ],
+)
+def test_config_decides(config, expected):
+    shapes = hf(lm_head=expected != "llama3_2")
+    found = detect(shapes, families(), config)
+    assert names_of(found) == [(expected, "hf")] and found.exact
+    assert any("config.json" in text for text in found.candidates[0].evidence)
+
+
+def test_another_model_type_with_the_same_keys_is_not_llama():
+    assert not detect(hf(), families(), {"model_type": "mistral"}).candidates
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"dim": 4096, "vocab_size": -1}, "llama2"),
+        ({"dim": 4096, "rope_theta": 500000.0}, "llama3"),
+        ({"dim": 2048, "n_layers": 16, "use_scaled_rope": True, "rope_theta": 5e5}, "llama3_2"),
+        ({"model": {"dim": 4096, "rope_theta": 500000.0}}, "llama3"),
+    ],
+)
+def test_params_decide(params, expected):
+    found = detect(meta(), families(), None, params, prefer="meta")
+    assert names_of(found) == [(expected, "meta")]
+    assert found.candidates[0].alike == ("torchtitan@0.2",)
+
+
+def test_params_of_mistral_are_not_llama():
+    assert not detect(meta(), families(), None, {"dim": 8, "hidden_dim": 16}).candidates
+
+
+def test_keys_alone_leave_several_families():
+    found = detect(meta(), families())
+    assert {c.family for c in found.candidates} >= {"llama2", "llama3", "llama3_2"}
+    assert found.layouts == ("meta",) and not found.configured
+    found = detect(meta(), families(), prefer="torchtitan@0.2")
+    assert found.layouts == ("torchtitan@0.2",)
+    found = detect(hf(lm_head=False), families())
+    assert names_of(found) == [("llama3_2", "hf")]
+
+
+def test_nearly_a_model_is_named_and_marked():
+    shapes = hf()
+    del shapes["model.layers.1.mlp.up_proj.weight"]
+    found = detect(shapes, families(), LLAMA3)
+    assert names_of(found) == [("llama3", "hf")] and not found.exact
+    assert found.candidates[0].missing == ("model.layers.1.mlp.up_proj.weight",)
+    found = detect(hf() | {"model.extra": (1,)}, families(), LLAMA3)
+    assert found.candidates[0].unmatched == ("model.extra",)
+
+
+def test_strangers():
+    assert not detect({"a": (1,), "b": (2,)}, families()).candidates
+    assert not detect({}, families()).candidates
+
+
+def test_a_new_family_is_a_table():
+    table = "logical  axes  mine  theirs\nw  (a b) c  w  x c (b a)"
+    toy = Family("toy", "Toy", ("mine", "theirs"), (table,), "Toy")
+    mapped = map_tensors(toy, "mine", "theirs", {"w": (6, 5)}, {"a": 2})
+    data = np.arange(30).reshape(6, 5)
+    out = applied(mapped, {"w": data})["x"]
+    expected = data.reshape(2, 3, 5).transpose(2, 1, 0).reshape(5, 6)
+    np.testing.assert_array_equal(out, expected)

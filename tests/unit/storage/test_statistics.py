@@ -1,0 +1,161 @@
+import math
+import statistics as oracle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import DamagedError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.statistics import BINS, Statistics, measure, merge, windows
+
+
+def stored(folder, tensor, prefix=b""):
+    """Write the storage of *tensor* and return the entry that describes it."""
+    raw = bytes(tensor.untyped_storage())
+    (folder / "data.bin").write_bytes(prefix + raw)
+    shape = tuple(tensor.shape)
+    offset = len(prefix) + tensor.storage_offset() * tensor.itemsize
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    extent = Extent(Box.whole(shape), "data.bin", offset, len(raw), strides=strides)
+    return TensorEntry("t", str(tensor.dtype).removeprefix("torch."), shape, (extent,), ("t",))
+
+
+def measured(folder, tensor, window):
+    with SourceFiles(folder) as files:
+        return measure(files, stored(folder, tensor, b"#" * 16), window)
+
+
+def agrees(found, values):
+    """Compare with torch's own answers for all of *values* at once."""
+    values = values.to(torch.float64).flatten()
+    finite = values[values.isfinite()]
+    assert found.count == values.numel()
+    assert found.nan == int(values.isnan().sum())
+    assert found.inf == int(values.isinf().sum())
+    if not finite.numel():
+        assert found.minimum is found.maximum is found.mean is found.std is None
+        assert found.histogram == ()
+        return
+    assert found.minimum == finite.min()
+    assert found.maximum == finite.max()
+    spread = max(1e-30, float(finite.abs().max()))
+    assert found.mean == pytest.approx(float(finite.mean()), abs=1e-6 * spread)
+    assert found.std == pytest.approx(float(finite.std(correction=0)), abs=1e-5 * spread)
+    assert sum(found.histogram) == finite.numel()
+    if finite.min() < finite.max():
+        expected = torch.histc(finite, BINS, finite.min().item(), finite.max().item())
+        assert list(found.histogram) == expected.tolist()
+
+
+@pytest.mark.parametrize("window", [4, 64, 1 << 20])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2fnuz"],
+)
+def test_floats(tmp_path, dtype, window):
+    torch.manual_seed(1)
+    tensor = (torch.randn(7, 11) * 3).to(getattr(torch, dtype))
+    agrees(measured(tmp_path, tensor, window), tensor)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"]
+)
+def test_integers(tmp_path, dtype):
+    tensor = torch.arange(100).to(getattr(torch, dtype)).reshape(4, 25)
+    agrees(measured(tmp_path, tensor, 32), tensor)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_complex_counts_its_parts(tmp_path, dtype):
+    tensor = torch.view_as_complex(torch.arange(16, dtype=torch.float64).reshape(8, 2)).to(dtype)
+    agrees(measured(tmp_path, tensor, 24), torch.arange(16))
+
+
+def test_not_finite(tmp_path):
+    tensor = torch.tensor([1.0, math.nan, math.inf, -math.inf, 3.0, math.nan])
+    found = measured(tmp_path, tensor, 8)
+    assert (found.nan, found.inf, found.minimum, found.maximum, found.mean) == (2, 2, 1, 3, 2)
+    agrees(measured(tmp_path, torch.full((5,), math.nan), 8), torch.full((5,), math.nan))
+
+
+def test_float32_does_not_overflow(tmp_path):
+    tensor = torch.tensor([3e38, -3e38, 1e38, 0])
+    agrees(measured(tmp_path, tensor, 1 << 20), tensor)
+
+
+def test_range_beyond_float64_has_no_histogram(tmp_path):
+    found = measured(tmp_path, torch.tensor([1.7e308, -1.7e308], dtype=torch.float64), 64)
+    assert found.histogram == ()
+
+
+def test_constant_and_empty(tmp_path):
+    assert measured(tmp_path, torch.ones(6), 8).histogram == (6, *[0] * (BINS - 1))
+    assert measured(tmp_path, torch.zeros(0, 4), 8) == Statistics()
+    agrees(measured(tmp_path, torch.tensor(2.5), 8), torch.tensor(2.5))
+
+
+def test_views_of_a_larger_storage(tmp_path):
+    base = torch.arange(60.0).reshape(5, 12)
+    for view in (base.t(), base[:, 3], base[1:4, ::5], base[2], torch.ones(1).expand(3, 50)):
+        for window in (4, 40, 4096):
+            agrees(measured(tmp_path, view, window), view)
+
+
+def test_packed_floats_have_no_numbers(tmp_path):
+    tensor = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert measured(tmp_path, tensor, 8) is None
+
+
+def test_truncated_file(tmp_path):
+    entry = stored(tmp_path, torch.ones(100))
+    (tmp_path / "data.bin").write_bytes(b"\0" * 399)
+    with SourceFiles(tmp_path) as files, pytest.raises(DamagedError, match="truncated"):
+        measure(files, entry)
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1), min_size=1, max_size=6))
+def test_merging_equals_one_pass(parts):
+    total = Statistics()
+    for part in parts:
+        total = merge(
+            total,
+            Statistics(
+                len(part), 0, 0, min(part), max(part), oracle.fmean(part), oracle.pstdev(part)
+            ),
+        )
+    values = [value for part in parts for value in part]
+    assert total.mean == pytest.approx(oracle.fmean(values), abs=1e-6)
+    assert total.std == pytest.approx(oracle.pstdev(values), abs=1e-5)
+    assert (total.count, total.minimum, total.maximum) == (len(values), min(values), max(values))
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), max_size=4),
+    st.integers(1, 40),
+    st.booleans(),
+)
+def test_windows_hold_every_element_once(dims, limit, plain):
+    sizes = tuple(size for size, _ in dims)
+    strides = tuple(stride for _, stride in dims)
+    extent = Extent(Box.whole(sizes), "f", 0, 0, strides=None if plain else strides)
+
+    def elements(start, sizes, strides):
+        found = [start]
+        for size, stride in zip(sizes, strides, strict=True):
+            found = [at + i * stride for at in found for i in range(size)]
+        return found
+
+    cut = list(windows(extent, limit))
+    together = sorted(at for part in cut for at in elements(*part))
+    whole = range(math.prod(sizes)) if plain else elements(0, sizes, strides)
+    assert together == sorted(whole)
+    for part in cut:
+        places = elements(*part)
+        assert len(places) <= limit
+        assert max(places) - min(places) < limit

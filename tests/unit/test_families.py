@@ -1,0 +1,88 @@
+import subprocess
+import sys
+import types
+
+import pytest
+
+from ckptctl import families as module
+from ckptctl.errors import CkptError, UsageError
+from ckptctl.families import families, family, names
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    caches = (module._built_in, module._entry_points, module._load)
+    for cached in caches:
+        cached.cache_clear()
+    yield monkeypatch
+    for cached in caches:
+        cached.cache_clear()
+
+
+class Entry:
+    def __init__(self, name, value):
+        self.name, self.value = name, value
+
+    def load(self):
+        return self.value
+
+
+def test_llamas_are_there():
+    assert {"llama2", "llama3", "llama3_2"} <= set(names())
+    assert families()["llama3"] is family("llama3")
+
+
+@pytest.mark.parametrize("said", ["llama3.2", "Llama3-2", "llama3_2", " llama3_2 "])
+def test_spellings(said):
+    assert family(said).name == "llama3_2"
+
+
+def test_alias():
+    assert family("codellama").name == "llama2"
+
+
+def test_unknown_name_offers_the_nearest():
+    with pytest.raises(UsageError) as caught:
+        family("lama3")
+    assert "llama3" in caught.value.hint and "`llama2`" in caught.value.why
+
+
+@pytest.mark.parametrize("evil", ["../os", "os", "__init__", "json.decoder", ""])
+def test_only_families_are_imported(evil):
+    with pytest.raises(UsageError):
+        family(evil)
+
+
+def test_another_package_called_converters_is_refused(fresh):
+    impostor = types.ModuleType("converters")
+    impostor.__file__ = "/elsewhere/converters/__init__.py"
+    fresh.setitem(sys.modules, "converters", impostor)
+    with pytest.raises(CkptError) as caught:
+        names()
+    assert caught.value.where == "/elsewhere/converters/__init__.py"
+
+
+def test_entry_points(fresh):
+    real = family("llama3")
+    fresh.setattr(module, "_entry_points", lambda: {"mine": Entry("mine", real)})
+    assert family("mine") is real
+    assert "mine" in families()
+
+
+def test_an_entry_point_that_is_no_family(fresh):
+    fresh.setattr(module, "_entry_points", lambda: {"mine": Entry("mine", 3)})
+    with pytest.raises(CkptError, match="mine"):
+        family("mine")
+
+
+def test_built_in_names_need_no_entry_points(fresh):
+    fresh.setattr(module, "_entry_points", lambda: pytest.fail("read"))
+    assert family("llama3").name == "llama3"
+
+
+def test_importing_is_cheap():
+    code = (
+        "import sys, ckptctl.families; bad = {'torch', 'numpy', 'converters',"
+        " 'importlib.metadata', 'ckptctl.planner.layouts'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

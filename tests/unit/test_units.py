@@ -1,0 +1,108 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl import units
+from ckptctl.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("4GiB", 4 * 2**30),
+        ("1.5 kB", 1500),
+        ("500m", 500 * 10**6),
+        ("7", 7),
+        (" 12 B ", 12),
+        (9, 9),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_parse_bytes(text, nbytes):
+    assert units.parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "GB", "5XB", "1e9", "nan", "9" * 30, "8192PiB", "٣GB"]
+)
+def test_parse_bytes_refuses(text):
+    with pytest.raises(UsageError):
+        units.parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (1024, "1.0 KiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (15 * 1024**3, "15.0 GiB"),
+        (3 * 1024**5, "3,072.0 TiB"),
+    ],
+)
+def test_format_bytes(nbytes, text):
+    assert units.format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1234, "1.23 K"),
+        (8030261248, "8.03 B"),
+        (70553706496, "70.6 B"),
+        (999999, "1.00 M"),
+        (405853388800, "406 B"),
+    ],
+)
+def test_format_count(count, text):
+    assert units.format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.123, "0.12 s"),
+        (42, "42.0 s"),
+        (59.97, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (3725, "1 h 02 min"),
+    ],
+)
+def test_format_seconds(seconds, text):
+    assert units.format_seconds(seconds) == text
+
+
+def test_natural_order():
+    names = ["layers.10.w", "layers.2.w", "layers.2", "a", "layers.02.w", "2", "b10", "b9"]
+    assert units.natural(names) == [
+        "2", "a", "b9", "b10", "layers.2", "layers.02.w", "layers.2.w", "layers.10.w",
+    ]  # fmt: skip
+
+
+@given(st.lists(st.text(alphabet="a1.²٣0é", max_size=6)))
+def test_natural_order_is_total(names):
+    assert units.natural(names) == units.natural(reversed(names))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain é 漢", "plain é 漢"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("a\nb\tc", "a\\nb\\tc"),
+        ("\u202e\u200b", "\\u202e\\u200b"),
+        ("\ud800", "\\ud800"),
+        ("\x9b", "\\x9b"),
+    ],
+)
+def test_visible(text, shown):
+    assert units.visible(text) == shown
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_visible_is_printable(text):
+    assert units.visible(text).isprintable()
