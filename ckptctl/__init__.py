@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.convert import ConversionPlan as ConversionPlan
     from ckptctl.ops.convert import ConversionResult as ConversionResult
-    from ckptctl.ops.inspect import Inspection as Inspection
+    from ckptctl.ops.inspection import Inspection as Inspection
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _HOME = {
     "CkptError": "ckptctl.errors",
     "ConversionPlan": "ckptctl.ops.convert",
     "ConversionResult": "ckptctl.ops.convert",
-    "Inspection": "ckptctl.ops.inspect",
+    "Inspection": "ckptctl.ops.inspection",
     "convert": "ckptctl.api",
     "inspect": "ckptctl.api",
     "plan_conversion": "ckptctl.api",

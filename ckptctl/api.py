@@ -12,7 +12,7 @@ from ckptctl.units import parse_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.convert import ConversionOptions, ConversionPlan, ConversionResult
-    from ckptctl.ops.inspect import Inspection
+    from ckptctl.ops.inspection import Inspection
 
 AnyPath = str | Path
 MAX_SHARD_SIZE = "5GB"

@@ -79,11 +79,9 @@ def code_pickles(marker: str) -> dict[str, bytes]:
 def exhausting_pickles() -> dict[str, bytes]:
     """Small pickles that cost gigabytes or hours when read carelessly."""
     doubled = b"\x80\x04)" + b"2\x86" * 60
-    laughs = b"\x80\x02" + b"]q\x00K\x01a" + b"".join(
-        b"]" + b"r" + struct.pack("<I", i) + b"(" + b"j" + struct.pack("<I", i - 1)
-        + (b"j" + struct.pack("<I", i - 1)) * 9 + b"e"
-        for i in range(1, 40)
-    )  # fmt: skip
+    pushes = [b"j" + struct.pack("<I", index) for index in range(41)]
+    levels = [b"]r" + struct.pack("<I", i + 1) + b"(" + pushes[i] * 10 + b"e" for i in range(40)]
+    laughs = b"\x80\x02(]q\x00K\x01a" + b"".join(levels) + b"t."
     text = b"X" + struct.pack("<I", 4000) + b"a" * 4000 + b"q\x00"
     return {
         "memo-index": b"\x80\x02Nr\xff\xff\xff\x7f.",
@@ -92,7 +90,8 @@ def exhausting_pickles() -> dict[str, bytes]:
         "unicode8": b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",
         "bytearray-size": b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\0\0\0\0\x03\x85R.",
         "bytes-size": b"\x80\x02c__builtin__\nbytes\n\x8a\x05\0\0\0\0\x03\x85R.",
-        "range-list": b"\x80\x02c__builtin__\nset\nc__builtin__\nrange\nJ\xff\xff\xff\x7f\x85R\x85R.",
+        "set-of-range": b"\x80\x02c__builtin__\nset\nc__builtin__\nrange\n"
+        b"J\xff\xff\xff\x7f\x85R\x85R.",
         "hash-bomb": b"\x80\x04}" + doubled[2:] + b"Ns.",
         "hash-bomb-set": b"\x80\x04\x8f(" + doubled[2:] + b"\x90.",
         "hash-bomb-frozenset": b"\x80\x04(" + doubled[2:] + b"\x91.",
@@ -102,11 +101,10 @@ def exhausting_pickles() -> dict[str, bytes]:
         "deep-list": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
         "deep-tuple": b"\x80\x02N" + b"\x85" * 200_000 + b".",
         "cycle": b"\x80\x02]q\x00h\x00a.",
-        "laughs": laughs + b"(" + b".",
-        "laughs-closed": laughs + b"0" * 39 + b".",
+        "laughs": laughs,
         "long-decimal": b"L" + b"9" * 1_000_000 + b"L\n.",
         "colliding-keys": b"\x80\x02}(" + b"".join(
-            b"\x8a\x09" + (i * ((1 << 61) - 1) << 0).to_bytes(9, "little") + b"\x85N"
+            b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N"
             for i in range(60_000)
         ) + b"u.",
     }  # fmt: skip
@@ -350,8 +348,8 @@ def evil_headers() -> dict[str, bytes]:
         "rank-101": header_file({"a": one([1] * 101, [0, 1])}, b"a"),
         "rank-100000": header_file({"a": one([1] * 100_000, [0, 1])}, b"a"),
         "deep": header_file(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-        "surrogate": header_file(b'{"\\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', four),
+        "surrogate": header_file(good.replace(b'"a"', b'"\\ud800"'), four),
         "trailing-comma": header_file(good[:-1] + b",}", four),
         "two-values": header_file(good + b"{}", four),
-        "control-character": header_file(b'{"a\x01":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', four),
+        "control-character": header_file(good.replace(b'"a"', b'"a\x01"'), four),
     }  # fmt: skip

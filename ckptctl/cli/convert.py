@@ -171,8 +171,8 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     output.line(f"would write {_counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
     output.table([(f"  {path}", format_bytes(nbytes)) for path, nbytes in plan.files], right=[1])
     output.line(
-        f"{plan.tensors:,} tensors · {plan.mapped:,} mapped · {len(plan.dropped):,} dropped"
-        f" · {len(plan.left_out):,} left out"
+        f"{plan.tensors:,} tensors · {plan.mapped:,} renamed or reordered"
+        f" · {len(plan.dropped):,} dropped · {len(plan.left_out):,} left out"
     )
     for title, keys in (("dropped", plan.dropped), ("left out", plan.left_out)):
         _show_reasons(output, title, keys)

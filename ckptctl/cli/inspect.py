@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from ckptctl.cli import options as opt
+from ckptctl.cli import tables
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
-from ckptctl.dtypes import BY_NAME
 from ckptctl.errors import SHOWN, listed
-from ckptctl.units import format_bytes, format_count, natural_key
+from ckptctl.units import format_count
 
 if TYPE_CHECKING:
-    from ckptctl.ops.inspect import Inspection, TensorInfo
-    from ckptctl.ops.tree import Branch, Order
-    from ckptctl.storage.statistics import Statistics
+    from ckptctl.ops.inspection import Inspection, TensorInfo
+    from ckptctl.ops.tree import Order
 
 SCHEMA = "ckptctl.inspect/1"
 EPILOG = opt.examples(
@@ -80,14 +79,20 @@ def inspect(
     elif found.checkpoints:
         _print_run(output, found)
     elif markdown:
-        _print_markdown(output, found, shown, depth, cast("Order", sort))
+        from ckptctl.cli.markdown import markdown as lines
+
+        for line in lines(found, shown, depth, cast("Order", sort)):
+            output.line(line)
     else:
         if output.mode == "human" or not tensors:
             _print_summary(output, found)
         if tensors or stats:
-            output.table(_flat(output, shown, sort, stats), right=_flat_right(output, stats))
+            output.table(
+                tables.listed_tensors(output, shown, sort, stats),
+                right=tables.right_columns(output, stats),
+            )
         else:
-            output.table(_tree(output, shown, depth, cast("Order", sort)), right=[3])
+            output.table(tables.collapsed(output, shown, depth, cast("Order", sort)), right=[3])
     if not found.complete:
         output.warning(f"incomplete: {_first(found.problems)}")
 
@@ -99,14 +104,14 @@ def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo])
 
 def _print_run(output: Output, found: Inspection) -> None:
     if output.mode == "human":
-        count = _counted(len(found.checkpoints), "checkpoint")
+        count = tables.counted(len(found.checkpoints), "checkpoint")
         output.line(f"{found.path}  run of {count}", "bold")
         output.line()
     rows = [
         (
             member.path,
             member.format or "unreadable",
-            _size(output, member.nbytes),
+            tables.size(output, member.nbytes),
             "complete" if member.complete else f"incomplete: {_first(member.problems)}",
         )
         for member in found.checkpoints
@@ -132,37 +137,28 @@ def _print_summary(output: Output, found: Inspection) -> None:
 
 
 def _headline(found: Inspection) -> str:
-    parts = [found.format, _model(found)]
+    parts = [found.format, tables.model(found)]
     if found.layout and found.layout != found.format:
         parts.append(f"layout {found.layout}")
     if found.root:
         parts.append(f"under {found.root}")
     parts += [
         f"{format_count(found.parameters)} params",
-        " + ".join(_short(name) for name in found.dtypes),
-        _files(found),
+        " + ".join(tables.short(name) for name in found.dtypes),
+        tables.files(found),
         "complete" if found.complete else "incomplete",
     ]
     return " · ".join(part for part in parts if part)
 
 
-def _model(found: Inspection) -> str:
-    return found.model_type or " or ".join(found.candidates) or "unknown model type"
-
-
-def _files(found: Inspection) -> str:
-    count = len(found.files)
-    return f"{format_bytes(found.nbytes)} in {count:,} file" + ("" if count == 1 else "s")
-
-
 def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
     yield "path", found.path
     yield "format", found.format
-    yield "model_type", _model(found)
+    yield "model_type", tables.model(found)
     yield "layout", found.layout or "unknown"
     yield "root", found.root
     yield "parameters", found.parameters
-    yield "dtypes", ",".join(_short(name) for name in found.dtypes)
+    yield "dtypes", ",".join(tables.short(name) for name in found.dtypes)
     yield "bytes", found.nbytes
     yield "files", len(found.files)
     yield "tensors", len(found.tensors)
@@ -171,137 +167,6 @@ def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
         yield "problem", problem
     for note in found.notes:
         yield "note", note
-
-
-def _tree(
-    output: Output, shown: Sequence[TensorInfo], depth: int | None, sort: Order
-) -> list[tuple[str, ...]]:
-    from ckptctl.ops import tree
-
-    branches = tree.walk(tree.build(shown, sort, depth))
-    if output.mode == "human":
-        return [_indented(nesting, branch) for nesting, _, _, branch in branches]
-    return [
-        (
-            label,
-            _short(branch.dtype) if branch.dtype else _counted(branch.tensors * outer, "tensor"),
-            str(list(branch.shape)) if branch.dtype else "",
-            str(branch.copies * outer),
-            str(branch.nbytes * outer),
-        )
-        for _, label, outer, branch in branches
-        if branch.dtype or not branch.children
-    ]
-
-
-def _indented(nesting: int, branch: Branch) -> tuple[str, ...]:
-    label = "  " * nesting + branch.label
-    if branch.dtype is None:
-        each = branch.tensors // branch.copies
-        times = f" x {branch.copies:,}" if branch.copies > 1 else ""
-        return label, _counted(each, "tensor") + times, "", format_bytes(branch.nbytes)
-    times = f" x {branch.copies:,}" if branch.copies > 1 else ""
-    tied = (f"tied to {branch.alias_of}",) if branch.alias_of else ()
-    shape = f"{list(branch.shape)}{times}"
-    return label, shape, _short(branch.dtype), format_bytes(branch.nbytes), *tied
-
-
-def _flat(
-    output: Output, shown: Sequence[TensorInfo], sort: str, stats: bool
-) -> list[tuple[str, ...]]:
-    ordered = sorted(shown, key=lambda t: (-t.nbytes if sort == "size" else 0, natural_key(t.name)))
-    header = ("name", "dtype", "shape", "bytes", *(_STATISTICS if stats else ()))
-    rows = [
-        (
-            tensor.name,
-            _short(tensor.dtype),
-            str(list(tensor.shape)),
-            _size(output, tensor.nbytes),
-            *(_numbers(tensor.statistics) if stats else ()),
-        )
-        for tensor in ordered
-    ]
-    return [header, *rows] if output.mode == "human" else rows
-
-
-_STATISTICS = ("min", "max", "mean", "std", "nan", "inf", "histogram")
-_BARS = "▁▂▃▄▅▆▇█"
-
-
-def _flat_right(output: Output, stats: bool) -> list[int]:
-    return [3, *(range(4, 10) if stats else ())] if output.mode == "human" else []
-
-
-def _numbers(statistics: Statistics | None) -> tuple[str, ...]:
-    if statistics is None:
-        return ("-",) * len(_STATISTICS)
-    values = (statistics.minimum, statistics.maximum, statistics.mean, statistics.std)
-    return (
-        *("-" if value is None else f"{value:.4g}" for value in values),
-        str(statistics.nan),
-        str(statistics.inf),
-        bars(statistics.histogram),
-    )
-
-
-def bars(histogram: Sequence[int]) -> str:
-    """Return *histogram* as one character per bin; an empty bin is a dot."""
-    top = max(histogram, default=0)
-    scale = len(_BARS) - 1
-    return "".join(_BARS[round(scale * count / top)] if count else "." for count in histogram)
-
-
-def _print_markdown(
-    output: Output,
-    found: Inspection,
-    shown: Sequence[TensorInfo],
-    depth: int | None,
-    sort: Order,
-) -> None:
-    from ckptctl.ops import tree
-
-    for name, value in (
-        ("Format", found.format),
-        ("Model type", _model(found)),
-        ("Parameters", f"{format_count(found.parameters)} ({found.parameters:,})"),
-        (
-            "Types",
-            ", ".join(f"{_short(n)} ({u.tensors:,} tensors)" for n, u in found.dtypes.items()),
-        ),
-        ("Size", _files(found)),
-    ):
-        output.line(f"- **{name}:** {_cell(value)}")
-    output.line()
-    output.line("| tensor | shape | dtype | copies | size |")
-    output.line("| --- | --- | --- | ---: | ---: |")
-    for _, label, outer, branch in tree.walk(tree.build(shown, sort, depth)):
-        if branch.dtype or not branch.children:
-            shape = str(list(branch.shape)) if branch.dtype else _counted(branch.tensors, "tensor")
-            dtype = _short(branch.dtype) if branch.dtype else ""
-            cells = (_code(label), shape, dtype, f"{branch.copies * outer:,}")
-            size = format_bytes(branch.nbytes * outer)
-            output.line(f"| {' | '.join(cells)} | {size} |")
-
-
-def _cell(text: str) -> str:
-    return "".join(f"\\{c}" if c in "\\`*_{}[]<>|#" else c for c in text)
-
-
-def _code(name: str) -> str:
-    # Inside a table a bar ends the cell even in code, and a backtick ends the code.
-    return f"`{name}`" if not {"`", "|"} & set(name) else _cell(name)
-
-
-def _short(dtype: str) -> str:
-    return BY_NAME[dtype].short if dtype in BY_NAME else dtype
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def _size(output: Output, nbytes: int) -> str:
-    return format_bytes(nbytes) if output.mode == "human" else str(nbytes)
 
 
 def _first(problems: Sequence[str]) -> str:

@@ -44,7 +44,7 @@ def unrecognised(path: Path, known: Sequence[str]) -> FormatError:
 
 
 def _identify_folder(path: Path) -> str | None:
-    names = {item.name for item in path.iterdir()}
+    names = {item.name for item in path.iterdir() if item.is_file()}
     if (
         "saved_model.pb" in names
         or "checkpoint" in names

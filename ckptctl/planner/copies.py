@@ -40,7 +40,7 @@ class Limits(NamedTuple):
     tile: int = MIB
     widest: int = 4 * MIB
     flat: int = MIB
-    arithmetic: int = 16 * MIB
+    arithmetic: int = 32 * MIB
     check: bool = True
 
 
@@ -294,11 +294,8 @@ def _tiled(work: _Work, limits: Limits) -> Iterator[Tile]:
     limit = limits.arithmetic // max(work.item, work.out) if permuted else _limit(work, limits)
     operands = work.transfer.source.operands
     inline: bool | None = None
-    if (
-        not limits.check
-        or permuted
-        or any(_gaps(o, work.item) for o in operands if o.crc32 is not None)
-    ):
+    gaps = any(_gaps(o, work.item) for o in operands if o.crc32 is not None)
+    if permuted or gaps or not limits.check:
         inline = False
     for lo, count in domains(work.frame.sizes, work.order, limit):
         parts, blocks = _meet(work, lo, count)

@@ -13,7 +13,7 @@ from ckptctl.errors import DamagedError
 
 MAX_DEPTH = 100
 MAX_KEY_NODES = 128
-MAX_KEY_BITS = 1024
+MAX_KEY_BITS = 64  # hashes of longer integers collide at will: they are taken modulo 2**61 - 1
 _ATOMS = frozenset({str, bytes, bool, float, type(None)})
 _LEAVES = _ATOMS | {int}
 
@@ -171,7 +171,7 @@ def check_key(value: object) -> int:
             pending.extend(item)
         elif kind is int:
             if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]
-                raise DamagedError("a key is too large", why="an integer of many digits")
+                raise DamagedError("a key is too large", why="an integer of more than 64 bits")
         elif isinstance(item, Inert):
             hash(item)
         elif kind not in _ATOMS and kind is not Global:

@@ -132,9 +132,16 @@ class Worker:
         return crc if read.operand >= 0 else -1
 
     def _fill(
-        self, files: SourceFiles, name: str, views: list[memoryview], offset: int, nbytes: int
+        self,
+        files: SourceFiles,
+        name: str,
+        views: list[memoryview],
+        offset: int,
+        nbytes: int,
+        descriptor: int | None = None,
     ) -> None:
-        descriptor = self._descriptors.source(files, name)
+        if descriptor is None:
+            descriptor = self._descriptors.source(files, name)
         try:
             count = os.preadv(descriptor, views, offset)
         except OSError as error:
@@ -159,9 +166,10 @@ class Worker:
 
     def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
         staged = self._buffer("staging", move.staging)
+        descriptor = self._descriptors.source(unit.files, move.file)
         for offset, nbytes, start in move.reads:
-            view = staged[start : start + nbytes]
-            self._fill(unit.files, move.file, [view], offset, nbytes)
+            views = [staged[start : start + nbytes]]
+            self._fill(unit.files, move.file, views, offset, nbytes, descriptor)
         item = dtypes.itemsize(self._transfers[unit.transfer].source_dtype)
         self._arithmetic().permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
 

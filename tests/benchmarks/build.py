@@ -82,16 +82,17 @@ def tensors(shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:
 def _tensor(shape: tuple[int, ...], template: Path) -> torch.Tensor:
     nbytes = _nbytes({"": shape})
     # 100,000 mappings would be more than a process may have.
-    mapped = torch.UntypedStorage.from_file(str(template), False, nbytes)
-    flat = torch.empty(0, dtype=torch.bfloat16).set_(mapped, 0, shape)
-    return flat if nbytes >= MAPPED else flat.clone()
+    mapped = torch.from_file(
+        str(template), shared=False, size=math.prod(shape), dtype=torch.bfloat16
+    ).view(shape)
+    return mapped if nbytes >= MAPPED else mapped.clone()
 
 
 def _build_hf(folder: Path, shapes: Shapes, template: Path) -> None:
     from safetensors.torch import save_file
 
     shards = list(_shards(shapes))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(tensors(shard, template), folder / file, metadata={"format": "pt"})
@@ -111,21 +112,21 @@ def _shards(shapes: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
 
 
 def _build_dcp(rank: int, world: int, folder: str, shapes: Shapes, template: str) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
     if world == 1:
-        dcp.save(tensors(shapes, Path(template)), checkpoint_id=folder)
+        save(tensors(shapes, Path(template)), checkpoint_id=folder)
         return
     mesh = init_device_mesh("cpu", (world,))
     state = {}
     for name, shape in shapes.items():
         local = _tensor((shape[0] // world, *shape[1:]), Path(template))
         state[name] = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=local.stride()
+            local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=local.stride()
         )
-    dcp.save(state, checkpoint_id=folder)
+    save(state, checkpoint_id=folder)
 
 
 def _meta_shapes(spec: LlamaSpec, ranks: int) -> dict[str, tuple[int, ...]]:
@@ -153,6 +154,8 @@ def _write_template(path: Path, nbytes: int) -> None:
 
 
 if __name__ == "__main__":
+    from tests.benchmarks import build as importable  # ranks find functions by module name
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    build(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    importable.build(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -25,31 +25,35 @@ def torch_dcp(source: Path, target: Path) -> None:
 
 def hf_dcp(source: Path, target: Path) -> None:
     """``dcp.load`` through ``HuggingFaceStorageReader``, then ``dcp.save``."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    state = _load(dcp.HuggingFaceStorageReader(str(source)))
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(target), no_dist=True)
+    state = _load(HuggingFaceStorageReader(str(source)))
+    save(state, storage_writer=FileSystemWriter(target), no_dist=True)
 
 
 def dcp_hf(source: Path, target: Path) -> None:
     """``dcp.load``, then ``dcp.save`` through ``HuggingFaceStorageWriter``."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    state = _load(dcp.FileSystemReader(source))
-    writer = dcp.HuggingFaceStorageWriter(str(target), dict.fromkeys(state, 1))
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    state = _load(FileSystemReader(source))
+    writer = HuggingFaceStorageWriter(str(target), dict.fromkeys(state, 1))
+    save(state, storage_writer=writer, no_dist=True)
 
 
 def _load(reader: Any) -> dict[str, Any]:
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     entries = reader.read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
     }
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=reader, no_dist=True)
     return state
 
 

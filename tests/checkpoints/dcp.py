@@ -30,11 +30,12 @@ def save_dcp(folder: Path, state: Mapping[str, Any], **writer: Any) -> Path:
     Returns:
         *folder*.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder, **writer), no_dist=True)
+        save(dict(state), storage_writer=FileSystemWriter(folder, **writer), no_dist=True)
     return folder
 
 
@@ -67,10 +68,10 @@ def save_dcp_ranks(
 def _save_rank(
     rank: int, world: int, folder: str, full: str, sharding: Sharding, mesh: tuple[int, ...]
 ) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     state = torch.load(full, weights_only=False)
-    dcp.save(distribute(state, mesh, sharding), checkpoint_id=folder)
+    save(distribute(state, mesh, sharding), checkpoint_id=folder)
 
 
 def distribute(state: Any, mesh: tuple[int, ...], sharding: Sharding, prefix: str = "") -> Any:

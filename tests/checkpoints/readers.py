@@ -94,8 +94,8 @@ def _by_index(index: Path) -> dict[str, Any]:
 
 
 def _dcp(path: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def _dcp(path: Path) -> dict[str, Any]:
         _load_state_dict(
             state,
             storage_reader=FileSystemReader(path),
-            planner=_EmptyStateDictLoadPlanner(),
+            planner=_EmptyStateDictLoadPlanner(),  # type: ignore[no-untyped-call]
             no_dist=True,
         )
     return state

@@ -71,7 +71,7 @@ def _save(
     if shards == 1:
         write(dict(state), folder / f"{stem}.{suffix}")
         return folder
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     names = list(state)
     for index in range(shards):
         file = f"{stem}-{index + 1:05d}-of-{shards:05d}.{suffix}"

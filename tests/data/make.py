@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.checkpoints.llama import tiny_llama
 
@@ -33,9 +34,10 @@ def save_model(folder: Path) -> None:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     weights, config = tiny_llama("llama3", seed=20250731, spelling="v5")
-    model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(LlamaConfig(**config))
+    model = model.to(torch.bfloat16)
     model.load_state_dict(weights, strict=True)
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=1, eos_token_id=[2, 3], do_sample=True, temperature=0.6, top_p=0.9
     )
     model.save_pretrained(folder, max_shard_size="100KB")
@@ -53,7 +55,7 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         unk_token="<unk>",
         bos_token="<s>",

@@ -62,10 +62,10 @@ def _check_rank(rank: int, world: int, cases: list[tuple[str, str]]) -> None:
 
 
 def _compare(folder: str, how: str, targets: Mapping[str, Any], truth: Mapping[str, Any]) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     state = {name: _poisoned(value) for name, value in targets.items()}
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     problems = differences(_locals(state), _locals(truth))
     if problems:
         raise AssertionError(f"{folder}, {how}: " + "; ".join(problems[:10]))

@@ -31,13 +31,14 @@ def transformers_logits(folder: Path) -> torch.Tensor:
     """
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
     )
+    model, info = loaded
     problems = {kind: keys for kind, keys in info.items() if keys}
     assert not problems, problems
     with torch.no_grad():
-        return model.eval()(tokens()).logits
+        return torch.as_tensor(model.eval()(tokens()).logits)
 
 
 def transformers_logits_of(
@@ -46,14 +47,15 @@ def transformers_logits_of(
     """Return fp32 logits of a state dict under Hugging Face names, without any file."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**config)).float()
+    model: Any = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager"))
+    model = model.float()
     weights = {name: value.float() for name, value in state.items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = ["lm_head.weight"] if config["tie_word_embeddings"] else []
     assert (sorted(missing), unexpected) == (tied, []), (missing, unexpected)
     model.tie_weights()
     with torch.no_grad():
-        return model.eval()(tokens()).logits
+        return torch.as_tensor(model.eval()(tokens()).logits)
 
 
 def torchtune_model(kind: str, config: Mapping[str, Any]) -> torch.nn.Module:
@@ -73,17 +75,19 @@ def torchtune_model(kind: str, config: Mapping[str, Any]) -> torch.nn.Module:
         "norm_eps": config["rms_norm_eps"],
     }
     if kind == "llama2":
-        return llama2(**sizes, rope_base=config["rope_theta"]).eval()
+        model: torch.nn.Module = llama2(**sizes, rope_base=config["rope_theta"])
+        return model.eval()
     sizes |= {
         "rope_base": config["rope_theta"],
         "scale_factor": config["rope_scaling"]["factor"],
     }
     build = llama3_2 if kind == "llama3_2" else llama3_1
-    return build(**sizes).eval()
+    model = build(**sizes)
+    return model.eval()
 
 
 def torchtune_logits(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return fp32 logits after a strict load of *state*."""
     model.load_state_dict({name: value.float() for name, value in state.items()}, strict=True)
     with torch.no_grad():
-        return model(tokens()).float()
+        return torch.as_tensor(model(tokens()).float())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import rename, save_hf, save_meta, tiny_llama, to_meta_names
-from tests.checkpoints.llama import Kind
+from tests.checkpoints.llama import Config, Kind
 from tests.oracle.meta_llama import MetaLlama
 from tests.oracle.models import (
     TOLERANCE,
@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 KINDS: tuple[Kind, ...] = ("llama2", "llama3", "llama3_2")
 
 
-def factor_of(config: dict) -> float:
-    return (config["rope_scaling"] or {"factor": 8.0})["factor"]
+def factor_of(config: Config) -> float:
+    return float((config["rope_scaling"] or {"factor": 8.0})["factor"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -167,7 +167,7 @@ def test_dry_run_for_people(run, calls, monkeypatch):
         "would write 2 files (3.0 GiB) to b\n"
         "  a.safetensors  3.0 GiB\n"
         "  config.json       12 B\n"
-        "3 tensors · 2 mapped · 7 dropped · 1 left out\n"
+        "3 tensors · 2 renamed or reordered · 7 dropped · 1 left out\n"
         "dropped: computed from the config\n"
         "  rope.0\n  rope.1\n  rope.2\n  rope.3\n  rope.4\n  and 2 more\n"
         "left out: not a tensor\n"

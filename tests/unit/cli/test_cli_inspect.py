@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.cli.inspect import bars
+from ckptctl.cli.tables import bars
 
 LONG = "x" * 200
 EVIL = "e\x1b[31m[bold]\u202e\nv"

@@ -1,0 +1,177 @@
+"""What an inspection returns: frozen, torch-free, JSON-able."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptctl.units import natural
+
+if TYPE_CHECKING:
+    from ckptctl.storage.statistics import Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: Fully qualified name.
+        dtype: torch's name of the dtype.
+        shape: As torch counts it.
+        nbytes: Bytes of its elements.
+        chunks: Number of boxes that it is stored in.
+        alias_of: The tensor whose memory it shares, if any.
+        statistics: Its values, when they were asked for.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: int
+    alias_of: str | None = None
+    statistics: Statistics | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        found: dict[str, object] = {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "bytes": self.nbytes,
+            "chunks": self.chunks,
+            "alias_of": self.alias_of,
+        }
+        if self.statistics:
+            found["stats"] = self.statistics.to_json()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeUse:
+    """How much of a checkpoint has one dtype.
+
+    Attributes:
+        tensors: Number of tensors.
+        elements: Their elements; aliases count nothing.
+        nbytes: Their bytes; aliases count nothing.
+    """
+
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One checkpoint of a run folder.
+
+    Attributes:
+        path: Where it is.
+        format: Its format; None: it could not be read.
+        tensors: Number of tensors.
+        nbytes: Bytes of all tensors.
+        problems: Why it is not complete; empty: it is.
+    """
+
+    path: str
+    format: str | None
+    tensors: int
+    nbytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing is missing."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "complete": self.complete,
+            "problems": list(self.problems),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is known of a path.
+
+    Attributes:
+        path: What was inspected.
+        format: Its format; ``run``: a folder of checkpoints.
+        model_type: The family, if exactly one fits.
+        candidates: The families that fit.
+        layout: How its tensors are named.
+        root: Prefix of the model's tensors inside the checkpoint.
+        parameters: Elements of the model's tensors, without optimizer state and aliases.
+        nbytes: Bytes of all tensors, aliases counted once.
+        dtypes: Use of each dtype, most bytes first.
+        files: Data files with their sizes in bytes.
+        problems: Why it is not complete; empty: it is.
+        tensors: In the checkpoint's own order.
+        blobs: Names of the leaves that are not tensors.
+        assets: Side files with their sizes in bytes.
+        metadata: Free-form strings that the format carries.
+        notes: What a reader should know.
+        checkpoints: The members of a run folder.
+    """
+
+    path: str
+    format: str
+    model_type: str | None = None
+    candidates: tuple[str, ...] = ()
+    layout: str | None = None
+    root: str = ""
+    parameters: int = 0
+    nbytes: int = 0
+    dtypes: Mapping[str, DTypeUse] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    tensors: tuple[TensorInfo, ...] = ()
+    blobs: tuple[str, ...] = ()
+    assets: Mapping[str, int] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    checkpoints: tuple[Member, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every byte of every tensor is there, once."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published document without its envelope (``docs/reference/json.md``)."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "model_type": self.model_type,
+            "candidates": list(self.candidates),
+            "layout": self.layout,
+            "root": self.root,
+            "parameters": self.parameters,
+            "bytes": self.nbytes,
+            "complete": self.complete,
+            "problems": list(self.problems),
+            "dtypes": {
+                name: {"tensors": use.tensors, "elements": use.elements, "bytes": use.nbytes}
+                for name, use in self.dtypes.items()
+            },
+            "files": _sized(self.files),
+            "assets": _sized(self.assets),
+            "metadata": dict(self.metadata),
+            "notes": list(self.notes),
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "blobs": list(self.blobs),
+            "checkpoints": [member.to_json() for member in self.checkpoints],
+        }
+
+
+def _sized(files: Mapping[str, int]) -> list[dict[str, object]]:
+    return [{"path": name, "bytes": files[name]} for name in natural(files)]

@@ -1,0 +1,74 @@
+"""Strict JSON: what Python's reader lets pass is refused."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl.errors import DamagedError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.json_reader import loads, read_json
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.booleans())
+def test_json_is_read(value, ascii_only):
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert loads(text, where="x") == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":1,"a":1}',
+        b'[{"a":{"b":1,"b":2}}]',
+        b"NaN",
+        b"[Infinity]",
+        b"[-Infinity]",
+        b"1e400",
+        b"-1e400",
+        b'"\\ud800"',
+        b'{"\\udfff":1}',
+        b'"\\ud800\\u0041"',
+        b"\xef\xbb\xbf{}",
+        b'"\xff"',
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 100_000,
+        b"9" * 5000,
+        b"",
+        b"{} {}",
+        b"{'a':1}",
+        b"[1,]",
+        b'"\x01"',
+        b"01",
+    ],
+)
+def test_lenient_json_is_refused(text):
+    with pytest.raises(DamagedError, match="malformed JSON") as error:
+        loads(text, where="config.json")
+    assert error.value.where == "config.json"
+    assert error.value.why
+
+
+def test_surrogate_pairs_are_text():
+    assert loads(b'"\\ud83d\\ude00"', where="x") == "\U0001f600"
+
+
+def test_files_are_bounded(tmp_path):
+    (tmp_path / "a.json").write_bytes(b"[1, 2]")
+    with SourceFiles(tmp_path) as files:
+        assert read_json(files, "a.json") == [1, 2]
+        with pytest.raises(DamagedError, match="too large"):
+            read_json(files, "a.json", max_bytes=5)

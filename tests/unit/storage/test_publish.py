@@ -1,0 +1,264 @@
+"""Staging, publishing and removing: what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import RefusedError, StorageError
+from ckptctl.storage import publish, rename, trash
+from ckptctl.storage.publish import Terminated, free_space, staging
+
+
+def tree(path: Path):
+    return sorted(str(p.relative_to(path)) for p in path.rglob("*"))
+
+
+def fill(stage, text="new"):
+    (stage.data / "model").write_text(text)
+
+
+def make(target, text="new", **options):
+    with staging(target, **options) as stage:
+        fill(stage, text)
+        return stage.publish()
+
+
+def yes(_):
+    return True
+
+
+def test_a_directory_appears_whole_and_alone(tmp_path):
+    assert make(tmp_path / "deep" / "out") == []
+    assert tree(tmp_path) == ["deep", "deep/out", "deep/out/model"]
+
+
+def test_a_single_file(tmp_path):
+    with staging(tmp_path / "out.pt", single_file=True) as stage:
+        (stage.data / "out.pt").write_text("new")
+        stage.publish()
+    assert tree(tmp_path) == ["out.pt"]
+    with staging(tmp_path / "out.pt", single_file=True, overwrite=True, is_checkpoint=yes) as stage:
+        (stage.data / "out.pt").write_text("newer")
+        stage.publish()
+    assert (tree(tmp_path), (tmp_path / "out.pt").read_text()) == (["out.pt"], "newer")
+
+
+def test_without_publish_nothing_appears(tmp_path):
+    with staging(tmp_path / "out") as stage:
+        fill(stage)
+    assert tree(tmp_path) == []
+
+
+def test_an_existing_target_is_refused_before_any_work(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RefusedError, match="exists"):
+        make(tmp_path / "out")
+    assert tree(tmp_path) == ["out"]
+
+
+def test_overwriting_replaces_checkpoints_and_empty_directories_only(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    make(target, "a", overwrite=True)
+    with pytest.raises(RefusedError, match="not a checkpoint"):
+        make(target, "b", overwrite=True)
+    assert (target / "model").read_text() == "a"
+    (target / "old").write_text("")
+    make(target, "b", overwrite=True, is_checkpoint=yes)
+    assert (tree(tmp_path), (target / "model").read_text()) == (["out", "out/model"], "b")
+
+
+def test_a_link_is_refused_as_target(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    for name in ("out", "out/"):
+        with pytest.raises(RefusedError, match="symbolic link"):
+            make(Path(f"{tmp_path}/{name}"), overwrite=True, is_checkpoint=yes)
+
+
+@pytest.mark.parametrize("name", ["/", ".", "..", "x/.."])
+def test_targets_without_a_name_are_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RefusedError, match="name of its own"):
+        make(Path(name))
+
+
+def test_a_target_that_appears_meanwhile_survives(tmp_path):
+    with pytest.raises(RefusedError, match="exists"), staging(tmp_path / "out") as stage:
+        fill(stage)
+        (tmp_path / "out").mkdir()
+        stage.publish()
+    assert tree(tmp_path) == ["out"]
+
+
+def test_the_last_moment_is_covered_by_the_kernel(tmp_path, monkeypatch):
+    """Even when the check sees nothing, an empty directory is not silently replaced."""
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
+    with pytest.raises(RefusedError, match="exists"), staging(tmp_path / "out") as stage:
+        fill(stage)
+        (tmp_path / "out").mkdir()
+        stage.publish()
+    assert tree(tmp_path) == ["out"]
+
+
+def test_an_error_removes_the_staging_unless_it_is_kept(tmp_path):
+    for keep, left in ((False, []), (True, ["data", "data/model", "journal", "lock"])):
+        with (
+            pytest.raises(KeyError),
+            staging(tmp_path / "out", keep_on_error=keep) as stage,
+        ):
+            fill(stage)
+            stage.journal.write_text("j")
+            raise KeyError
+        root = tmp_path / ".out.ckptctl-staging"
+        assert (tree(root) if root.exists() else []) == left
+    with staging(tmp_path / "out", resume=True) as stage:
+        assert (stage.data / "model").read_text() == "new"
+        assert stage.journal.exists()
+        assert stage.held() > 0
+
+
+def test_a_stale_staging_is_discarded_without_resume(tmp_path):
+    with pytest.raises(KeyError), staging(tmp_path / "out", keep_on_error=True) as stage:
+        fill(stage)
+        stage.journal.write_text("j")
+        raise KeyError
+    with staging(tmp_path / "out") as stage:
+        assert tree(stage.root) == ["data", "lock"]
+        stage.publish()
+    assert tree(tmp_path) == ["out"]
+
+
+def test_a_second_run_fails_fast_and_names_the_first(tmp_path):
+    with staging(tmp_path / "out") as stage:
+        with pytest.raises(RefusedError, match=str(os.getpid())):
+            make(tmp_path / "out")
+        fill(stage)
+        stage.publish()
+    assert tree(tmp_path) == ["out", "out/model"]
+
+
+def test_no_journal_vouches_for_the_old_output(tmp_path, monkeypatch):
+    """A run killed right after the exchange leaves the old output in the staging directory."""
+    target = tmp_path / "out"
+    make(target, "old")
+    real = rename.rename
+
+    def killed(*args):
+        real(*args)
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(rename, "rename", killed)
+        patch.setattr(publish, "_discard", lambda _: None)
+        with staging(target, overwrite=True, is_checkpoint=yes) as stage:
+            stage.journal.write_text("j")
+            fill(stage)
+            stage.publish()
+    assert (stage.data / "model").read_text() == "old"
+    assert not stage.journal.exists()
+    with pytest.raises(RefusedError):
+        make(target)
+    assert tree(tmp_path) == ["out", "out/model"], "the litter is swept by the next run"
+
+
+def test_without_renameat2(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise rename.UnsupportedRenameError
+
+    monkeypatch.setattr(rename, "rename", unsupported)
+    (note,) = make(tmp_path / "out", "a")
+    assert "renameat2" in note
+    with pytest.raises(RefusedError, match="one step"):
+        make(tmp_path / "out", "b", overwrite=True, is_checkpoint=yes)
+    assert (tree(tmp_path), (tmp_path / "out/model").read_text()) == (["out", "out/model"], "a")
+
+
+def test_a_failing_sync_is_never_success(tmp_path, monkeypatch):
+    with pytest.raises(StorageError), staging(tmp_path / "out") as stage:
+        fill(stage)
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "EIO")))
+        stage.publish()
+
+
+def test_a_staging_directory_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "data").mkdir()
+    (tmp_path / ".out.ckptctl-staging").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="link"):
+        make(tmp_path / "out")
+    assert tree(tmp_path / "elsewhere") == ["data"]
+
+
+def test_termination_is_like_an_interrupt(tmp_path):
+    with pytest.raises(Terminated), staging(tmp_path / "out") as stage:
+        fill(stage)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert tree(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_free_space(tmp_path):
+    free_space(tmp_path / "not" / "there", 1)
+    with pytest.raises(RefusedError, match="space"):
+        free_space(tmp_path, 1 << 60)
+    free_space(tmp_path, 1 << 60, held=1 << 60)
+
+
+def test_removing_never_follows_links(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("")
+    victim = tmp_path / "victim"
+    (victim / "sub").mkdir(parents=True)
+    (victim / "sub" / "link").symlink_to(outside)
+    trash.remove(victim)
+    trash.remove(victim)
+    assert tree(tmp_path) == ["outside", "outside/precious"]
+    (tmp_path / "link").symlink_to(outside)
+    with pytest.raises(StorageError):
+        trash.clear(tmp_path / "link")
+    trash.remove(tmp_path / "link")
+    assert tree(tmp_path) == ["outside", "outside/precious"]
+
+
+def test_removing_stays_on_one_file_system(tmp_path, monkeypatch):
+    (tmp_path / "victim" / "mounted").mkdir(parents=True)
+    real = os.stat
+
+    def stat(path, **options):
+        found = real(path, **options)
+        if path != "mounted":
+            return found
+        return os.stat_result((*found[:2], found.st_dev + 1, *found[3:10]))
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(RefusedError, match="mounted"):
+        trash.remove(tmp_path / "victim")
+
+
+def test_one_of_many_concurrent_runs_wins(tmp_path):
+    script = (
+        "import sys, pathlib; from ckptctl.storage.publish import staging\n"
+        "from ckptctl.errors import RefusedError\n"
+        "try:\n"
+        "    with staging(pathlib.Path(sys.argv[1])) as stage:\n"
+        "        (stage.data / 'a').write_text(sys.argv[2]); (stage.data / 'b').write_text(sys.argv[2])\n"
+        "        stage.publish()\n"
+        "except RefusedError: sys.exit(6)\n"
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "out"), str(n)])
+        for n in range(6)
+    ]
+    codes = sorted(run.wait() for run in runs)
+    assert codes == [0, 6, 6, 6, 6, 6]
+    assert tree(tmp_path) == ["out", "out/a", "out/b"]
+    assert (tmp_path / "out/a").read_text() == (tmp_path / "out/b").read_text()
