@@ -76,6 +76,9 @@ def run_on_ranks(
 def _main(job: str) -> int:
     import torch
 
+    # Before the fork, so that the ranks share what takes seconds; DTensor imports _dynamo late.
+    for needed in ("distributed.checkpoint", "distributed.tensor", "_dynamo"):
+        importlib.import_module(f"torch.{needed}")
     module, name, worlds, arguments = pickle.loads(Path(job).read_bytes())
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(module), name)

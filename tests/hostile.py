@@ -102,6 +102,12 @@ def exhausting_pickles() -> dict[str, bytes]:
         "deep-tuple": b"\x80\x02N" + b"\x85" * 200_000 + b".",
         "cycle": b"\x80\x02]q\x00h\x00a.",
         "laughs": laughs,
+        "long-keys": b"\x80\x02X" + struct.pack("<I", 500_000) + b"a" * 500_000 + b"q\x000"
+        + b"ccollections\nCounter\nq\x010}(" + b"".join(
+            b"h\x01(" + b"h\x00" * 100 + b"J" + struct.pack("<i", i) + b"tRN" for i in range(500)
+        ) + b"u.",
+        "class-bomb": b"\x80\x04ctorch._tensor\n_rebuild_from_type_v2\n"
+        b"(ctorch._utils\n_rebuild_tensor_v2\n" + doubled[2:] + b"))tR.",
         "long-decimal": b"L" + b"9" * 1_000_000 + b"L\n.",
         "colliding-keys": b"\x80\x02}(" + b"".join(
             b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N"

@@ -8,6 +8,7 @@ record, the writer names them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from dataclasses import dataclass
 
 from ckptctl import dtypes
@@ -16,9 +17,10 @@ from ckptctl.errors import DamagedError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.storage.files import contained
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Inert, loads
-from ckptctl.storage.pickle_writer import NewObject, Pairs, Reduce, dumps
+from ckptctl.storage.pickle_writer import NewObject, Reduce, Stream, dumps
 
 METADATA = ".metadata"
+_Named = OutputTensor | Blob
 VERSION = "1.0.0"
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
@@ -225,20 +227,18 @@ def encode(
         boxes: The chunks of each tensor.
         items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
     """
-    entries: dict[str, object] = {
-        tensor.name: _tensor_metadata(tensor, [box for box, _ in boxes[tensor.name]])
-        for tensor in tensors
-    }
-    entries |= {blob.name: NewObject(Global(_HOME, "BytesStorageMetadata"), ()) for blob in blobs}
-    paths = {tensor.name: _plain(tensor.path) for tensor in tensors}
-    paths |= {blob.name: _plain(blob.path) for blob in blobs}
-    storage = [
+    entries = chain(
+        ((t.name, _tensor_metadata(t, [box for box, _ in boxes[t.name]])) for t in tensors),
+        ((blob.name, NewObject(Global(_HOME, "BytesStorageMetadata"))) for blob in blobs),
+    )
+    paths = ((leaf.name, _plain(leaf.path)) for leaf in chain[_Named](tensors, blobs))
+    storage = (
         (_index(name, offsets), _storage_info(item)) for (name, offsets), item in items.items()
-    ]
+    )
     state = {
-        "state_dict_metadata": entries,
-        "planner_data": paths,
-        "storage_data": Pairs(storage),
+        "state_dict_metadata": Stream(entries, (_STRIDED, _PRESERVE)),
+        "planner_data": Stream(paths),
+        "storage_data": Stream(storage),
         "storage_meta": None,
         "version": VERSION,
     }

@@ -114,21 +114,39 @@ class _Joined:
         self.documents = dict(described)
         self.notes: tuple[str, ...] = ()
         self.ranks = len(shards)
-        if self.ranks > 1:
-            _same_keys(shards, names)
-            self.family = self._family(model_type)
+        _same_keys(shards, names)
+        self.known = self._known(model_type)
 
     def tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
         if self.ranks == 1:
-            return dict(self.shards[0])
-        repeats = self._repeats(files)
-        joined = {key: self._join(files, key, repeats) for key in self.shards[0]}
-        self._check(joined)
+            joined = dict(self.shards[0])
+        else:
+            repeats = self._repeats(files)
+            joined = {key: self._join(files, key, repeats) for key in self.shards[0]}
+        if self.known:
+            self._check(joined)
         return joined
 
-    def _family(self, model_type: str | None) -> Family:
+    @property
+    def family(self) -> Family:
+        """The family that says how to join the shards.
+
+        Raises:
+            MappingError: There is none.
+        """
+        if not self.known:
+            raise MappingError(
+                f"no known model type fits these {self.ranks} shards",
+                where=self.names[0],
+                why=f"their keys are {listed(list(self.shards[0]))}",
+                hint="name it with `--model-type`; a shard may be missing",
+            )
+        return self.known[0]
+
+    def _known(self, model_type: str | None) -> tuple[Family, ...]:
+        """The families that the shards may be of; all of them divide tensors alike."""
         if model_type:
-            return families.family(model_type)
+            return (families.family(model_type),)
         params = self.documents.get("params.json")
         shapes = {key: entry.shape for key, entry in self.shards[0].items()}
         found = detect(
@@ -141,21 +159,14 @@ class _Joined:
         )
         fitting = [c for c in found.candidates if LAYOUT in (c.layout, *c.alike)]
         known = {c.family: families.family(c.family) for c in fitting}
-        if not known:
-            raise MappingError(
-                f"no known model type fits these {self.ranks} shards",
-                where=self.names[0],
-                why=f"their keys are {listed(list(shapes))}",
-                hint="name it with `--model-type`; a shard may be missing",
-            )
         splits = {tuple(_split_of(f, key) for key in shapes) for f in known.values()}
-        if len(splits) > 1:
+        if len(splits) > 1 and self.ranks > 1:
             raise MappingError(
                 f"the shards could be {' or '.join(known)}, which divide tensors differently",
                 where=self.names[0],
                 hint=f"say which with `--model-type {next(iter(known))}`",
             )
-        return next(iter(known.values()))
+        return tuple(known.values())
 
     def _repeats(self, files: SourceFiles) -> int:
         """How many neighbouring ranks hold the same key/value head, by comparing their bytes."""
@@ -217,8 +228,8 @@ class _Joined:
             solve(self.family, seen.values(), read_sizes(self.family, params=params))
         except MappingError as error:
             raise DamagedError(
-                f"the {self.ranks} shards do not add up to the model that params.json describes",
-                where=error.where,
+                "the tensors do not add up to the model that params.json describes",
+                where=f"{listed(self.names)}, {error.where}",
                 why=error.why or error.what,
                 hint="a shard may be missing, or params.json belongs to another model",
             ) from error

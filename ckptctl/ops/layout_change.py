@@ -72,7 +72,8 @@ def change_layout(
             not fit it.
     """
     target = target_layout or known.layout
-    same = target is None or target == known.layout or target in known.alike
+    unknown = not known.candidates and target in (None, "hf")
+    same = unknown or target is None or target == known.layout or target in known.alike
     if not same or (target == "meta" and known.candidates):
         family = _family(known, target, where)
     elif known.exact and known.model_type:

@@ -77,6 +77,8 @@ def recognise(
         found = _detect(selection, known, config, params, prefer, bool(model_type))
         if best is None or _better(found, best[1]):
             best = prefix, found
+        if found.exact:
+            break
     if best is None:
         raise UsageError("there are no tensors", where=catalog.path)
     return _recognition(best[0], best[1], model_type, layout, config, params)

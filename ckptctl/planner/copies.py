@@ -40,7 +40,7 @@ class Limits(NamedTuple):
     tile: int = MIB
     widest: int = 4 * MIB
     flat: int = MIB
-    arithmetic: int = 32 * MIB
+    arithmetic: int = 16 * MIB
     check: bool = True
 
 

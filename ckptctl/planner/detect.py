@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ from ckptctl.planner.configs import facts, is_tied
 from ckptctl.planner.layouts import Family, holds
 from ckptctl.planner.matching import match, missing, tied_away
 from ckptctl.planner.parallel import ranks_fit
+from ckptctl.planner.templates import skeleton
 
+ENOUGH = 0.5
 Json = Mapping[str, object]
 
 
@@ -89,15 +92,25 @@ def detect(
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
     found: list[Candidate] = []
+    kinds = Counter(map(skeleton, shapes))
     for family in families.values():
         evidence = _evidence(family, *known)
-        if evidence is not None:
+        if evidence is not None and _plausible(family, kinds):
             found += _layouts(family, shapes, config, ranks, prefer, evidence)
     fitting = [c for c in found if c.exact] or _closest(found)
     configured = any(item is not None for item in known)
     if configured:
         fitting = _most_refined(fitting, families)
     return Detection(tuple(fitting), configured)
+
+
+def _plausible(family: Family, kinds: Counter[str]) -> bool:
+    """Whether some layout may know enough keys, judged by their skeletons alone."""
+    return any(
+        sum(n for kind, n in kinds.items() if family.layout(name).table.knows(kind))
+        >= ENOUGH * kinds.total()
+        for name in family.layouts
+    )
 
 
 def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple[str, ...] | None:
@@ -147,7 +160,7 @@ def _candidate(
     layout = family.layout(name)
     matched = match(layout, shapes)
     share = (len(shapes) - len(matched.unmatched)) / len(shapes) if shapes else 0.0
-    if not matched.keys or share < 0.5:
+    if not matched.keys or share < ENOUGH:
         return None
     absent = missing(family, layout, matched, matched.counts(family))
     tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}

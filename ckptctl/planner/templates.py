@@ -81,6 +81,11 @@ class Template:
         return self.text.format_map(values)
 
 
+def skeleton(key: str) -> str:
+    """Return *key* with ``#`` for each number in it: what a template is looked up by."""
+    return _skeleton(key.split("."))[0]
+
+
 class TemplateTable(Generic[T]):
     """Templates with what they stand for; looking up a key costs one dictionary access.
 
@@ -92,6 +97,10 @@ class TemplateTable(Generic[T]):
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
         for template, meaning in entries:
             self._by_skeleton.setdefault(template.skeleton, []).append((template, meaning))
+
+    def knows(self, skeleton: str) -> bool:
+        """Return whether a key of this :func:`skeleton` may match."""
+        return skeleton in self._by_skeleton
 
     def find(self, key: str) -> tuple[T, dict[str, int]] | None:
         """Return what *key* stands for and its indices, or None."""

@@ -62,7 +62,7 @@ class ExecutionOptions:
             tile=min(MIB, each),
             widest=min(4 * MIB, each),
             flat=min(MIB, each) if self.checksum else 16 * MIB,
-            arithmetic=min(32 * MIB, ARITHMETIC // (4 * self.threads)),
+            arithmetic=min(16 * MIB, ARITHMETIC // (4 * self.threads)),
             check=self.checksum,
         )
 

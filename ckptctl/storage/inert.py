@@ -108,7 +108,7 @@ class Inert:
         self.newobj = newobj
         self.appended: list[object] | None = None
         self.entries: list[tuple[object, object]] | None = None
-        self._key: str | None = None
+        self._key: tuple[object, ...] | None = None
 
     def build(self, state: object) -> None:
         """Take the state of a BUILD opcode.
@@ -120,22 +120,25 @@ class Inert:
             raise DamagedError(f"a `{self.module}.{self.name}` changes after its use as a key")
         self.state = state
 
-    def key(self) -> str:
-        """Return the text that stands for this record in comparisons.
+    def key(self) -> tuple[object, ...]:
+        """Return the strings and bytes that stand for this record in comparisons.
 
-        A string, because Python salts the hashes of strings: hashes of tuples of numbers collide
-        at will, and a hostile file would make every dict lookup linear.
+        Numbers become text, because Python salts the hashes of text alone: those of numbers
+        collide at will, and a hostile file would make every dict lookup linear.
 
         Raises:
             DamagedError: The record holds something that cannot be compared cheaply.
         """
         if self._key is None:
-            state = self.state
-            parts = tuple(state.items()) if type(state) is dict else (state,)
             if self.appended is not None or self.entries is not None:
                 raise DamagedError(f"a container `{self.module}.{self.name}` is used as a key")
-            check_key((self.args, parts))
-            self._key = f"{self.module}.{self.name}{self.args!r}{sorted(map(repr, parts))!r}"
+            state = self.state
+            if type(state) is dict:
+                if any(type(name) is not str for name in state):
+                    raise DamagedError("an attribute's name is not a string")
+                state = tuple(sorted(state.items(), key=_first))
+            check_key((self.args, state))
+            self._key = (self.module, self.name, *_atoms((self.args, state), []))
         return self._key
 
     def __hash__(self) -> int:
@@ -146,6 +149,25 @@ class Inert:
 
     def __repr__(self) -> str:
         return f"<{self.module}.{self.name}>"
+
+
+def _first(pair: tuple[str, object]) -> str:
+    return pair[0]
+
+
+def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:
+    """Flatten what :func:`check_key` passed."""
+    found.append(f"({len(value)}")
+    for item in value:
+        if item.__class__ is str or item.__class__ is bytes:
+            found.append(item)
+        elif isinstance(item, tuple):
+            _atoms(item, found)
+        elif isinstance(item, Inert):
+            found += item.key()
+        else:
+            found.append(f"={item!r}")
+    return found
 
 
 def check_key(value: object) -> int:

@@ -29,6 +29,7 @@ __all__ = [
     "Global",
     "Inert",
     "Table",
+    "Unknown",
     "check_tree",
     "loads",
     "walk",

@@ -9,19 +9,25 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from ckptctl import dtypes
 from ckptctl.errors import RefusedError
 from ckptctl.storage.inert import Builder, DictRecord, Global, Inert, Size
+from ckptctl.storage.pickle_parts import (
+    NewObject,
+    Persistent,
+    Reduce,
+    StorageTensor,
+    Stream,
+)
 
 __all__ = [
     "Global",
     "NewObject",
-    "Pairs",
     "Persistent",
     "Reduce",
     "StorageTensor",
+    "Stream",
     "dump_state",
     "dumps",
 ]
@@ -41,62 +47,6 @@ _BINGET = tuple(b"h" + bytes((index,)) for index in range(256))
 _TYPED = {name: Global("torch", found.storage or "") for name, found in dtypes.BY_NAME.items()}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reduce:
-    """A call: ``target(*args)`` when the pickle is loaded."""
-
-    target: Global
-    args: tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NewObject:
-    """An instance: ``cls.__new__(cls, *args)``, then *state* unless it is None."""
-
-    cls: Global
-    args: tuple[object, ...] = ()
-    state: object = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Persistent:
-    """A reference to an object outside of the pickle."""
-
-    pid: object
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pairs:
-    """A dict whose keys Python could not hash here, such as :class:`NewObject`."""
-
-    items: Sequence[tuple[object, object]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StorageTensor:
-    """A tensor over a storage of the same ``torch.save`` zip.
-
-    The same object at two places is one tensor after loading.
-
-    Attributes:
-        storage_key: Name of the storage's record below ``data/``.
-        storage_nbytes: Bytes of the whole storage.
-        dtype: torch's name.
-        offset: First element, in elements.
-        shape: Sizes.
-        strides: In elements.
-        requires_grad: Whether autograd tracks it.
-    """
-
-    storage_key: str
-    storage_nbytes: int
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    requires_grad: bool = False
-
-
 def dumps(obj: object) -> bytes:
     """Return the pickle of *obj*.
 
@@ -112,7 +62,7 @@ def dumps(obj: object) -> bytes:
         writer.save(obj)
     except RecursionError as error:
         raise RefusedError("the object nests too deeply to be written") from error
-    return b"".join((b"\x80\x02", *writer.out, b"."))
+    return b"\x80\x02" + writer.out + b"."
 
 
 def dump_state(obj: object) -> bytes:
@@ -131,7 +81,7 @@ class _Writer:
     """Collects the opcodes of one pickle.
 
     Attributes:
-        out: Pieces so far.
+        out: The opcodes so far.
         strings: Memo index of each string.
         objects: Memo index of each container by its identity.
         globals: Memo index of each global.
@@ -142,8 +92,8 @@ class _Writer:
     __slots__ = ("emit", "globals", "kept", "objects", "out", "size", "strings")
 
     def __init__(self) -> None:
-        self.out: list[bytes] = []
-        self.emit = self.out.append
+        self.out = bytearray()
+        self.emit = self.out.extend
         self.strings: dict[str, int] = {}
         self.objects: dict[int, int] = {}
         self.globals: dict[Global, int] = {}
@@ -267,12 +217,19 @@ class _Writer:
         self.objects[id(obj)] = self.put()
         self.set_items(obj.items())
 
-    def pairs(self, obj: Pairs) -> None:
-        if self.known(obj):
-            return
+    def stream(self, obj: Stream) -> None:
+        """Write pairs one by one and forget them: nothing later can refer to them."""
         self.emit(b"}")
-        self.objects[id(obj)] = self.put()
-        self.set_items(obj.items)
+        self.put()
+        shared = {id(item) for item in obj.shared}
+        for key, value in obj.items:
+            objects, kept = len(self.objects), len(self.kept)
+            self.save(key)
+            self.save(value)
+            self.emit(b"s")
+            newer = [self.objects.popitem() for _ in range(len(self.objects) - objects)]
+            self.objects.update(item for item in newer if item[0] in shared)
+            del self.kept[kept:]
 
     def set_items(self, items: Iterable[tuple[object, object]]) -> None:
         batch: list[tuple[object, object]] = []
@@ -438,7 +395,7 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     Reduce: _Writer.reduce,
     NewObject: _Writer.new_object,
     Persistent: _Writer.persistent,
-    Pairs: _Writer.pairs,
+    Stream: _Writer.stream,
     StorageTensor: _Writer.tensor,
     complex: _builtin("complex", lambda value: (value.real, value.imag)),
     bytearray: _builtin("bytearray", lambda value: (bytes(value),)),

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 
 from ckptctl import dtypes
 from ckptctl.errors import DamagedError, FormatError
-from ckptctl.storage.inert import Builder, DictRecord, Global, Size
+from ckptctl.storage.inert import Builder, DictRecord, Global, Inert, Size
 
 MAX_RANK = 64
 MAX_INT = 1 << 63
@@ -226,13 +226,17 @@ _PLAIN_CLASSES = frozenset(
 )
 
 
-def _rebuild_from_type(fn: object, kind: object, args: object, _attributes: object) -> object:
-    """Drop the Python attributes of a tensor: they are not data."""
-    if type(fn) is not Builder or fn.fn not in _TENSORS.values() or type(args) is not tuple:
-        raise DamagedError("malformed tensor", why="it is not rebuilt by a tensor function")
-    if kind not in _PLAIN_CLASSES:
-        raise FormatError(f"tensors of class `{kind}` are not supported")
-    return fn.fn(*args)
+def _rebuild_from_type(fn: object, kind: object, args: object, attributes: object) -> object:
+    """Drop the Python attributes of a plain tensor: they are not data.
+
+    Subclasses, which only get here when unknown globals are let pass, stay records.
+    """
+    plain = type(kind) is Global and kind in _PLAIN_CLASSES
+    if plain and type(fn) is Builder and fn.fn in _TENSORS.values():
+        if type(args) is not tuple:
+            raise DamagedError("malformed tensor", why="its arguments are not a tuple")
+        return fn.fn(*args)
+    return Inert("torch._tensor", "_rebuild_from_type_v2", (fn, kind, args, attributes))
 
 
 def _encode(text: object, encoding: object = "utf-8") -> bytes:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from ckptctl.errors import CkptError, DamagedError, FormatError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.inert import check_tree
-from ckptctl.storage.pickle_reader import TORCH_TABLE, loads
+from ckptctl.storage.pickle_reader import TORCH_TABLE, Table, Unknown, loads
 from ckptctl.storage.torch_globals import StorageRef, TensorView, storage_id
 from ckptctl.storage.zip_directory import Directory, FileRange, Record, read_directory
 
@@ -75,7 +74,8 @@ def read_archive(
     name: str,
     offset: int = 0,
     length: int | None = None,
-    unknown: Literal["refuse", "inert"] = "refuse",
+    unknown: Unknown = "refuse",
+    table: Table = TORCH_TABLE,
 ) -> TorchArchive:
     """Read the directory and the pickle of one zip; no tensor data.
 
@@ -85,6 +85,7 @@ def read_archive(
         offset: First byte of the zip.
         length: Bytes of the zip; None: the file ends with it.
         unknown: As in :func:`ckptctl.storage.pickle_reader.loads`.
+        table: Likewise; usually ``TORCH_TABLE`` with additions.
 
     Raises:
         FormatError: A whole file that ``torch.save`` did not write, or uses what is unsupported:
@@ -100,7 +101,7 @@ def read_archive(
     root = loads(
         pickle,
         where=span.where,
-        table=TORCH_TABLE,
+        table=table,
         unknown=unknown,
         persistent_load=storages.load,
     )

@@ -61,8 +61,10 @@ class Case:
         self.out.mkdir()
         self.journal = root / "journal"
         self.random = random.Random(seed)
-        self.records, self.transfers, self.expected = [], [], []
-        self.blobs = {}
+        self.records: list[Record] = []
+        self.transfers: list[Transfer] = []
+        self.expected: list[bytes] = []
+        self.blobs: dict[str, bytes] = {}
         self.size = 16
         self.progress = 0
 

@@ -137,7 +137,7 @@ def test_exhausting_pickles_are_cheap(name):
         refused = False
     except DamagedError:
         pass
-    assert refused == (name != "memo-index")
+    assert refused == (name not in ("memo-index", "long-keys"))
     assert time.process_time() - started < 2
 
 
@@ -239,7 +239,7 @@ def test_walk_reaches_everything_once():
         list(walk(list(range(100)), 50))
 
 
-LEAVES = [
+LEAVES: list[object] = [
     torch.Size([1, 2]),
     torch.float8_e4m3fn,
     torch.device("cpu"),
@@ -252,7 +252,7 @@ LEAVES = [
     np.float32(1.5),
     np.arange(3),
     random.Random(0).getstate(),
-    collections.defaultdict(list, {1: 2}),
+    collections.defaultdict(list, {1: [2]}),
     collections.defaultdict(set),
     collections.Counter("aab"),
     collections.deque([1, 2]),

@@ -19,7 +19,7 @@ from ckptctl.storage.pickle_reader import TORCH_TABLE, loads
 from ckptctl.storage.pickle_writer import (
     Global,
     NewObject,
-    Pairs,
+    Stream,
     Persistent,
     Reduce,
     StorageTensor,
@@ -120,7 +120,7 @@ def test_module_metadata_survives():
 def test_calls_objects_and_persistent_ids():
     date = Reduce(Global("datetime", "date"), (2024, 1, 2))
     space = NewObject(Global("types", "SimpleNamespace"), (), {"a": 1})
-    found = pickle.loads(dumps([date, date, space, Pairs([(date, 1)])]))
+    found = pickle.loads(dumps([date, date, space, Stream([(date, 1)])]))
     assert found[0] == datetime.date(2024, 1, 2)
     assert found[0] is found[1]
     assert found[2].a == 1

@@ -250,7 +250,7 @@ def test_one_of_many_concurrent_runs_wins(tmp_path):
         "from ckptctl.errors import RefusedError\n"
         "try:\n"
         "    with staging(pathlib.Path(sys.argv[1])) as stage:\n"
-        "        (stage.data / 'a').write_text(sys.argv[2]); (stage.data / 'b').write_text(sys.argv[2])\n"
+        "        for name in 'ab': (stage.data / name).write_text(sys.argv[2])\n"
         "        stage.publish()\n"
         "except RefusedError: sys.exit(6)\n"
     )

@@ -25,7 +25,6 @@ from ckptctl.storage.torch_zip import StoredTensor, read_archive, read_item_tens
 from ckptctl.storage.torch_zip_writer import lay_out
 from tests import hostile
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
 

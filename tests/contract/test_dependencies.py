@@ -1,0 +1,195 @@
+"""Who may import whom, read from the source: the layers of the program and its light start-up.
+
+``cli, integrations → distributed, api → ops → formats → families, storage → planner → catalog,
+units → dtypes, errors``; ``converters → planner.layouts`` alone. A layer may import any layer below
+it and itself, never one above and never its neighbour. Imports inside functions and under
+``TYPE_CHECKING`` count: they are dependencies as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
+    ("cli", "integrations"),
+    ("distributed", "api"),
+    ("ops",),
+    ("formats",),
+    ("families", "storage"),
+    ("planner",),
+    ("catalog", "units"),
+    ("dtypes", "errors"),
+    ("__init__",),
+)
+HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
+OUTSIDE_PLANNER = {"os", "pathlib", "shutil", "tempfile", "time", "datetime", "random", "torch"}
+LATE = {"torch", "rich", "numpy", "safetensors", "huggingface_hub", "fsspec", "transformers"}
+ARITHMETIC = {"ckptctl.storage.arithmetic", "ckptctl.storage.statistics"}
+TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module.
+
+    Attributes:
+        importer: Dotted name of the module that imports.
+        imported: Dotted name of what it imports.
+        line: Where.
+        early: Whether importing *importer* runs it.
+    """
+
+    importer: str
+    imported: str
+    line: int
+    early: bool
+
+    def __str__(self) -> str:
+        when = "" if self.early else " (late)"
+        return f"{self.importer}:{self.line} imports {self.imported}{when}"
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules(root: Path) -> dict[str, Path]:
+    files = (file for name in ("ckptctl", "converters") for file in (root / name).rglob("*.py"))
+    return {module_name(file, root): file for file in sorted(files)}
+
+
+def imports_of(name: str, tree: ast.Module, known: set[str]) -> Iterator[Import]:
+    """Yield what the module *name* imports; ``from a import b`` is ``a.b`` where that is one."""
+    stack: list[tuple[ast.AST, bool]] = [(tree, True)]
+    while stack:
+        node, early = stack.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(name, alias.name, node.lineno, early)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{name}:{node.lineno}: a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield Import(name, whole if whole in known else node.module, node.lineno, early)
+        checked = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        stack += [
+            (child, early and not inside and not checked) for child in ast.iter_child_nodes(node)
+        ]
+
+
+def read(root: Path) -> list[Import]:
+    found = modules(root)
+    known = set(found)
+    trees = ((name, ast.parse(path.read_text())) for name, path in found.items())
+    return [item for name, tree in trees for item in imports_of(name, tree, known)]
+
+
+def room(module: str) -> str:
+    """Return the part of ``ckptctl`` that *module* belongs to."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def ours(module: str) -> bool:
+    return module.partition(".")[0] == "ckptctl"
+
+
+def inverted(item: Import) -> bool:
+    """Whether *item* goes upwards or sideways."""
+    if not ours(item.importer) or not ours(item.imported):
+        return False
+    above, below = room(item.importer), room(item.imported)
+    if above == below or above == "__init__":
+        return above == "__init__" and item.early and below != "__init__"
+    return HEIGHT[above] <= HEIGHT[below]
+
+
+def misplaced(item: Import) -> bool:
+    """Whether *item* breaks a rule about ``converters``."""
+    if item.importer.startswith("converters"):
+        own = item.imported.startswith("converters")
+        return not own and item.imported not in ("ckptctl.planner.layouts", "dataclasses")
+    return item.imported.partition(".")[0] == "converters" and room(item.importer) != "families"
+
+
+def impure(item: Import) -> bool:
+    """Whether the planner would see files, torch or a clock."""
+    return (
+        item.importer.startswith("ckptctl.planner")
+        and item.imported.partition(".")[0] in OUTSIDE_PLANNER
+    )
+
+
+def heavy(item: Import) -> bool:
+    """Whether importing the module pays for a library that few commands need."""
+    return item.early and item.imported.partition(".")[0] in LATE
+
+
+def arithmetic(item: Import) -> bool:
+    """Whether torch is imported where nothing is calculated."""
+    return (
+        item.imported.partition(".")[0] == "torch"
+        and item.importer not in ARITHMETIC
+        and not item.importer.startswith(TRAINING)
+    )
+
+
+RULES = {
+    "imports go down, from layer to layer": inverted,
+    "converters import planner.layouts only, families.py alone imports them": misplaced,
+    "the planner sees no files, no torch and no clock": impure,
+    "heavy libraries are imported inside functions": heavy,
+    "torch is for arithmetic": arithmetic,
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Import]:
+    return read(REPOSITORY)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule(rule: str, found: list[Import]) -> None:
+    broken = sorted(str(item) for item in found if RULES[rule](item))
+    assert not broken, f"{rule}:\n  " + "\n  ".join(broken)
+
+
+def test_every_module_has_a_layer() -> None:
+    rooms = {room(name) for name in modules(REPOSITORY) if ours(name)}
+    assert rooms <= HEIGHT.keys(), "give the new ones a layer in LAYERS"
+
+
+@pytest.mark.parametrize(
+    ("rule", "importer", "source"),
+    [
+        ("imports go down, from layer to layer", "ckptctl.storage.x", "import ckptctl.formats"),
+        ("imports go down, from layer to layer", "ckptctl.storage.x", "import ckptctl.families"),
+        ("imports go down, from layer to layer", "ckptctl.ops.x", "from ckptctl import cli"),
+        ("imports go down, from layer to layer", "ckptctl", "from ckptctl import api"),
+        (
+            "converters import planner.layouts only, families.py alone imports them",
+            "converters.x",
+            "from ckptctl.planner.boxes import split_rows",
+        ),
+        (
+            "converters import planner.layouts only, families.py alone imports them",
+            "ckptctl.ops.x",
+            "def f():\n    from converters import llama2",
+        ),
+        ("the planner sees no files, no torch and no clock", "ckptctl.planner.x", "import os.path"),
+        ("heavy libraries are imported inside functions", "ckptctl.cli.x", "import rich.console"),
+        ("torch is for arithmetic", "ckptctl.formats.x", "def f():\n    import torch"),
+    ],
+)
+def test_a_rule_notices(rule: str, importer: str, source: str) -> None:
+    known = set(modules(REPOSITORY))
+    items = list(imports_of(importer, ast.parse(source), known))
+    assert [item for item in items if RULES[rule](item)]

@@ -1,0 +1,356 @@
+"""The documentation is run: every command line, every Python block, every printed result.
+
+Each page runs from top to bottom in a folder of its own that holds nothing but ``tests``:
+
+* ``console``: lines that begin with ``$ `` are run as on a terminal; what follows one is what it
+  prints, ``...`` standing for anything. A command fails exactly where the page shows ``error:``.
+* ``sh``: is run, its output is not compared. ``pip install`` and ``pytest`` are left to
+  ``.ci/run``; ``pip install .`` inside a page makes that page's entry points known.
+* ``python``: is run; ``print(...)  # text`` has to print that text.
+* a block that an HTML comment ``<!-- file: NAME -->`` stands before is written to that file, and
+  one in ``<!-- run: ... -->`` is Python that prepares what the reader has and the test lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import ckptctl
+from ckptctl import errors, families
+from ckptctl.cli import output
+from ckptctl.cli.app import StoppedError, app
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
+BLOCK = re.compile(
+    r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
+    r"|^<!-- run:\n(?P<hidden>.*?)-->$",
+    re.MULTILINE | re.DOTALL,
+)
+CACHES = (families._built_in, families._entry_points, families._load)
+
+
+@dataclass
+class Page:
+    """A page that is being run.
+
+    Attributes:
+        folder: Where.
+        patch: Undone after the page.
+        namespace: What its Python blocks share.
+        code: Exit code of its last command.
+    """
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    namespace: dict[str, object] = field(default_factory=lambda: {"__name__": "page"})
+    code: int = 0
+
+    def run(self, text: str) -> None:
+        for block in BLOCK.finditer(text):
+            body = block["body"] or ""
+            if block["hidden"]:
+                self.python(block["hidden"])
+            elif block["file"]:
+                path = self.folder / block["file"]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(body)
+            elif block["language"] == "console":
+                self.console(body)
+            elif block["language"] == "sh":
+                self.console("".join(f"$ {line}\n" for line in body.splitlines() if line))
+            elif block["language"] == "python":
+                self.python(body)
+
+    def console(self, body: str) -> None:
+        for command, expected in steps(body):
+            printed = "".join(self.command(part) for part in chain(command))
+            assert (self.code != 0) == ("error: " in expected or "Error" in expected), (
+                f"$ {command}\nended with {self.code}\n{printed}"
+            )
+            if expected.strip():
+                compare(command, expected, printed)
+
+    def command(self, line: str) -> str:
+        if line == "echo $?":
+            code, self.code = self.code, 0
+            return f"{code}\n"
+        if line.startswith("pip install ."):
+            self.install()
+            return ""
+        if line.startswith(LEFT_TO_CI):
+            return ""
+        if line.startswith("ckptctl ") and not set("|>") & set(line):
+            return self.ckptctl(shlex.split(line)[1:])
+        return self.shell(line)
+
+    def ckptctl(self, arguments: list[str]) -> str:
+        result = CliRunner().invoke(app, arguments, prog_name="ckptctl")
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        self.code = result.exit_code
+        return result.output
+
+    def shell(self, line: str) -> str:
+        """Run *line* with ``ckptctl`` and ``python`` being this interpreter's."""
+        python = shlex.quote(sys.executable)
+        defined = f'ckptctl() {{ {python} -m ckptctl "$@"; }}; python() {{ {python} "$@"; }}; '
+        found = subprocess.run(
+            ["bash", "-c", defined + line],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        self.code = found.returncode
+        return found.stdout + found.stderr
+
+    def python(self, body: str) -> None:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(body, "page", "exec"), self.namespace)
+        expected = re.findall(r"^ *print\(.*\)  # (.*)$", body, re.MULTILINE)
+        if expected:
+            compare("python", "\n".join(expected), printed.getvalue())
+
+    def install(self) -> None:
+        """Make the entry points of ``pyproject.toml`` known as pip would."""
+        project: dict[str, Any] = tomllib.loads((self.folder / "pyproject.toml").read_text())
+        name = project["project"]["name"].replace("-", "_")
+        info = self.folder / f"{name}-{project['project']['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        groups = project["project"]["entry-points"].items()
+        lines = (
+            line
+            for group, points in groups
+            for line in (f"[{group}]", *(f"{key} = {value}" for key, value in points.items()))
+        )
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        self.patch.syspath_prepend(self.folder)
+        for cache in CACHES:
+            cache.cache_clear()
+
+
+def steps(body: str) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console block with the lines shown below it."""
+    command, shown = "", ""
+    for line in body.splitlines():
+        if line.startswith("$ "):
+            if command:
+                yield command, shown
+            command, shown = line[2:], ""
+        else:
+            shown += f"{line}\n"
+    if command:
+        yield command, shown
+
+
+def chain(command: str) -> list[str]:
+    return [part.strip() for part in command.split(" && ")]
+
+
+def compare(command: str, expected: str, printed: str) -> None:
+    pattern = re.escape(expected.strip()).replace(r"\.\.\.", ".*?")
+    assert re.fullmatch(pattern, printed.strip(), re.DOTALL), (
+        f"$ {command}\nthe page shows:\n{expected}\nit prints:\n{printed}"
+    )
+
+
+def on_a_terminal(patch: pytest.MonkeyPatch) -> None:
+    """Let the program print for people, both streams in the order of its words."""
+    write = output._write
+
+    def flushed(stream: TextIO, text: str) -> None:
+        write(stream, text)
+        stream.flush()
+
+    patch.setattr(output, "_tty", lambda stream: True)
+    patch.setattr(output, "_write", flushed)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(REPOSITORY)) for p in PAGES])
+def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tests").symlink_to(REPOSITORY / "tests")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("CKPTCTL_DEBUG", raising=False)
+    on_a_terminal(monkeypatch)
+    before = set(sys.modules)
+    try:
+        Page(tmp_path, monkeypatch).run(path.read_text())
+    finally:
+        for name in set(sys.modules) - before:
+            if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]
+        monkeypatch.undo()
+        for cache in CACHES:
+            cache.cache_clear()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(REPOSITORY)) for p in PAGES])
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_index_names_every_page() -> None:
+    linked = re.findall(r"\]\(([^)#]+\.md)", (DOCS / "index.md").read_text())
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
+    assert pages <= set(linked)
+
+
+def test_the_command_reference_is_what_the_program_says() -> None:
+    render: Callable[[], str] = runpy.run_path(str(DOCS / "generate_cli.py"))["render"]
+    written = (DOCS / "reference" / "cli.md").read_text()
+    assert written == render(), "run `python docs/generate_cli.py`"
+
+
+def test_the_command_reference_names_every_command_and_option() -> None:
+    written = (DOCS / "reference" / "cli.md").read_text()
+    group: Any = typer.main.get_command(app)
+    for name, command in {"": group, **group.commands}.items():
+        section = written.partition(f"## ckptctl {name}".rstrip() + "\n")[2].partition("\n## ")[0]
+        for parameter in command.params:
+            spelled = parameter.metavar if parameter.param_type_name == "argument" else None
+            for text in [spelled] if spelled else parameter.opts:
+                assert f"`{text}" in section, f"{name} {text}"
+
+
+def subclasses(base: type[errors.CkptError]) -> Iterator[type[errors.CkptError]]:
+    yield base
+    for child in base.__subclasses__():
+        if child.__module__.startswith("ckptctl"):
+            yield from subclasses(child)
+
+
+def test_every_exit_code_is_documented() -> None:
+    written = (DOCS / "reference" / "exit-codes.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", written, re.MULTILINE)
+    documented = {(int(number), name) for number, cell in rows for name in cell.split(", ")}
+    found = {(kind.exit_code, f"`{kind.code}`") for kind in subclasses(errors.CkptError)}
+    assert (StoppedError.exit_code, "`interrupted`") in found
+    assert found <= documented
+    assert {number for number, _ in documented} == {code for code, _ in found} | {0}
+
+
+def fields_of(document: object, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted fields of *document*; ``[]`` for items, ``*`` for keys that are data."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            data = prefix in ("dtypes", "tensors", "metadata", "dropped", "left_out")
+            name = f"{prefix}.{'*' if data else key}".lstrip(".")
+            yield name
+            yield from fields_of(value, name)
+    elif isinstance(document, list):
+        for value in document:
+            yield from fields_of(value, f"{prefix}[]")
+
+
+def documented_fields(page: str, heading: str) -> set[str]:
+    written = (DOCS / "reference" / page).read_text()
+    assert f"\n## {heading}\n" in written
+    section = written.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+
+
+def document(*arguments: object) -> dict[str, object]:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"], prog_name="ckptctl")
+    found: dict[str, object] = json.loads(result.stdout or result.stderr)
+    return found
+
+
+def test_every_field_of_the_json_is_documented(data: Path, tmp_path: Path) -> None:
+    tiny, run = data / "tiny-llama3-hf", data / "dcp/torchtitan/steps/ckpt/checkpoint"
+    inspected = (document("inspect", tiny, "--stats"), document("inspect", run))
+    found = {name for one in inspected for name in fields_of(one)}
+    known = documented_fields("json.md", "ckptctl.inspect/1")
+    assert found <= known, sorted(found - known)
+
+    made = (
+        document("convert", tiny, tmp_path / "out", "--to", "meta"),
+        document("convert", data / "dcp/dcp2/ckpt", tmp_path / "hf", "--to", "hf", "--dry-run"),
+    )
+    found = {name for one in made for name in fields_of(one)}
+    known = documented_fields("json.md", "ckptctl.convert/1")
+    assert found <= known, sorted(found - known)
+    assert known <= found | {"candidates[]", "dropped.*"}, sorted(known - found)
+
+    failed = document("inspect", tmp_path / "nothing")
+    found = set(fields_of(failed))
+    assert found == documented_fields("json.md", "Errors") - {"error.traceback"}
+
+    manifest = json.loads((tmp_path / "out" / "ckptctl.manifest.json").read_text())
+    known = documented_fields("manifest.md", "ckptctl.manifest/1")
+    assert set(fields_of(manifest)) <= known
+
+
+def test_every_public_name_is_documented() -> None:
+    written = (DOCS / "reference" / "python.md").read_text()
+    missing = [name for name in ckptctl.__all__ if f"`ckptctl.{name}" not in written]
+    assert not missing
+
+
+def test_every_option_of_the_python_functions_is_documented() -> None:
+    from ckptctl.api import Options
+
+    written = (DOCS / "reference" / "python.md").read_text()
+    missing = [name for name in Options.__annotations__ if f"| `{name}` |" not in written]
+    assert not missing
+
+
+def test_every_model_type_layout_and_format_is_documented() -> None:
+    from ckptctl import formats
+
+    models = (DOCS / "reference" / "models.md").read_text()
+    for name, family in families.families().items():
+        assert f"| `{name}` |" in models
+        assert all(f"`{text}`" in models for text in (*family.layouts, *family.aliases))
+    written = (DOCS / "reference" / "formats.md").read_text()
+    assert all(f"\n## `{name}`" in written for name in formats.names())
+
+
+def test_every_environment_variable_is_documented() -> None:
+    written = (DOCS / "reference" / "environment.md").read_text()
+    sources = "".join(path.read_text() for path in (REPOSITORY / "ckptctl").rglob("*.py"))
+    names = set(re.findall(r"\"(CKPTCTL_[A-Z_]+|NO_COLOR|TERM)\"", sources))
+    assert names and not [name for name in names if f"| `{name}` |" not in written]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("```console\n$ echo one\ntwo\n```\n", "it prints"),
+        ("```console\n$ false\n```\n", "ended with 1"),
+        ("```console\n$ ckptctl inspect nothing\n```\n", "ended with 3"),
+        ("```python\nprint(1 + 1)  # 3\n```\n", "it prints"),
+    ],
+)
+def test_a_page_that_lies_fails(
+    body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match=message):
+        Page(tmp_path, monkeypatch).run(body)

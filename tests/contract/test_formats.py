@@ -1,0 +1,163 @@
+"""What every registered format has to satisfy: one sniffs, and nothing half-written is complete."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError
+from ckptctl.formats.base import Format, WritableFormat
+from ckptctl.ops import convert as operation
+from tests.checkpoints import save_bin, tiny_llama
+from tests.contract.support import WRITABLE, build, place, snapshot
+
+STATE, CONFIG = tiny_llama("llama3", layers=1)
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return one output of ours per writable format; several files where that is possible."""
+    folder = tmp_path_factory.mktemp("outputs")
+    source = build("hf", folder, STATE, CONFIG)
+    found = {}
+    for name in WRITABLE:
+        options: dict[str, Any] = {"mp": 2} if name == "meta" else {}
+        if not formats.target(name).single_file and name != "meta":
+            options = {"max_shard_size": "100KB"}
+        found[name] = place(folder, name, f"output-{name}")
+        ckptctl.convert(source, found[name], to=name, **options)
+    return found
+
+
+def test_names_and_titles() -> None:
+    for name, found in formats.registered().items():
+        assert isinstance(found, Format)
+        assert found.name == name
+        assert found.title
+    assert set(WRITABLE) <= set(formats.names())
+    assert all(isinstance(formats.get(name), WritableFormat) for name in WRITABLE)
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_one_format_recognises_an_output(outputs: dict[str, Path], name: str) -> None:
+    assert list(formats.sniff(outputs[name])) == [name]
+    found = ckptctl.inspect(outputs[name])
+    assert found.format == name
+    assert found.complete
+    assert found.notes == ()
+
+
+def test_one_format_recognises_what_others_wrote(tmp_path: Path, data: Path) -> None:
+    for name in WRITABLE:
+        assert list(formats.sniff(build(name, tmp_path, STATE, CONFIG))) == [name]
+    assert list(formats.sniff(save_bin(tmp_path / "bin", STATE, CONFIG, shards=2))) == ["hf"]
+    for folder in (data / "dcp").rglob(".metadata"):
+        assert list(formats.sniff(folder.parent)) == ["dcp"]
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_reading_gives_what_was_laid_out(outputs: dict[str, Path], name: str) -> None:
+    catalog = formats.resolve(formats.open_checkpoint(outputs[name]))
+    assert catalog.format == name
+    assert sum(catalog.files.values()) >= catalog.nbytes
+    for key, entry in catalog.tensors.items():
+        assert entry.name == key == ".".join(map(str, entry.path))
+        assert {extent.file for extent in entry.extents} <= catalog.files.keys()
+        assert all(extent.codec == "raw" for extent in entry.extents)
+
+
+def damaged(path: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
+    """Yield copies of *path*, each with one data file missing or cut."""
+    files = [path] if path.is_file() else sorted(item for item in path.iterdir())
+    for file in (item for item in files if _holds_data(item)):
+        for kind in ("missing", "empty", "half", "one-byte-short"):
+            copy = scratch / path.name
+            shutil.copytree(path, copy) if path.is_dir() else shutil.copy(path, copy)
+            target = copy if path.is_file() else copy / file.name
+            if kind == "missing":
+                target.unlink()
+            else:
+                size = target.stat().st_size
+                length = {"empty": 0, "half": size // 2, "one-byte-short": size - 1}[kind]
+                target.write_bytes(target.read_bytes()[:length])
+            yield f"{file.name} {kind}", copy
+            shutil.rmtree(copy) if copy.is_dir() else copy.unlink(missing_ok=True)
+
+
+def _holds_data(file: Path) -> bool:
+    return file.suffix != ".json" and not file.name.startswith("tokenizer")
+
+
+def whole(path: Path) -> bool:
+    try:
+        return ckptctl.inspect(path).complete
+    except CkptError:
+        return False
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_part_of_an_output_is_never_complete(
+    outputs: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    found = 0
+    for what, copy in damaged(outputs[name], tmp_path):
+        assert not whole(copy), what
+        found += 1
+    assert found
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_what_is_staged_is_never_complete(
+    outputs: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The staging area of a run that dies before, amid and after its copies."""
+    for stop in range(0, 60, 4):
+        target = place(tmp_path, name, f"target-{stop}")
+        _die(monkeypatch, stop, lambda target=target: _convert(outputs["hf"], target, name))
+        assert not target.exists()
+        for item in tmp_path.rglob("*"):
+            assert not whole(item), (stop, item)
+        assert not whole(tmp_path)
+
+
+def _convert(source: Path, target: Path, name: str) -> None:
+    ckptctl.convert(source, target, to=name, resume=True, jobs=1, memory="1MiB")
+
+
+def _die(monkeypatch: pytest.MonkeyPatch, stop: int, run: Callable[[], None]) -> None:
+    """Let *run* fail at its *stop*-th report of progress, or before it publishes."""
+    real = operation.execute
+    count = 0
+
+    def execute(plan: Any, root: Any, options: Any, progress: Any, **rest: Any) -> Any:
+        def report(nbytes: int) -> None:
+            nonlocal count
+            count += 1
+            if count > stop:
+                raise RuntimeError("killed")
+
+        real(plan, root, options, report, **rest)
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(Exception, match="killed"):
+        patched.setattr(operation, "execute", execute)
+        run()
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_a_plan_writes_nothing(outputs: dict[str, Path], tmp_path: Path, name: str) -> None:
+    before = snapshot(outputs["hf"].parent)
+    plan = ckptctl.plan_conversion(outputs["hf"], place(tmp_path, name), to=name)
+    assert plan.nbytes > 0
+    assert not list(tmp_path.iterdir())
+    assert snapshot(outputs["hf"].parent) == before
+    done = ckptctl.convert(outputs["hf"], place(tmp_path, name), to=name)
+    path = done.target
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    assert {(item.name, item.stat().st_size) for item in files} == set(plan.files)

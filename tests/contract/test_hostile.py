@@ -1,0 +1,206 @@
+"""Hostile input through the whole program: refused with exit 4, and nothing of it runs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import CkptError
+from tests import hostile
+from tests.checkpoints import save_dcp, save_hf, tiny_llama
+from tests.contract.support import message
+
+MARKER = "/tmp/ckptctl-hostile-marker"
+CODE = hostile.code_pickles(MARKER)
+SMALL = CODE | hostile.exhausting_pickles()
+PLACES = ("dcp", "pth", "pt", "bin")
+
+
+@pytest.fixture(autouse=True)
+def no_marker() -> Any:
+    Path(MARKER).unlink(missing_ok=True)
+    yield
+    assert not Path(MARKER).exists()
+
+
+def both_refuse(source: Path, folder: Path, *codes: int, **options: Any) -> str:
+    """Return what is said; neither command may succeed or leave anything."""
+    said = ""
+    calls: list[Callable[[], object]] = [
+        lambda: ckptctl.convert(source, folder / "out", to="dcp", **options)
+    ]
+    if not options:
+        calls.append(lambda: ckptctl.inspect(source))
+    for call in calls:
+        with pytest.raises(CkptError) as caught:
+            call()
+        assert caught.value.exit_code in (codes or (4,)), message(caught.value)
+        said = message(caught.value)
+        assert not [item for item in folder.iterdir() if "out" in item.name]
+    return said
+
+
+def put(place: str, folder: Path, pickled: bytes, storages: dict[str, bytes]) -> Path:
+    """Write *pickled* where a checkpoint of that kind has a pickle."""
+    if place == "dcp":
+        source = folder / "dcp"
+        source.mkdir()
+        (source / ".metadata").write_bytes(pickled)
+        (source / "__0_0.distcp").write_bytes(b"")
+        return source
+    content = hostile.zip_of(hostile.torch_entries(pickled, storages))
+    return put_zip(place, folder, content)
+
+
+def put_zip(place: str, folder: Path, content: bytes) -> Path:
+    if place == "pt":
+        (folder / "model.pt").write_bytes(content)
+        return folder / "model.pt"
+    name = "consolidated.00.pth" if place == "pth" else "pytorch_model.bin"
+    source = folder / place
+    source.mkdir()
+    (source / name).write_bytes(content)
+    if place == "pth":
+        (source / "params.json").write_text("{}")
+    return source
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", SMALL)
+def test_pickles(tmp_path: Path, place: str, case: str) -> None:
+    source = put(place, tmp_path, SMALL[case], {})
+    said = both_refuse(source, tmp_path)
+    assert source.name in said
+
+
+@pytest.mark.parametrize("case", [name for name in CODE if name != "inst-unicode"])
+def test_pickles_do_run_elsewhere(tmp_path: Path, case: str) -> None:
+    """The control: a careless reader would have run most of them."""
+    harmless = {"dotted", "dotted-in-table", "torch-load", "numpy-load", "import", "getattr"}
+    ran = 0
+    if case not in harmless and case not in ("runpy", "codecs-open", "obj", "newobj"):
+        try:
+            pickle.loads(CODE[case])
+        except Exception:
+            ran -= 1
+        ran += Path(MARKER).exists()
+        Path(MARKER).unlink(missing_ok=True)
+        assert ran >= 0
+
+
+@pytest.mark.parametrize("case", CODE)
+@pytest.mark.parametrize("only", ["all", "model"])
+def test_byte_items_of_dcp(tmp_path: Path, case: str, only: Any) -> None:
+    """A leaf beside the model travels with ``all`` only; one inside the model always."""
+    source = save_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(4), "n": 1}, "step": 7})
+    with (source / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    key = "step" if only == "all" else "model.n"
+    index = next(index for index in metadata.storage_data if index.fqn == key)
+    info = metadata.storage_data[index]
+    content = hostile.zip_of(hostile.torch_entries(CODE[case], {}))
+    data = source / info.relative_path
+    info.offset, info.length = data.stat().st_size, len(content)
+    data.write_bytes(data.read_bytes() + content)
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    said = both_refuse(source, tmp_path, only=only)
+    assert info.relative_path in said
+    assert ckptctl.inspect(source).complete  # looks at the index only, and runs nothing
+
+
+PICKLED_STATE = hostile.zip_of([])
+
+
+def honest_parts(folder: Path) -> tuple[bytes, dict[str, bytes]]:
+    """Return the pickle and the storages of an honest ``torch.save`` file."""
+    import zipfile
+
+    torch.save({"a": torch.arange(8.0), "b": torch.ones(4)}, folder / "honest.pt")
+    with zipfile.ZipFile(folder / "honest.pt") as archive:
+        names = {name.partition("/")[2]: name for name in archive.namelist()}
+        parts = {short: archive.read(name) for short, name in names.items()}
+    (folder / "honest.pt").unlink()
+    data = {name[5:]: value for name, value in parts.items() if name.startswith("data/")}
+    return parts["data.pkl"], data
+
+
+def test_the_honest_zip_is_read(tmp_path: Path) -> None:
+    pickled, storages = honest_parts(tmp_path)
+    source = put("pt", tmp_path, pickled, storages)
+    assert ckptctl.inspect(source).complete
+    ckptctl.convert(source, tmp_path / "out", to="dcp")
+
+
+def _zips() -> list[str]:
+    return list(hostile.evil_zips(b"", {"0": b"1234", "1": b"5678"}))
+
+
+@pytest.mark.parametrize("case", _zips())
+def test_zip_tricks(tmp_path: Path, case: str) -> None:
+    pickled, storages = honest_parts(tmp_path)
+    content = hostile.evil_zips(pickled, storages)[case]
+    source = put_zip("pt", tmp_path, content)
+    both_refuse(source, tmp_path, 3, 4)
+
+
+@pytest.mark.parametrize("case", hostile.evil_headers())
+def test_header_tricks(tmp_path: Path, case: str) -> None:
+    source = tmp_path / "hf"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(hostile.evil_headers()[case])
+    said = both_refuse(source, tmp_path)
+    assert "model.safetensors" in said
+
+
+JSON = {
+    "deep": b'{"a":' * 100_000,
+    "list": b"[]",
+    "nan": b'{"hidden_size": NaN}',
+    "not-utf8": b'{"a": "\xff"}',
+    "twice": b'{"hidden_size": 1, "hidden_size": 2}',
+    "digits": b'{"hidden_size": ' + b"9" * 5000 + b"}",
+    "cut": b'{"hidden_size": 1',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("case", JSON)
+def test_json_tricks(tmp_path: Path, case: str, name: str) -> None:
+    state, config = tiny_llama("llama3", layers=1)
+    source = save_hf(tmp_path / "hf", state, config, shards=2)
+    (source / name).write_bytes(JSON[case])
+    said = both_refuse(source, tmp_path)
+    assert name in said
+
+
+def test_names_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from ckptctl.cli.app import app
+
+    source = save_hf(tmp_path / "hf", {"a\x1b[31mred\n[bold]x[/bold]": torch.ones(1)})
+    for arguments in (["--tensors"], ["--json"], ["--markdown"], []):
+        result = CliRunner().invoke(app, ["inspect", str(source), *arguments])
+        assert result.exit_code == 0, result.output
+        assert "\x1b" not in result.output
+        if arguments == ["--json"]:
+            json.loads(result.stdout)
+        else:
+            assert "[bold]" in result.stdout.replace("\\[", "[")
+
+
+def test_code_beside_a_checkpoint_is_not_imported(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3", layers=1)
+    config |= {"auto_map": {"AutoModel": "modeling_evil.Evil"}, "torch_dtype": "__import__('os')"}
+    source = save_hf(tmp_path / "hf", state, config)
+    (source / "modeling_evil.py").write_text(f"open({MARKER!r}, 'w')")
+    ckptctl.inspect(source)
+    ckptctl.convert(source, tmp_path / "out", to="meta")
