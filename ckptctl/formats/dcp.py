@@ -268,9 +268,7 @@ def _valued(files: SourceFiles, blob: Blob) -> Blob:
             f"`{blob.name}` is a tensor but the metadata calls it bytes",
             where=str(files.root / blob.file),
         )
-    refuse_hidden_tensors(
-        archive.root, blob.name, str(files.root / blob.file), archive.pickle_nbytes
-    )
+    refuse_hidden_tensors(archive.root, blob.name, str(files.root / blob.file))
     return replace(blob, value=archive.root)
 
 

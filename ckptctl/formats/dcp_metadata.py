@@ -8,8 +8,8 @@ record, the writer names them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from dataclasses import dataclass
+from itertools import chain
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Index, Path

@@ -60,15 +60,8 @@ class HfFormat(WritableFormat):
             if main.endswith("index.json"):
                 return self._read_index(files, path, main)
             if main.endswith(".bin"):
-                tensors, metadata, blobs = torch_file.read_tensors(files, main)
-                if blobs:
-                    raise DamagedError(
-                        "there is more than tensors in this file",
-                        where=str(root / main),
-                        why=listed(list(blobs)),
-                        hint="read it with `--from torch`",
-                    )
-                return self._catalog(files, path, tensors, metadata, [main], (), None)
+                tensors = _read_bin(files, main)
+                return self._catalog(files, path, tensors, {}, [main], (), None)
             names = _set_of(path, main)
             return self._read_safetensors(files, path, names)
 
@@ -89,11 +82,10 @@ class HfFormat(WritableFormat):
         metadata = dict(strings)
         shards = list(dict.fromkeys(weight_map.values()))
         for name in shards:
-            found, more = (
-                _read_shard(files, name)
-                if name.endswith(".safetensors")
-                else torch_file.read_tensors(files, name)[:2]
-            )
+            if name.endswith(".safetensors"):
+                found, more = _read_shard(files, name)
+            else:
+                found, more = _read_bin(files, name), {}
             _agree(weight_map, found, name, str(files.root / main))
             tensors |= found
             metadata |= {key: value for key, value in more.items() if key != "format"}
@@ -204,6 +196,18 @@ def _read_shard(files: SourceFiles, name: str) -> tuple[dict[str, TensorEntry], 
         for key, (dtype, shape, begin, end) in header.tensors.items()
     }
     return tensors, header.metadata
+
+
+def _read_bin(files: SourceFiles, name: str) -> dict[str, TensorEntry]:
+    found = torch_file.read_contents(files, name)
+    if found.blobs:
+        raise DamagedError(
+            "there is more than tensors in this file",
+            where=str(files.root / name),
+            why=listed(list(found.blobs)),
+            hint="read it with `--from torch`",
+        )
+    return found.tensors
 
 
 def _with_aliases(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import families
-from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, MappingError, listed
 from ckptctl.formats import torch_file
 from ckptctl.formats.assets import documents, side_files
@@ -56,22 +56,20 @@ class MetaFormat(WritableFormat):
         names = _shards(root)
         with SourceFiles(root) as files:
             described = documents(root)
-            read = [torch_file.read_tensors(files, name) for name in names]
-            joined = _Joined([tensors for tensors, _, _ in read], names, described, model_type)
+            read = [torch_file.read_contents(files, name) for name in names]
+            joined = _Joined([found.tensors for found in read], names, described, model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
-        blobs: dict[str, Blob] = read[0][2]
-        unchecked = any(metadata.get("checksums") == "no" for _, metadata, _ in read)
         return Catalog(
             root=str(root),
             path=str(root),
             format=self.name,
             files=sizes,
             tensors=tensors,
-            blobs=blobs,
+            blobs=read[0].blobs,
             assets=side_files(root),
             documents=joined.documents,
-            notes=(*joined.notes, *(("written without checksums",) if unchecked else ())),
+            notes=(*joined.notes, *dict.fromkeys(note for found in read for note in found.notes)),
         )
 
     def lay_out(self, request: OutputRequest) -> Output:

@@ -12,39 +12,25 @@ from typing import cast
 from ckptctl.catalog import Index, Path
 from ckptctl.errors import DamagedError
 
-MAX_DEPTH = 64
-
 
 def flatten(
-    root: object, is_tensor: Callable[[object], bool], limit: int
+    root: object, is_tensor: Callable[[object], bool], path: Path = ()
 ) -> Iterator[tuple[Path, object]]:
     """Yield ``(path, leaf)`` of a nested object.
 
     Args:
-        root: What the restricted unpickler returned.
+        root: A finite tree, as :func:`ckptctl.storage.inert.check_tree` proves it.
         is_tensor: Tells tensors from other leaves.
-        limit: The most nodes to visit: the pickle's length is plenty, and refuses objects that
-            refer to themselves or multiply by sharing.
-
-    Raises:
-        DamagedError: The object is too deep or too large for its pickle.
+        path: Where *root* lies.
     """
-    budget = [limit]
-
-    def visit(node: object, path: Path) -> Iterator[tuple[Path, object]]:
-        budget[0] -= 1
-        if budget[0] < 0 or len(path) > MAX_DEPTH:
-            raise DamagedError("a nested object is deeper or larger than its file can hold")
-        if isinstance(node, dict) and node and all(isinstance(k, str | int) for k in node):
-            for key, value in node.items():
-                yield from visit(value, (*path, key))
-        elif isinstance(node, list | tuple) and _is_container(node, is_tensor):
-            for position, value in enumerate(node):
-                yield from visit(value, (*path, Index(position)))
-        else:
-            yield path, node
-
-    yield from visit(root, ())
+    if isinstance(root, dict) and root and all(isinstance(key, str | int) for key in root):
+        for key, value in root.items():
+            yield from flatten(value, is_tensor, (*path, key))
+    elif isinstance(root, list | tuple) and _is_container(root, is_tensor):
+        for position, value in enumerate(root):
+            yield from flatten(value, is_tensor, (*path, Index(position)))
+    else:
+        yield path, root
 
 
 def _is_container(

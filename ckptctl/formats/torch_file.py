@@ -7,6 +7,7 @@ Source: ``torch/serialization.py`` (``_save``, ``_load``); the zip itself is rea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
@@ -16,6 +17,7 @@ from ckptctl.formats.structure import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickle_reader import walk
 from ckptctl.storage.pickle_writer import StorageTensor, dump_state
 from ckptctl.storage.torch_zip import StoredTensor, read_archive
 from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
@@ -42,16 +44,15 @@ class TorchFormat(WritableFormat):
     def read(self, path: Path, model_type: str | None = None) -> Catalog:
         """See :meth:`Format.read`."""
         with SourceFiles(path.parent) as files:
-            tensors, metadata, blobs = read_tensors(files, path.name)
-            checked = metadata.pop("checksums", "yes") == "yes"
+            found = read_contents(files, path.name)
             return Catalog(
                 root=str(path.parent),
                 path=str(path),
                 format=self.name,
                 files={path.name: files.size(path.name)},
-                tensors=tensors,
-                blobs=blobs,
-                notes=() if checked else ("written without checksums",),
+                tensors=found.tensors,
+                blobs=found.blobs,
+                notes=found.notes,
             )
 
     def lay_out(self, request: OutputRequest) -> Output:
@@ -94,10 +95,23 @@ def zip_frame(layout: ZipLayout, first: int, count: int) -> _Frame:
     return _Frame(layout, first, count)
 
 
-def read_tensors(
-    files: SourceFiles, name: str
-) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, Blob]]:
-    """Return the tensors of one ``torch.save`` file, its metadata and its other leaves.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one ``torch.save`` file holds.
+
+    Attributes:
+        tensors: Tensors by name.
+        blobs: Other leaves by name.
+        notes: What a reader should know.
+    """
+
+    tensors: dict[str, TensorEntry]
+    blobs: dict[str, Blob]
+    notes: tuple[str, ...]
+
+
+def read_contents(files: SourceFiles, name: str) -> Contents:
+    """Return the tensors and other leaves of one ``torch.save`` file.
 
     Args:
         files: The checkpoint's files.
@@ -111,7 +125,7 @@ def read_tensors(
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
     seen: dict[object, str] = {}
-    for path, leaf in flatten(archive.root, is_stored, archive.pickle_nbytes):
+    for path, leaf in flatten(archive.root, is_stored):
         key = join(path)
         if key in tensors or key in blobs:
             raise DamagedError(f"two leaves are both called `{key}`", where=str(files.root / name))
@@ -128,9 +142,9 @@ def read_tensors(
                 requires_grad=leaf.requires_grad,
             )
         else:
-            refuse_hidden_tensors(leaf, key, str(files.root / name), archive.pickle_nbytes)
+            refuse_hidden_tensors(leaf, key, str(files.root / name))
             blobs[key] = Blob(key, path, value=leaf)
-    return tensors, {"checksums": "yes" if archive.checksums else "no"}, blobs
+    return Contents(tensors, blobs, () if archive.checksums else ("written without checksums",))
 
 
 def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:
@@ -150,11 +164,9 @@ def is_stored(node: object) -> bool:
     return isinstance(node, StoredTensor)
 
 
-def refuse_hidden_tensors(leaf: object, key: str, where: str, limit: int) -> None:
+def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
     """Refuse a leaf with tensors inside something that cannot be flattened (a set, an object)."""
-    from ckptctl.storage.pickle_reader import walk
-
-    if any(is_stored(node) for node in walk(leaf, limit)):
+    if any(is_stored(node) for node in walk(leaf)):
         raise DamagedError(
             f"`{key}` holds tensors inside an object that cannot be taken apart",
             where=where,

@@ -117,7 +117,7 @@ def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:
 
 def _inside(box: Box, shape: tuple[int, ...]) -> bool:
     return len(box.offsets) == len(box.sizes) == len(shape) and all(
-        0 <= offset and 0 <= size and offset + size <= limit
+        offset >= 0 and size >= 0 and offset + size <= limit
         for offset, size, limit in zip(box.offsets, box.sizes, shape, strict=True)
     )
 

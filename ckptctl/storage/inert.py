@@ -6,6 +6,7 @@ writes them back as they were.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -241,12 +242,12 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
     return count
 
 
-def walk(root: object, limit: int) -> Iterator[object]:
+def walk(root: object, limit: int = sys.maxsize) -> Iterator[object]:
     """Yield every value inside *root*, itself included, containers once however often shared.
 
     Args:
         root: What :func:`ckptctl.storage.pickle_reader.loads` returned.
-        limit: Most values, usually the bytes of the pickle.
+        limit: Most values; unbounded for what :func:`check_tree` passed.
 
     Raises:
         DamagedError: There are more.

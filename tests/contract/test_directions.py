@@ -18,6 +18,7 @@ from tests.checkpoints import (
     tiny_llama,
     to_meta_names,
 )
+from tests.checkpoints.llama import Kind
 from tests.checkpoints.meta import ffn_size
 from tests.contract.support import (
     SIDE,
@@ -31,7 +32,7 @@ from tests.contract.support import (
     single_file,
 )
 
-MODELS = {
+MODELS: dict[str, tuple[Kind, str]] = {
     "llama2": ("llama2", "bfloat16"),
     "llama3": ("llama3", "bfloat16"),
     "llama3-fp32": ("llama3", "float32"),
@@ -86,13 +87,13 @@ def _meant(params: dict[str, Any]) -> dict[str, Any]:
 
     An unstated number of key/value heads is the number of heads, and Llama 2's -1 any vocabulary.
     """
-    named = ("dim", "multiple_of", "ffn_dim_multiplier")
-    width, multiple, factor = (params.get(name) for name in named)
-    rest = {name: value for name, value in params.items() if name not in named[1:]}
+    derived = ("multiple_of", "ffn_dim_multiplier")
+    ffn = ffn_size(params["dim"], params["multiple_of"], params.get("ffn_dim_multiplier"))
+    rest = {name: value for name, value in params.items() if name not in derived}
     heads = params.get("n_kv_heads", params["n_heads"])
     vocabulary = params["vocab_size"] if "rope_theta" in params else -1
     meant = {"n_kv_heads": heads, "vocab_size": vocabulary}
-    return rest | meant | {"ffn": ffn_size(width, multiple, factor)}
+    return rest | meant | {"ffn": ffn}
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(NAMED, repeat=2)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.formats.base import Format, WritableFormat
-from ckptctl.ops import convert as operation
+from ckptctl.storage.finisher import Finisher
+from ckptctl.storage.worker import Worker
 from tests.checkpoints import save_bin, tiny_llama
 from tests.contract.support import WRITABLE, build, place, snapshot
 
@@ -116,38 +117,51 @@ def test_part_of_an_output_is_never_complete(
 def test_what_is_staged_is_never_complete(
     outputs: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The staging area of a run that dies before, amid and after its copies."""
-    for stop in range(0, 60, 4):
-        target = place(tmp_path, name, f"target-{stop}")
-        _die(monkeypatch, stop, lambda target=target: _convert(outputs["hf"], target, name))
-        assert not target.exists()
-        for item in tmp_path.rglob("*"):
-            assert not whole(item), (stop, item)
-        assert not whole(tmp_path)
+    """What a run that fails leaves for ``--resume``, wherever it fails among the copies."""
+    real, count = Worker.do, 0
+    for stop in range(0, 20, 3):
 
-
-def _convert(source: Path, target: Path, name: str) -> None:
-    ckptctl.convert(source, target, to=name, resume=True, jobs=1, memory="1MiB")
-
-
-def _die(monkeypatch: pytest.MonkeyPatch, stop: int, run: Callable[[], None]) -> None:
-    """Let *run* fail at its *stop*-th report of progress, or before it publishes."""
-    real = operation.execute
-    count = 0
-
-    def execute(plan: Any, root: Any, options: Any, progress: Any, **rest: Any) -> Any:
-        def report(nbytes: int) -> None:
+        def do(worker: Worker, unit: Any, stop: int = stop) -> Any:
             nonlocal count
             count += 1
             if count > stop:
                 raise RuntimeError("killed")
+            return real(worker, unit)
 
-        real(plan, root, options, report, **rest)
-        raise RuntimeError("killed")
+        count = 0
+        monkeypatch.setattr(Worker, "do", do)
+        _fails_unfinished(outputs["hf"], place(tmp_path, name, f"target-{stop}"), name)
 
-    with monkeypatch.context() as patched, pytest.raises(Exception, match="killed"):
-        patched.setattr(operation, "execute", execute)
-        run()
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_every_frame_is_needed(
+    outputs: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All data is there, but one file has no header yet."""
+    plan = ckptctl.plan_conversion(outputs["hf"], place(tmp_path, name, "plan"), to=name)
+    real = Finisher._finish
+    for number, (file, _) in enumerate(plan.files):
+        target = place(tmp_path, name, f"target-{number}")
+        lacking = target.name if plan.plan.single_file else file
+
+        def finish(finisher: Finisher, path: str, lacking: str = lacking) -> None:
+            if path == lacking:
+                raise RuntimeError("killed")
+            real(finisher, path)
+
+        monkeypatch.setattr(Finisher, "_finish", finish)
+        if _holds_data(Path(file)) or file.endswith("index.json"):
+            _fails_unfinished(outputs["hf"], target, name)
+
+
+def _fails_unfinished(source: Path, target: Path, name: str) -> None:
+    with pytest.raises(RuntimeError, match="killed"):
+        ckptctl.convert(source, target, to=name, resume=True, jobs=1)
+    assert not target.exists()
+    staged = list(target.parent.glob(f".{target.name}*"))
+    assert len(staged) == 1
+    for item in [target.parent, *staged, *staged[0].rglob("*")]:
+        assert not whole(item), item
 
 
 @pytest.mark.parametrize("name", WRITABLE)

@@ -1,1 +1,1 @@
-"""Tests."""
+"""Comparisons with other people's implementations."""
