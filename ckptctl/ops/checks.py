@@ -6,16 +6,13 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.formats.base import GB, WritableFormat
+from ckptctl.ops.options import ConversionOptions
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import publish
 from ckptctl.storage.files import SourceFiles
-
-if TYPE_CHECKING:
-    from ckptctl.ops.convert import ConversionOptions
 
 WINDOW = 4 << 20
 

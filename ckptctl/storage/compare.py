@@ -65,18 +65,19 @@ def _read_part(
     steps = extent.strides or row_major(extent.box.sizes)
     target = row_major(box.sizes)
     inner = _dense(part.sizes, steps, target)
-    outer = [
-        range(o, o + s) for o, s in zip(part.offsets[:inner], part.sizes[:inner], strict=True)
-    ]
+    outer = [range(o, o + s) for o, s in zip(part.offsets[:inner], part.sizes[:inner], strict=True)]
     run = itemsize
     for size in part.sizes[inner:]:
         run *= size
     for index in product(*outer):
         position = (*index, *part.offsets[inner:])
-        start = sum((p - o) * s for p, o, s in zip(position, extent.box.offsets, steps, strict=True))
-        to = sum((p - o) * s for p, o, s in zip(position, box.offsets, target, strict=True))
-        to *= itemsize
-        files.readv(extent.file, [view[to : to + run]], extent.offset + start * itemsize)
+        start = _distance(position, extent.box.offsets, steps) * itemsize
+        to = _distance(position, box.offsets, target) * itemsize
+        files.readv(extent.file, [view[to : to + run]], extent.offset + start)
+
+
+def _distance(index: tuple[int, ...], origin: tuple[int, ...], steps: tuple[int, ...]) -> int:
+    return sum((i - o) * step for i, o, step in zip(index, origin, steps, strict=True))
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -96,10 +96,14 @@ def _holds_data(file: Path) -> bool:
 
 
 def whole(path: Path) -> bool:
+    """Return whether *path* passes for a complete checkpoint, or a folder that holds one."""
     try:
-        return ckptctl.inspect(path).complete
+        found = ckptctl.inspect(path)
     except CkptError:
         return False
+    if found.checkpoints:
+        return any(not member.problems for member in found.checkpoints)
+    return found.complete
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -119,7 +123,7 @@ def test_what_is_staged_is_never_complete(
 ) -> None:
     """What a run that fails leaves for ``--resume``, wherever it fails among the copies."""
     real, count = Worker.do, 0
-    for stop in range(0, 20, 3):
+    for stop in range(0, 12, 3):
 
         def do(worker: Worker, unit: Any, stop: int = stop) -> Any:
             nonlocal count

@@ -1,0 +1,263 @@
+"""From a recognised checkpoint and options to a complete plan, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.catalog import Blob, Box, Catalog, TensorEntry
+from ckptctl.errors import MappingError, listed
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
+from ckptctl.ops import checks
+from ckptctl.ops.conversion import ConversionPlan
+from ckptctl.ops.digest import digest_of
+from ckptctl.ops.documents import Assets, Papers, papers
+from ckptctl.ops.layout_change import Change, change_layout
+from ckptctl.ops.manifest import manifest
+from ckptctl.ops.options import ConversionOptions
+from ckptctl.ops.output_tensors import in_checkpoint, main_dtype, output_tensors, paths, unrooted
+from ckptctl.ops.recognise import Recognition
+from ckptctl.ops.reference import reference, require_same_keys
+from ckptctl.ops.selection import Selection, chosen, select
+from ckptctl.ops.training import Rest, follow
+from ckptctl.ops.transfers import transfers
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.mapping import MappedTensor
+from ckptctl.planner.parallel import split
+from ckptctl.planner.plan import FileIdentity, Plan, RawCopy, Transfer
+from ckptctl.storage.files import SourceFiles
+
+
+class Draft:
+    """A plan in the making: each step adds to what the later ones need.
+
+    Args:
+        catalog: The source.
+        known: What it was recognised as.
+        options: What is asked for.
+        target: The format to write.
+        destination: Absolute path of the output.
+        assets: Configuration and side files.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        known: Recognition,
+        options: ConversionOptions,
+        target: WritableFormat,
+        destination: Path,
+        assets: Assets,
+    ) -> None:
+        self.catalog, self.known, self.options = catalog, known, options
+        self.target, self.destination, self.assets = target, destination, assets
+        self.left_out: dict[str, str] = {}
+        self.notes: list[str] = list(catalog.notes)
+
+    def plan(self) -> ConversionPlan:
+        """Go through the steps."""
+        selection = self._selected()
+        change = change_layout(
+            self.known,
+            selection.tensors,
+            self.options.to_layout or self.target.layout,
+            self.catalog.path,
+            untie=self.options.untie,
+            partial=bool(self.options.include or self.options.exclude),
+        )
+        self.notes += change.notes
+        rest = self._rest(selection, change)
+        mapped = in_checkpoint(change.tensors, self.known.root, self.keep_root)
+        self._locate([*mapped, *rest.tensors], change)
+        tensors = self._tensors(mapped, change, rest)
+        output = self.target.lay_out(self._request(tensors, self._blobs(change, rest), change))
+        self.left_out |= output.left_out
+        self.notes += output.notes
+        beside = self._papers(change, tensors)
+        self.notes += beside.notes
+        return ConversionPlan(
+            source=self.catalog,
+            recognition=self.known,
+            options=self.options,
+            change=change,
+            output=tensors,
+            plan=self._executable([*mapped, *rest.tensors], tensors, output, beside),
+            dropped=change.dropped,
+            left_out=self.left_out,
+            notes=tuple(dict.fromkeys(self.notes)),
+            free_bytes=checks.free(self.destination),
+        )
+
+    @property
+    def keep_root(self) -> bool:
+        """Return whether the model stays under its prefix: where its surroundings stay too."""
+        return self.options.only == "all"
+
+    def _selected(self) -> Selection:
+        selection = select(self.catalog, self.known.root)
+        if self.options.only == "model":
+            reason = "not part of the model (`--only all` keeps it)"
+            self.left_out |= dict.fromkeys(selection.rest, reason)
+        selection, unwanted = chosen(selection, self.options.include, self.options.exclude)
+        names = (self.known.root + name for name in unwanted)
+        self.left_out |= dict.fromkeys(names, "not chosen (`--include`, `--exclude`)")
+        if not selection.tensors:
+            raise MappingError("no tensor is left to convert", where=self.catalog.path)
+        return selection
+
+    def _rest(self, selection: Selection, change: Change) -> Rest:
+        names = selection.rest if self.keep_root else ()
+        return follow(self._valued(), names, self.known.root, change)
+
+    def _valued(self) -> Catalog:
+        """Read the leaves that are not tensors and that travel; refuses hostile ones."""
+        names = self.catalog.blobs.keys() - self.left_out.keys() if self.target.nested else ()
+        blobs = {name: self.catalog.blobs[name] for name in self.catalog.blobs if name in names}
+        read = formats.resolve(replace(self.catalog, tensors={}, blobs=blobs))
+        self.catalog = replace(self.catalog, blobs={**self.catalog.blobs, **read.blobs})
+        return self.catalog
+
+    def _locate(self, mapped: Sequence[MappedTensor], change: Change) -> None:
+        """Prove coverage of what is needed, and find its bytes."""
+        root = self.known.root
+        needed = {view.key for item in mapped for view in item.sources}
+        needed |= {root + name for pair in change.must_equal for name in pair}
+        tensors = {name: t for name, t in self.catalog.tensors.items() if name in needed}
+        for entry in tensors.values():
+            check_coverage(entry)
+        found = formats.resolve(replace(self.catalog, tensors=tensors, blobs={}))
+        self.catalog = replace(self.catalog, tensors=found.tensors)
+
+    def _tensors(
+        self, mapped: Sequence[MappedTensor], change: Change, rest: Rest
+    ) -> tuple[OutputTensor, ...]:
+        entries = self.catalog.tensors
+        placed = paths(mapped, entries, change, self.known.root, self.keep_root)
+        pinned = change.family.pinned if change.family else ()
+        aliases = self._keeps_ties(mapped)
+        model = output_tensors(
+            mapped, entries, placed, dtype=self.options.dtype, pinned=pinned, aliases=aliases
+        )
+        others = output_tensors(
+            rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
+        )
+        return (*model, *others)
+
+    def _keeps_ties(self, mapped: Sequence[MappedTensor]) -> bool:
+        """Whether tensors that share memory go on doing so; an hf reader would miss one of them."""
+        if self.target.nested or (self.known.config or {}).get("tie_word_embeddings") is True:
+            return True
+        names = [m.targets[0].key for m in mapped if self._entry(m).alias_of]
+        if names:
+            self.notes.append(f"shared tensors are written out in full: {listed(names)}")
+        return False
+
+    def _entry(self, mapped: MappedTensor) -> TensorEntry:
+        return self.catalog.tensors[mapped.sources[0].key]
+
+    def _blobs(self, change: Change, rest: Rest) -> list[Blob]:
+        """The leaves that are not tensors and travel."""
+        outside = {blob.name for blob in rest.blobs}
+        root, kept = self.known.root, list(rest.blobs)
+        for name, blob in self.catalog.blobs.items():
+            if name in self.left_out or name in outside or not name.startswith(root):
+                continue
+            if not self.target.nested:
+                self.left_out[name] = f"{self.target.name} holds tensors only"
+            elif not change.identity and not self.keep_root:
+                self.left_out[name] = f"layout {change.target_layout} has no place for it"
+            else:
+                kept.append(blob if self.keep_root else unrooted(blob, root))
+        return kept
+
+    def _request(
+        self, tensors: tuple[OutputTensor, ...], blobs: list[Blob], change: Change
+    ) -> OutputRequest:
+        like = reference(self.options.like, self.options.to)
+        request = OutputRequest(
+            name=self.destination.name,
+            tensors=tensors,
+            blobs=blobs,
+            max_shard_size=self.options.max_shard_size,
+            mp=self.options.mp,
+            rank_boxes=_rank_boxes(change, self.options.mp),
+            checksum=self.options.checksum,
+        )
+        if like is None:
+            return request
+        require_same_keys(like, [tensor.name for tensor in tensors])
+        if self.target.layout == "meta":
+            ranks = len(like.files)
+            return replace(request, mp=ranks, rank_boxes=_rank_boxes(change, ranks))
+        return replace(request, like=like.file_of, like_files=like.files)
+
+    def _papers(self, change: Change, tensors: tuple[OutputTensor, ...]) -> Papers:
+        found = papers(
+            self.assets,
+            self.options.to,
+            change,
+            ranks=self.options.mp,
+            dtype=main_dtype(tensors),
+            cast=self.options.dtype is not None,
+        )
+        self.documents = found.contents
+        return found
+
+    def _executable(
+        self,
+        mapped: Sequence[MappedTensor],
+        tensors: tuple[OutputTensor, ...],
+        output: Output,
+        beside: Papers,
+    ) -> Plan:
+        by_name = {tensor.name: tensor.dtype for tensor in tensors}
+        copies = tuple(transfers(mapped, self.catalog.tensors, output, by_name))
+        raw = (*output.raw_copies, *beside.copies)
+        files = (*output.files, *beside.files)
+        digest = digest_of(
+            self.options.checksum, files, output.records, copies, raw, beside.contents
+        )
+        if self.options.checksum and not self.target.single_file:
+            head = {"source": self._provenance(), "plan": digest}
+            files = (*files, manifest(head, tensors, output.boxes, output.records))
+        return Plan(
+            source_root=self.catalog.root,
+            sources=self._sources(copies, output.raw_copies),
+            target=str(self.destination),
+            single_file=self.target.single_file,
+            files=files,
+            records=output.records,
+            transfers=copies,
+            raw_copies=raw,
+            digest=digest,
+        )
+
+    def _provenance(self) -> dict[str, object]:
+        return {
+            "name": Path(self.catalog.path).name,
+            "format": self.catalog.format,
+            "layout": self.known.layout,
+            "model_type": self.known.model_type,
+        }
+
+    def _sources(
+        self, copies: Sequence[Transfer], raw: Sequence[RawCopy]
+    ) -> dict[str, FileIdentity]:
+        names = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
+        names |= dict.fromkeys(item.source for item in raw)
+        with SourceFiles(self.catalog.root) as files:
+            return {name: files.identity(name) for name in names}
+
+
+def _rank_boxes(change: Change, ranks: int) -> Callable[[OutputTensor], Sequence[Box]] | None:
+    family = change.family
+    if family is None or ranks == 1:
+        return None
+
+    def boxes(tensor: OutputTensor) -> Sequence[Box]:
+        sizes = change.sizes or {}
+        return split(family, "meta", tensor.name, tensor.shape, sizes, ranks).boxes
+
+    return boxes

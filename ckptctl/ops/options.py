@@ -1,0 +1,71 @@
+"""What a conversion is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckptctl.formats.base import GB
+from ckptctl.storage.executor import ExecutionOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """What a conversion is asked to do; see ``ckptctl convert --help``.
+
+    Attributes:
+        to: Format to write.
+        from_format: Format of the source; None: detect.
+        model_type: Family; None: detect.
+        from_layout: Layout of the source; None: detect.
+        to_layout: Layout to write; None: what the target format implies, else the source's.
+        dtype: torch's name of the dtype that floating tensors are cast to; None: keep.
+        include: Globs of names in the model; none: all.
+        exclude: Globs of names that are left out.
+        only: The model, or all that the checkpoint holds.
+        root: The model's prefix in the source; None: find it.
+        max_shard_size: Bytes of tensors per output file.
+        mp: Number of Meta shards.
+        assets: Directory with configuration and tokenizer.
+        like: Checkpoint whose distribution of keys over files is copied.
+        overwrite: Replace an existing checkpoint.
+        resume: Go on from the journal of an interrupted run.
+        verify: Read the published output again and compare its checksums.
+        checksum: Compute checksums on the way.
+        jobs: Threads; None: one per core, at most four.
+        memory: Bytes of buffers; None: 64 MiB.
+        untie: Keep both of two tied tensors.
+    """
+
+    to: str
+    from_format: str | None = None
+    model_type: str | None = None
+    from_layout: str | None = None
+    to_layout: str | None = None
+    dtype: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    only: Literal["model", "all"] = "model"
+    root: str | None = None
+    max_shard_size: int = 5 * GB
+    mp: int = 1
+    assets: Path | None = None
+    like: Path | None = None
+    overwrite: bool = False
+    resume: bool = False
+    verify: bool = False
+    checksum: bool = True
+    jobs: int | None = None
+    memory: int | None = None
+    untie: bool = False
+
+    def execution(self) -> ExecutionOptions:
+        """Return how the plan is to be carried out."""
+        default = ExecutionOptions()
+        return ExecutionOptions(
+            jobs=self.jobs or default.jobs,
+            memory=self.memory or default.memory,
+            checksum=self.checksum,
+            resume=self.resume,
+        )
