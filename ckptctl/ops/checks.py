@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from ckptctl.formats.base import GB, WritableFormat
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import publish
+from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
 
 WINDOW = 4 << 20
@@ -107,7 +107,7 @@ def _crc(files: SourceFiles, name: str, offset: int, nbytes: int) -> int:
     for start in range(0, nbytes, WINDOW):
         view = buffer[: min(WINDOW, nbytes - start)]
         files.readv(name, [view], offset + start)
-        crc = zlib.crc32(view, crc)
+        crc = crc32(view, crc)
     return crc
 
 

@@ -1,4 +1,7 @@
-"""Combining CRC-32 checksums of adjacent blocks without reading the bytes again.
+"""CRC-32 checksums: of bytes, and of adjacent blocks without reading the bytes again.
+
+Intel's ISA-L computes them ten times faster than most builds of zlib (54 and 4 GB/s on one core),
+which is what makes a checksum of every tensor cheaper than leaving it out would be worth.
 
 Appending *n* zero bytes multiplies the CRC's polynomial by x^(8n) modulo the CRC polynomial, a
 linear map on 32 bits; zlib's ``crc32_combine`` (``crc32.c``) does the same.
@@ -6,7 +9,17 @@ linear map on 32 bits; zlib's ``crc32_combine`` (``crc32.c``) does the same.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from functools import lru_cache
+
+try:
+    from isal.isal_zlib import crc32 as _fast
+except ImportError:
+    _fast = zlib.crc32
+
+crc32: Callable[..., int] = _fast
+"""``crc32(data, value=0)`` as in :mod:`zlib`."""
 
 POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31

@@ -140,9 +140,7 @@ class SourceFiles:
         except OSError as error:
             raise StorageError.from_os_error(error, "open", str(self.root / name)) from error
 
-    def _fill(
-        self, descriptor: int, name: str, views: Sequence[memoryview], offset: int
-    ) -> int:
+    def _fill(self, descriptor: int, name: str, views: Sequence[memoryview], offset: int) -> int:
         wanted = sum(len(view) for view in views)
         done = 0
         left = list(views)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl.errors import StorageError
+from ckptctl.storage.crc import crc32
 
 VERSION = 1
 Header = Mapping[str, object]
@@ -111,11 +111,11 @@ class Journal:
 
 def _line(value: Mapping[str, object]) -> bytes:
     text = json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
+    return b"%08x %s\n" % (crc32(text), text)
 
 
 def _units(line: bytes) -> list[Done] | None:
     check, _, text = line.rstrip(b"\n").partition(b" ")
-    if not line.endswith(b"\n") or check != b"%08x" % zlib.crc32(text):
+    if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
         return None
     return [Done(*unit) for unit in json.loads(text)["units"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from ckptctl.planner.copies import Read, Tile
 from ckptctl.planner.moves import Move
 from ckptctl.planner.plan import Transfer
 from ckptctl.planner.runs import Pattern
+from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import IOV_MAX, SourceFiles, after
 from ckptctl.storage.journal import Done
 from ckptctl.storage.lanes import Unit
@@ -121,14 +121,14 @@ class Worker:
             start = read.pattern.runs[0][0] if read.pattern else 0
             view = buffer[start : start + read.nbytes]
             self._fill(files, read.file, [view], read.offset, read.nbytes)
-            return zlib.crc32(view) if read.operand >= 0 else -1
+            return crc32(view) if read.operand >= 0 else -1
         offset, crc = read.offset, 0
         for size, views in self._scatter(read.pattern, buffer):
             self._fill(files, read.file, views, offset, size)
             offset += size
             if read.operand >= 0:
                 for view in views:
-                    crc = zlib.crc32(view, crc)
+                    crc = crc32(view, crc)
         return crc if read.operand >= 0 else -1
 
     def _fill(
@@ -185,7 +185,7 @@ class Worker:
             if tile.flat and read:
                 crcs.append(read[0])
             else:
-                crcs.append(zlib.crc32(view) if self._checksum else 0)
+                crcs.append(crc32(view) if self._checksum else 0)
             path = self._root / write.file
             write_all(self._descriptors.target(write.file), view, write.offset, path)
         return crcs
@@ -215,7 +215,7 @@ class Worker:
             view = buffer[:size]
             self._fill(unit.files, read.file, [view], read.offset + done, size)
             if self._checksum:
-                crc = zlib.crc32(view, crc)
+                crc = crc32(view, crc)
             write_all(descriptor, view, write.offset + done, self._root / write.file)
         return Done(unit.transfer, unit.number, [crc], [crc] if read.operand >= 0 else [])
 

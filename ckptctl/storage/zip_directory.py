@@ -8,10 +8,10 @@ headers that disagree with the central directory, records outside of the range.
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import dataclass
 
 from ckptctl.errors import DamagedError, FormatError
+from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
 
 SMALL = 1 << 15
@@ -135,7 +135,7 @@ class FileRange:
         if record.nbytes > limit:
             raise self.damaged(f"a record of {record.nbytes:,} bytes, at most {limit:,} are read")
         found = self.get(record.offset, record.nbytes, HEAD)
-        if checked and zlib.crc32(found) != record.crc32:
+        if checked and crc32(found) != record.crc32:
             raise self.damaged(f"the checksum of the record at {record.offset:,} does not match")
         return found
 

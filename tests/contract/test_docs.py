@@ -130,6 +130,7 @@ class Page:
             exec(compile(body, "page", "exec"), self.namespace)
         expected = re.findall(r"^ *print\(.*\)  # (.*)$", body, re.MULTILINE)
         if expected:
+            assert len(expected) == body.count("print("), "a line is too long for its comment"
             compare("python", "\n".join(expected), printed.getvalue())
 
     def install(self) -> None:

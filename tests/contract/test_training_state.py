@@ -1,0 +1,203 @@
+"""Training checkpoints: which part is the model, and how the rest follows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from tests.checkpoints import (
+    differences,
+    load_any_reference,
+    rename,
+    save_hf,
+    save_torch,
+    save_training_dcp,
+    tiny_llama,
+    to_interleaved,
+    to_meta_names,
+    training_state,
+)
+from tests.checkpoints.readers import flatten
+from tests.contract.support import WRITABLE, message, place, read, refused
+
+STATE, CONFIG = tiny_llama("llama3", layers=1)
+STYLES = ("torchtitan", "prefixed")
+OUTSIDE = {
+    "torchtitan": ("optimizer.", "lr_scheduler.", "dataloader.", "train_state."),
+    "prefixed": ("optim.", "step", "rng"),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("training")
+    save_hf(folder / "assets", STATE, CONFIG)
+    found = {style: save_training_dcp(folder / style, STATE, style) for style in STYLES}
+    for style in STYLES:
+        save_torch(folder / f"{style}.pt", training_state(STATE, style))
+    return found | {f"{style}.pt": folder / f"{style}.pt" for style in STYLES}
+
+
+def style_of(name: str) -> str:
+    return name.removesuffix(".pt")
+
+
+CASES = (*STYLES, *(f"{style}.pt" for style in STYLES))
+
+
+@pytest.mark.parametrize("target", WRITABLE)
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_is_found(
+    tmp_path: Path, sources: dict[str, Path], name: str, target: str
+) -> None:
+    out = place(tmp_path, target)
+    assets = sources[name].parent / "assets"
+    done = ckptctl.convert(
+        sources[name], out, to=target, assets=None if target == "torch" else assets
+    )
+    assert not differences(read(out, CONFIG), STATE)
+    assert done.plan.recognition.root == ("model." if style_of(name) == "prefixed" else "")
+    left = done.plan.left_out
+    everything = flatten(training_state(STATE, style_of(name)))  # type: ignore[arg-type]
+    assert {key for key in everything if key.startswith(OUTSIDE[style_of(name)])} <= set(left)
+    assert not [key for key in left if key.removeprefix("model.") in STATE]
+
+
+@pytest.mark.parametrize("target", ["dcp", "torch"])
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_kept(
+    tmp_path: Path, sources: dict[str, Path], name: str, target: str
+) -> None:
+    out = place(tmp_path, target)
+    done = ckptctl.convert(sources[name], out, to=target, only="all")
+    assert not differences(load_any_reference(out), load_any_reference(sources[name]))
+    assert not done.plan.left_out
+    if target == "torch":
+        nested = torch.load(out, weights_only=True)
+        state = training_state(STATE, style_of(name))  # type: ignore[arg-type]
+        assert nested.keys() == state.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("target", ["dcp", "torch"])
+def test_moments_follow_their_parameters(
+    tmp_path: Path, sources: dict[str, Path], name: str, target: str
+) -> None:
+    out = place(tmp_path, target)
+    ckptctl.convert(
+        sources[name],
+        out,
+        to=target,
+        only="all",
+        to_layout="torchtitan@0.3",
+        assets=None if target == "torch" else sources[name].parent / "assets",
+        model_type="llama3",
+        **({} if target == "dcp" else {}),
+    )
+    found = load_any_reference(out)
+    state = training_state(STATE, style_of(name))  # type: ignore[arg-type]
+    prefix = "model." if style_of(name) == "prefixed" else ""
+    expected = rename(to_meta_names(STATE, CONFIG), "meta", "torchtitan@0.3")
+    assert not differences({key: found[prefix + key] for key in expected}, expected)
+    moment = moments(state)
+    new = {old: key for old, key in zip(STATE, rename(STATE, "hf", "torchtitan@0.3"), strict=True)}
+    assert len(moment) == 2 * len(STATE)
+    head = "optim.state." if prefix else "optimizer.state."
+    for (old, part), value in moment.items():
+        heads = {"q_proj.weight": 4, "k_proj.weight": 2}.get(".".join(old.split(".")[-2:]))
+        turned = to_interleaved(value, heads) if heads else value
+        assert torch.equal(found[f"{head}{new[old]}.{part}"], turned), old
+    assert not [key for key in found if "q_proj" in key]
+
+
+def moments(state: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
+    flat = flatten(state)
+    return {
+        (
+            key.removeprefix("optimizer.state.").removeprefix("optim.state.").rpartition(".")[0],
+            part,
+        ): value
+        for key, value in flat.items()
+        if (part := key.rpartition(".")[2]) in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_moments_without_names_are_refused(tmp_path: Path, sources: dict[str, Path]) -> None:
+    """``optimizer.state_dict()`` numbers its parameters."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": dict(STATE), "optimizer": optimizer.state_dict(), "step": 3}
+    source = save_torch(tmp_path / "source.pt", state)
+    ckptctl.convert(source, tmp_path / "same.pt", to="torch", only="all")
+    assert not differences(load_any_reference(tmp_path / "same.pt"), load_any_reference(source))
+    assets = sources["prefixed"].parent / "assets"
+    options: dict[str, Any] = {"to_layout": "torchtune", "assets": assets, "only": "all"}
+    with refused(source, tmp_path / "out", 6) as caught:
+        ckptctl.convert(source, tmp_path / "out", to="dcp", **options)
+    assert "optimizer.state.0.exp_avg" in message(caught.value)
+
+
+def test_a_layout_change_needs_heads(tmp_path: Path, sources: dict[str, Path]) -> None:
+    with refused(sources["torchtitan"], tmp_path / "out", 5) as caught:
+        ckptctl.convert(
+            sources["torchtitan"], tmp_path / "out", to="dcp", to_layout="torchtune", only="all"
+        )
+    assert "config.json" in message(caught.value) or "model" in message(caught.value)
+
+
+@pytest.mark.parametrize("target", ["hf", "meta"])
+def test_all_has_no_place_in_some_formats(
+    tmp_path: Path, sources: dict[str, Path], target: str
+) -> None:
+    with refused(sources["prefixed"], tmp_path / "out", 2):
+        ckptctl.convert(sources["prefixed"], tmp_path / "out", to=target, only="all")
+
+
+def test_root_decides(tmp_path: Path) -> None:
+    ema = {name: value + 1 for name, value in STATE.items()}
+    source = save_torch(
+        tmp_path / "s.pt", {"model": dict(STATE), "ema": {"shadow": ema}, "step": 1}
+    )
+    ckptctl.convert(source, tmp_path / "model", to="hf")
+    assert not differences(load_any_reference(tmp_path / "model"), STATE)
+    ckptctl.convert(source, tmp_path / "ema", to="hf", root="ema.shadow")
+    assert not differences(load_any_reference(tmp_path / "ema"), ema)
+    with refused(source, tmp_path / "out", 2) as caught:
+        ckptctl.convert(source, tmp_path / "out", to="hf", root="modle")
+    assert "--root model" in message(caught.value)
+
+
+def test_the_command_says_what_it_takes(tmp_path: Path, sources: dict[str, Path]) -> None:
+    from typer.testing import CliRunner
+
+    from ckptctl.cli.app import app
+
+    arguments = ["convert", str(sources["prefixed"]), str(tmp_path / "out"), "--to", "hf"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "model under `model`" in result.stderr
+    assert "optim.state" in result.stderr or "left out" in result.stderr
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "module"])
+def test_torch_files_with_the_model_under_a_key(tmp_path: Path, key: str) -> None:
+    source = save_torch(tmp_path / "source.pt", STATE, key=key)
+    done = ckptctl.convert(source, tmp_path / "out", to="hf")
+    assert not differences(load_any_reference(tmp_path / "out"), STATE)
+    assert done.plan.recognition.root == f"{key}."
+    assert "epoch" in done.plan.left_out
+
+
+def test_wrapped_names(tmp_path: Path) -> None:
+    """``torch.compile`` and DDP put their own prefix before every name."""
+    for prefix in ("_orig_mod.", "module."):
+        wrapped = {prefix + name: value for name, value in STATE.items()}
+        source = save_torch(tmp_path / f"{prefix}pt", wrapped)
+        ckptctl.convert(source, tmp_path / f"out{prefix}", to="hf")
+        assert not differences(load_any_reference(tmp_path / f"out{prefix}"), STATE)
