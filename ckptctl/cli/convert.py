@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -12,7 +12,7 @@ import typer
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
-from ckptctl.errors import SHOWN
+from ckptctl.errors import SHOWN, listed
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ def convert(
         _print_plan(output, plan, dst)
         output.hint(f"run it with `{_without_dry_run(context)}`")
         return
+    for reason, names in _by_reason(plan.left_out):
+        output.note(f"left out, {reason}: {listed(names)}")
     with progress(output, "copying", plan.nbytes) as advance:
         result = run_conversion(plan, advance)
     _print_result(output, result, dst)
@@ -183,11 +185,15 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     )
 
 
-def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
+def _by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
     by_reason: dict[str, list[str]] = {}
     for key, reason in keys.items():
         by_reason.setdefault(reason, []).append(key)
-    for reason, names in by_reason.items():
+    return by_reason.items()
+
+
+def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
+    for reason, names in _by_reason(keys):
         output.line(f"{title}: {reason}")
         for name in names[:SHOWN]:
             output.line(f"  {name}")

