@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -137,7 +137,7 @@ def convert(
         output.hint(f"run it with `{_without_dry_run(context)}`")
         return
     for reason, names in _by_reason(plan.left_out):
-        output.note(f"left out, {reason}: {listed(names)}")
+        output.note(f"left out, {reason}: {_in_short(names)}")
     with progress(output, "copying", plan.nbytes) as advance:
         result = run_conversion(plan, advance)
     _print_result(output, result, dst)
@@ -190,6 +190,14 @@ def _by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
     for key, reason in keys.items():
         by_reason.setdefault(reason, []).append(key)
     return by_reason.items()
+
+
+def _in_short(names: Sequence[str]) -> str:
+    """Return the names, or where there are many what they begin with."""
+    if len(names) <= SHOWN:
+        return listed(names)
+    heads = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    return f"{listed(heads)} ({len(names):,} in all)"
 
 
 def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:

@@ -148,3 +148,45 @@ def test_other_layouts(tmp_path: Path, layout: Any, target: str) -> None:
     assert not differences(load_any_reference(path), expected)
     ckptctl.convert(path, tmp_path / "back", to="hf", assets=source, from_layout=layout)
     assert not differences(read(tmp_path / "back", config), state)
+
+
+@pytest.mark.parametrize("target", WRITABLE)
+def test_tied_tensors_that_are_stored_twice(tmp_path: Path, target: str) -> None:
+    """The copy is dropped by the rule of the tie, once it is proven to be one."""
+    state, config = tiny_llama("llama3_2")
+    twice = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+    source = build("dcp", tmp_path, to_meta_names(twice, config), config)
+    out = place(tmp_path, target)
+    done = ckptctl.convert(source, out, to=target, to_layout=None if target == "meta" else "hf")
+    assert not differences(read(out, config), state)
+    assert target == "meta" or "output.weight" in done.plan.dropped
+
+
+@pytest.mark.parametrize("target", NAMED)
+def test_a_tie_that_is_none(tmp_path: Path, target: str) -> None:
+    """The configuration calls two tensors one, and they differ."""
+    state, config = tiny_llama("llama3_2")
+    other = state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}
+    source = build("torch", tmp_path, to_meta_names(other, config), None)
+    assets = tmp_path / "papers"
+    assets.mkdir()
+    save_side_files(assets, config)
+    out = place(tmp_path, target)
+    options: dict[str, Any] = {"to": target, "to_layout": "hf", "assets": assets}
+    with refused(source, out, 5) as caught:
+        ckptctl.convert(source, out, **options)
+    assert "output.weight" in message(caught.value)
+    assert "--untie" in message(caught.value)
+    ckptctl.convert(source, out, **options, untie=True)
+    assert not differences(load_any_reference(out), other)
+    if out.is_dir():
+        written = json.loads((out / "config.json").read_text())
+        assert written == config | {"tie_word_embeddings": False}
+
+
+def test_tied_memory_is_written_twice_where_nothing_says_that_it_is_one(tmp_path: Path) -> None:
+    state, _ = tiny_llama("llama3_2")
+    shared = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
+    source = build("torch", tmp_path, shared, None)
+    ckptctl.convert(source, tmp_path / "plain", to="hf")
+    assert not differences(load_any_reference(tmp_path / "plain"), shared)

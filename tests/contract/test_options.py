@@ -63,7 +63,7 @@ def test_a_part_of_a_model_still_changes_its_layout(tmp_path: Path, source: Path
         source, tmp_path / "o.pt", to="torch", to_layout="torchtune", include=["*.1.self_attn.*"]
     )
     whole = rename(to_meta_names(STATE, CONFIG), "meta", "torchtune")
-    new = {old: key for old, key in zip(STATE, rename(STATE, "hf", "torchtune"), strict=True)}
+    new = dict(zip(STATE, rename(STATE, "hf", "torchtune"), strict=True))
     expected = {new[name]: whole[new[name]] for name in chosen}
     assert not differences(load_any_reference(tmp_path / "o.pt"), expected)
 
@@ -71,7 +71,8 @@ def test_a_part_of_a_model_still_changes_its_layout(tmp_path: Path, source: Path
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_a_pattern_that_matches_nothing(tmp_path: Path, source: Path, option: Any) -> None:
     with refused(source, tmp_path / "out", 5) as caught:
-        ckptctl.convert(source, tmp_path / "out", to="dcp", **{option: ["*.norm.wieght"]})
+        options: dict[str, Any] = {option: ["*.norm.wieght"]}
+        ckptctl.convert(source, tmp_path / "out", to="dcp", **options)
     assert "*.norm.wieght" in message(caught.value)
 
 
@@ -90,7 +91,7 @@ def test_casts(tmp_path: Path, source: Path, target: str) -> None:
 
 
 def test_integers_are_not_cast(tmp_path: Path) -> None:
-    state = {"w": torch.randn(3), "n": torch.arange(3), "mask": torch.tensor([True]), "c": 1j}
+    state = {"w": torch.randn(3), "n": torch.arange(3), "mask": torch.tensor([True])}
     state["c"] = torch.tensor([1j])
     source = save_torch(tmp_path / "in.pt", state)
     ckptctl.convert(source, tmp_path / "out", to="dcp", dtype="float16")

@@ -1,0 +1,68 @@
+"""``kill -9`` at random moments of whole conversions: the destination is absent or complete."""
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.checkpoints import tiny_llama
+
+TRIALS = 12
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kill") / "source"
+    folder.mkdir()
+    state, config = tiny_llama("llama3", hidden=512, vocab=8192, ffn=1536)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    import json
+
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def digest(folder):
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        found.update(str(path.relative_to(folder)).encode())
+        found.update(path.read_bytes() if path.is_file() else b"")
+    return found.hexdigest()
+
+
+def convert(source, target, to, *options):
+    command = [sys.executable, "-m", "ckptctl", "convert", str(source), str(target), "--to", to]
+    return subprocess.Popen([*command, "-q", *options], stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("to", "options"), [("meta", ["--mp", "2"]), ("dcp", ["--resume"])])
+def test_killed_at_random(source, tmp_path, to, options):
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    before = digest(source)
+    reference = tmp_path / "reference"
+    start = time.monotonic()
+    assert convert(source, reference, to, *options).wait() == 0
+    duration = time.monotonic() - start
+    whole = digest(reference)
+    killed = 0
+    for trial in range(TRIALS):
+        target = tmp_path / f"out-{trial}"
+        process = convert(source, target, to, *options)
+        time.sleep(rng.uniform(0.3, 1.05) * duration)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() != 0
+        assert not target.exists() or digest(target) == whole
+        if not target.exists():
+            assert convert(source, target, to, *options).wait() == 0
+            assert digest(target) == whole
+    assert killed
+    assert digest(source) == before
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".out-0")]
