@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, listed, nearest
-from ckptctl.formats import foreign
+from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import Format, Sniff, WritableFormat
 from ckptctl.units import natural_key
 
@@ -131,7 +131,7 @@ def open_checkpoint(
     """
     path = existing(path)
     known = get(format) if format else detect(path)
-    return known.read(path, model_type)
+    return checksums.attach(known.read(path, model_type))
 
 
 def resolve(catalog: Catalog) -> Catalog:

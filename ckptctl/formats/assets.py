@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import cast
 
 from ckptctl.errors import DamagedError
+from ckptctl.formats.checksums import MANIFEST
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 
 MAX_BYTES = 100_000_000
-MANIFEST = "ckptctl.manifest.json"
 DOCUMENTS = ("config.json", "params.json")
 _NOT_CARRIED = {MANIFEST, "SHA256SUMS", "checklist.chk", "params.json"}
 _WEIGHTS = (

@@ -16,6 +16,7 @@ from ckptctl.planner.configs import config_to_params, params_to_config
 from ckptctl.planner.plan import OutputFile, RawCopy
 
 CONFIG, PARAMS = "config.json", "params.json"
+NO_CONFIG = "there is no config.json: transformers cannot load this without one (`--assets`)"
 Json = Mapping[str, object]
 
 
@@ -102,8 +103,8 @@ def papers(
         return Papers((), (), {}, (note,) if names else ())
     written = _written(assets, to_format, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()
-    if to_format == "hf" and CONFIG not in written and CONFIG not in assets.documents:
-        notes = ("there is no config.json: transformers cannot load this without one (--assets)",)
+    if to_format == "hf" and CONFIG not in assets.documents:
+        notes = (_about_config(change) if CONFIG in written else NO_CONFIG,)
     if to_format == "meta" and PARAMS not in written:
         raise _no_params(change)
     carried = {name: size for name, size in assets.sizes.items() if name not in written}
@@ -115,6 +116,15 @@ def papers(
         ),
         written,
         notes,
+    )
+
+
+def _about_config(change: Change) -> str:
+    family = change.family.name if change.family else "?"
+    tied = "tied" if change.tied else "untied"
+    return (
+        f"config.json is made from params.json as for {family}, embeddings {tied}; "
+        "`--model-type` or `--assets` if that is wrong"
     )
 
 

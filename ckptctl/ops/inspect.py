@@ -62,9 +62,14 @@ def inspect(
         members = [] if format else formats.list_run(formats.existing(path))
         if not members:
             raise
-        return Inspection(str(path), "run", checkpoints=tuple(_member(m, path) for m in members))
+        return _run(str(path), tuple(_member(member, path) for member in members))
     measured = _measure(catalog, include, progress) if stats else {}
     return _describe(str(path), catalog, measured)
+
+
+def _run(path: str, members: tuple[Member, ...]) -> Inspection:
+    incomplete = tuple(f"`{m.path}`: {m.problems[0]}" for m in members if m.problems)
+    return Inspection(path, "run", problems=incomplete, checkpoints=members)
 
 
 def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:

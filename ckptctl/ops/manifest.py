@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl import __version__
 from ckptctl.catalog import Box
-from ckptctl.formats.assets import MANIFEST
 from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
-
-SCHEMA = "ckptctl.manifest/1"
 
 
 def manifest(

@@ -164,7 +164,8 @@ class Ledger:
                 f"`{transfer.source_name}` does not have the checksum that its file records",
                 where=operand.file,
                 why=f"CRC-32 is {found or 0:08x}, recorded is {operand.crc32 or 0:08x}",
-                hint="copy the checkpoint again from where it came",
+                hint="copy the checkpoint again from where it came; if the file was changed on "
+                "purpose, remove its ckptctl.manifest.json",
             )
 
 

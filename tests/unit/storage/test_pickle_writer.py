@@ -19,10 +19,10 @@ from ckptctl.storage.pickle_reader import TORCH_TABLE, loads
 from ckptctl.storage.pickle_writer import (
     Global,
     NewObject,
-    Stream,
     Persistent,
     Reduce,
     StorageTensor,
+    Stream,
     dump_state,
     dumps,
 )

@@ -1,0 +1,73 @@
+"""``ckptctl.manifest.json`` beside a checkpoint: checksums for formats that carry none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.catalog import Catalog, Extent, TensorEntry
+from ckptctl.errors import DamagedError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.json_reader import read_json
+
+MANIFEST = "ckptctl.manifest.json"
+SCHEMA = "ckptctl.manifest/1"
+Place = tuple[str, int]
+"""File and first byte of a chunk."""
+
+
+def attach(catalog: Catalog) -> Catalog:
+    """Return *catalog* with the checksums of the manifest beside it.
+
+    A manifest that does not describe exactly these tensors (the weights were saved again by
+    another program) is not used, and a note says so.
+
+    Raises:
+        DamagedError: The manifest is not JSON.
+    """
+    if not (Path(catalog.root) / MANIFEST).is_file() or Path(catalog.path).is_file():
+        return catalog
+    with SourceFiles(catalog.root) as files:
+        described = _described(read_json(files, MANIFEST), str(files.root / MANIFEST))
+    found = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
+    if {name: (dtype, shape) for name, (dtype, shape, _) in described.items()} != found:
+        note = f"{MANIFEST} describes other tensors and is not used"
+        return replace(catalog, notes=(*catalog.notes, note))
+    tensors = {name: _checked(entry, described[name][2]) for name, entry in catalog.tensors.items()}
+    return replace(catalog, tensors=tensors)
+
+
+def _described(
+    content: object, where: str
+) -> dict[str, tuple[str, tuple[int, ...], dict[Place, int]]]:
+    """Return dtype, shape and checksums of each tensor in a manifest."""
+    try:
+        if not isinstance(content, dict) or content["schema"] != SCHEMA:
+            return {}
+        return {
+            name: (
+                str(tensor["dtype"]),
+                tuple(tensor["shape"]),
+                {(c["file"], c["offset"]): int(c["crc32"], 16) for c in tensor["chunks"]},
+            )
+            for name, tensor in content["tensors"].items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(
+            "this is not a manifest",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            hint="remove it, or copy the checkpoint again",
+        ) from error
+
+
+def _checked(entry: TensorEntry, crcs: Mapping[Place, int]) -> TensorEntry:
+    extents = tuple(_with_crc(extent, crcs) for extent in entry.extents)
+    return entry if extents == entry.extents else replace(entry, extents=extents)
+
+
+def _with_crc(extent: Extent, crcs: Mapping[Place, int]) -> Extent:
+    if extent.codec != "raw" or extent.crc32 is not None:
+        return extent
+    return replace(extent, crc32=crcs.get((extent.file, extent.offset)))
