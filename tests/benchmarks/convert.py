@@ -22,11 +22,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from tests.benchmarks import report, startup
 from tests.benchmarks.directions import BY_NAME, DEFAULT, PYTHON, Direction, Setting, commands
 from tests.benchmarks.measure import ProcessFailed, Sample, run
+from tests.benchmarks.pages import pool
 from tests.benchmarks.report import Measured
 from tests.benchmarks.workspace import Workspace, discard, nbytes
 
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as scratch:
         bench = Bench(given, Path(scratch))
-        bench.all()
+        with nullcontext() if given.disk else pool(Path(scratch), bench.footprint):
+            bench.all()
     print(bench.markdown())
     if given.json:
         given.json.write_text(json.dumps(bench.document(), indent=1))
@@ -70,6 +73,12 @@ class Bench:
         # By source, so that each is made once.
         for direction in sorted(self._directions(), key=lambda d: d.source):
             self._guarded(self._direction, direction)
+
+    @property
+    def footprint(self) -> int:
+        """Return the bytes of the sources and of the largest output: a cast to float32."""
+        sizes = [int(size) for size in self.space.sizes if size.isdigit()]
+        return sum(sizes) * 5 // 4 + max(sizes, default=0) * 9 // 4
 
     def markdown(self) -> str:
         """Return the tables, headed by the machine and the setting."""
