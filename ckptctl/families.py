@@ -50,7 +50,7 @@ def _load(name: str) -> Family:
     """Return the family of a name that is known to exist.
 
     Raises:
-        CkptError: Its module does not define a family.
+        UsageError: Its module does not define a family, or its tables are malformed.
     """
     from ckptctl.planner.layouts import Family
 
@@ -59,10 +59,16 @@ def _load(name: str) -> Family:
             found = importlib.import_module(f"{PACKAGE}.{name}").FAMILY
         else:
             found = _entry_points()[name].load()
-    except (ImportError, AttributeError) as error:
-        raise CkptError(f"cannot load model type `{name}`", why=str(error)) from error
-    if not isinstance(found, Family):
-        raise CkptError(f"cannot load model type `{name}`", why=f"`{found!r}` is not a Family")
+        if not isinstance(found, Family):
+            raise TypeError(f"{found!r} is not a Family")
+        if not found.tensors:
+            raise ValueError("its tables are empty")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"cannot load model type `{name}`",
+            why=str(error),
+            hint="mend its tables, or uninstall the package that adds it",
+        ) from error
     return found
 
 

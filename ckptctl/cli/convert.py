@@ -138,7 +138,7 @@ def convert(
         return
     for reason, names in _by_reason(plan.left_out):
         output.note(f"left out, {reason}: {_in_short(names)}")
-    with progress(output, "copying", plan.nbytes) as advance:
+    with progress(output, "copying", plan.nbytes, "syncing") as advance:
         result = run_conversion(plan, advance)
     _print_result(output, result, dst)
     output.hint(f"look at it with `{shlex.join(['ckptctl', 'inspect', str(dst)])}`")

@@ -25,28 +25,32 @@ Advance = Callable[[int], None]
 
 
 @contextmanager
-def progress(output: Output, verb: str, total: int) -> Iterator[Advance | None]:
+def progress(
+    output: Output, verb: str, total: int, ending: str | None = None
+) -> Iterator[Advance | None]:
     """Yield the function to call with bytes done, from any thread; None: nobody is looking.
 
     Args:
         output: Decides whether anything is shown.
         verb: What is being done: ``copying``.
+        ending: What is being done when all bytes are: ``syncing``; None: nothing more.
         total: Bytes in all.
     """
     if not output.chatty or os.environ.get("CKPTCTL_NO_PROGRESS") or total <= 0:
         yield None
         return
     kind = _Bar if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else _Lines
-    with kind(output, verb, total) as shown:
+    with kind(output, verb, total, ending) as shown:
         yield shown.advance
 
 
 class _Lines:
     """One line now and then."""
 
-    def __init__(self, output: Output, verb: str, total: int) -> None:
+    def __init__(self, output: Output, verb: str, total: int, ending: str | None) -> None:
         self.output = output
         self.verb = verb
+        self.ending = ending or verb
         self.total = total
         self.done = 0
         self.start = time.monotonic()
@@ -102,7 +106,7 @@ class _Bar(_Lines):
             if self.bar is None and time.monotonic() - self.start >= QUIET_SECONDS:
                 self.begin()
             if self.bar:
-                verb = "syncing" if self.done >= self.total else self.verb
+                verb = self.ending if self.done >= self.total else self.verb
                 self.bar.update(self.task, completed=self.done, description=verb)
 
     def begin(self) -> None:

@@ -29,6 +29,7 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
             asked.max_shard_size != 5 * GB and target.name in ("meta", "torch")
         ),
         "--like has no meaning for a single file": asked.like is not None and target.single_file,
+        "--like and --mp both say how many shards": asked.like is not None and asked.mp > 1,
         "--like and --max-shard-size both say how to cut files": (
             asked.like is not None and asked.max_shard_size != 5 * GB
         ),

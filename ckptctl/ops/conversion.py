@@ -11,11 +11,13 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.layout_change import Change
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.recognise import Recognition
+from ckptctl.planner.copies import permutes
 from ckptctl.planner.plan import Plan
 from ckptctl.units import format_bytes
 
-START_UP = 45 << 20
-TORCH = 260 << 20
+START_UP = 32 << 20
+PER_TENSOR = 7_000
+TORCH = 270 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +96,16 @@ class ConversionPlan:
 
     @property
     def arithmetic(self) -> bool:
-        """Return whether elements are cast, which takes torch."""
-        return any(t.source_dtype != t.target_dtype for t in self.plan.transfers)
+        """Return whether elements are cast or transposed one by one, which takes torch."""
+        return any(t.source_dtype != t.target_dtype or permutes(t) for t in self.plan.transfers)
 
     @property
     def memory_bytes(self) -> int:
         """Return an estimate of the peak memory: start-up, index and buffers."""
-        index = 3_000 * (len(self.plan.transfers) + len(self.source.tensors))
-        buffers = self.options.execution().memory
-        return START_UP + index + buffers + (TORCH + 2 * buffers if self.arithmetic else 0)
+        options = self.options.execution()
+        buffers = options.threads * options.limits().widest
+        index = PER_TENSOR * max(len(self.plan.transfers), len(self.source.tensors))
+        return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
 
     @property
     def statement(self) -> str:

@@ -53,6 +53,7 @@ class Draft:
     ) -> None:
         self.catalog, self.known, self.options = catalog, known, options
         self.target, self.destination, self.assets = target, destination, assets
+        self.like = reference(options.like, options.to)
         self.left_out: dict[str, str] = {}
         self.notes: list[str] = list(catalog.notes)
 
@@ -176,30 +177,35 @@ class Draft:
     def _request(
         self, tensors: tuple[OutputTensor, ...], blobs: list[Blob], change: Change
     ) -> OutputRequest:
-        like = reference(self.options.like, self.options.to)
         request = OutputRequest(
             name=self.destination.name,
             tensors=tensors,
             blobs=blobs,
             max_shard_size=self.options.max_shard_size,
-            mp=self.options.mp,
-            rank_boxes=_rank_boxes(change, self.options.mp),
+            mp=self.ranks,
+            rank_boxes=_rank_boxes(change, self.ranks),
             checksum=self.options.checksum,
         )
-        if like is None:
+        if self.like is None:
             return request
-        require_same_keys(like, [tensor.name for tensor in tensors])
+        require_same_keys(self.like, [tensor.name for tensor in tensors])
         if self.target.layout == "meta":
-            ranks = len(like.files)
-            return replace(request, mp=ranks, rank_boxes=_rank_boxes(change, ranks))
-        return replace(request, like=like.file_of, like_files=like.files)
+            return request
+        return replace(request, like=self.like.file_of, like_files=self.like.files)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of model-parallel shards: of the reference, or as asked for."""
+        if self.like is not None and self.target.layout == "meta":
+            return len(self.like.files)
+        return self.options.mp
 
     def _papers(self, change: Change, tensors: tuple[OutputTensor, ...]) -> Papers:
         found = papers(
             self.assets,
             self.options.to,
             change,
-            ranks=self.options.mp,
+            ranks=self.ranks,
             dtype=main_dtype(tensors),
             cast=self.options.dtype is not None,
         )

@@ -119,7 +119,7 @@ def require_one(found: Recognition, where: str) -> None:
         raise MappingError(
             f"two model types or layouts are possible: {' and '.join(found.evidence)}",
             where=where,
-            hint=f"say which with `--model-type {found.candidates[0]}`",
+            hint="`--model-type` says which; a config.json (`--assets DIR`) decides it too",
         )
 
 

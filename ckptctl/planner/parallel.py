@@ -69,7 +69,11 @@ def split_axis(family: Family, layout: str, key: str) -> tuple[int, str] | None:
     for dim, group in enumerate(tensor.leaves[layout].dims):
         if tensor.split == group[0]:
             return dim, tensor.split
-    return None
+    raise MappingError(
+        f"layout `{layout}` cannot be divided among ranks",
+        where=f"tensor `{key}`",
+        why=f"axis {tensor.split} is not the outermost of a dimension",
+    )
 
 
 def split(

@@ -73,11 +73,11 @@ class Lanes:
         self._busy: list[Lane] = []
         self._lock = threading.Lock()
 
-    def units(self) -> Iterator[list[Unit]]:
-        """Yield batches for one thread until nothing is left in any lane."""
+    def units(self) -> Iterator[tuple[list[Unit], bool]]:
+        """Yield batches for one thread, and whether its lane is its own, until nothing is left."""
         while lane := self._claim():
             while batch := lane.take():
-                yield batch
+                yield batch, lane.workers == 1
             with self._lock:
                 lane.workers -= 1
                 if lane in self._busy:
