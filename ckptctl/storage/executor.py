@@ -265,12 +265,12 @@ class _Run:
         )
         failure: BaseException | None = None
         try:
-            for batch, alone in lanes.units():
+            for batch, worker.alone in lanes.units():
                 finished: list[tuple[Unit, Done]] = []
                 for unit in batch:
                     if self._stop.is_set():
                         break
-                    finished.append((unit, worker.do(unit, alone)))
+                    finished.append((unit, worker.do(unit)))
                 if self._stop.is_set():
                     break
                 self._tell(self._ledger.commit(finished))

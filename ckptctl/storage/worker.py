@@ -71,6 +71,10 @@ class Worker:
         checksum: Whether to compute CRCs.
         chunk: Bytes of a buffer for plain byte ranges.
         arithmetic: Returns the module that imports torch, made ready.
+
+    Attributes:
+        alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
+            lock while it reads, too: with two writers it is slower than reading and writing.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Worker:
         self._checksum = checksum
         self._chunk = chunk
         self._arithmetic = arithmetic
+        self.alone = True
         self._descriptors = Descriptors(root)
         self._kernel_copy = not checksum
         self._buffers: dict[str, memoryview] = {}
@@ -97,21 +102,15 @@ class Worker:
         """Close the descriptors."""
         self._descriptors.close()
 
-    def do(self, unit: Unit, alone: bool) -> Done:
+    def do(self, unit: Unit) -> Done:
         """Do one unit and return its checksums.
-
-        Args:
-            unit: What to do.
-            alone: Whether no other thread writes the same file. The kernel's own copy holds the
-                file's lock while it reads, too; with two writers it is slower than reading and
-                writing.
 
         Raises:
             DamagedError: A source file is shorter than it should be.
             StorageError: A read or write failed.
         """
         tile = unit.tile
-        if tile.flat and alone and self._kernel_copy and self._copy_range(unit):
+        if tile.flat and self.alone and self._kernel_copy and self._copy_range(unit):
             return Done(unit.transfer, unit.number, [0], [])
         if tile.flat and tile.nbytes > self._chunk:
             return self._flat(unit)

@@ -305,15 +305,15 @@ def test_a_source_that_changed_or_went_since_planning(case):
 
 def test_a_source_that_was_replaced_while_it_was_read(case, monkeypatch):
     plan = case.everything()
-    real = os.preadv
+    real, once = os.preadv, threading.Lock()
 
     def preadv(descriptor, views, offset):
-        path = case.source / "s0"
-        other = case.source / "other"
-        other.write_bytes(path.read_bytes())
-        os.utime(other, ns=(0, path.stat().st_mtime_ns))
-        other.rename(path)
-        monkeypatch.setattr(os, "preadv", real)
+        if once.acquire(blocking=False):
+            path = case.source / "s0"
+            other = case.source / "other"
+            other.write_bytes(path.read_bytes())
+            os.utime(other, ns=(0, path.stat().st_mtime_ns))
+            other.rename(path)
         return real(descriptor, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
