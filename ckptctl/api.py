@@ -39,7 +39,7 @@ class Options(TypedDict, total=False):
         resume: Go on with an interrupted run.
         verify: Read the result again and compare its checksums.
         checksum: Compute checksums on the way.
-        jobs: Threads that copy; None: one per core.
+        jobs: Threads that copy; None: one per core, at most four.
         memory: Budget for buffers: bytes, or text such as ``256MiB``; None: the default.
         untie: Write both of two tied tensors.
     """
@@ -115,11 +115,11 @@ def convert(
         src: The checkpoint; it is never changed.
         dst: Must not exist, unless ``overwrite=True`` and it is a checkpoint.
         to: Format to write: ``dcp``, ``hf``, ``meta`` or ``torch``.
-        progress: Called with the bytes done since the last call, from several threads.
+        progress: Called with the bytes done since the last call, from this thread.
         options: See :class:`Options`.
 
     Raises:
-        CkptError: Nothing was published; the source is unchanged.
+        CkptError: Nothing was published, unless ``verify`` is what failed; the source is unchanged.
     """
     from ckptctl.ops.convert import run_conversion
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -137,11 +136,6 @@ def open_checkpoint(
 def resolve(catalog: Catalog) -> Catalog:
     """Return *catalog* with every extent pointing at plain element bytes."""
     return get(catalog.format).resolve(catalog)
-
-
-def without_tensors(catalog: Catalog, keep: set[str]) -> Catalog:
-    """Return *catalog* with only the tensors in *keep*."""
-    return replace(catalog, tensors={n: t for n, t in catalog.tensors.items() if n in keep})
 
 
 def list_run(path: Path) -> list[Path]:

@@ -20,8 +20,8 @@ Place = tuple[str, int]
 def attach(catalog: Catalog) -> Catalog:
     """Return *catalog* with the checksums of the manifest beside it.
 
-    A manifest that does not describe exactly these tensors (the weights were saved again by
-    another program) is not used, and a note says so.
+    A manifest that lists other names, dtypes or shapes (the weights were replaced by those of
+    another model) is not used, and a note says so. Other values are found when they are read.
 
     Raises:
         DamagedError: The manifest is not JSON.

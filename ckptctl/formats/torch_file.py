@@ -22,7 +22,6 @@ from ckptctl.storage.pickle_writer import StorageTensor, dump_state
 from ckptctl.storage.torch_zip import StoredTensor, read_archive
 from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
 
-SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th")
 _ZIP = b"PK\x03\x04"
 
 
@@ -88,11 +87,6 @@ class _Frame:
 
     def __call__(self, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
         return self.layout.frame([crc_of(record) for record in self.records])
-
-
-def zip_frame(layout: ZipLayout, first: int, count: int) -> _Frame:
-    """Return the frame of a ``torch.save`` zip around *count* records from *first* on."""
-    return _Frame(layout, first, count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,10 +62,11 @@ def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> Co
 
     Args:
         plan: What :func:`plan_conversion` returned.
-        progress: Called with the bytes done since its last call, from several threads.
+        progress: Called with the bytes done since its last call, from this thread.
 
     Raises:
-        CkptError: Nothing was published, and the source is as it was.
+        CkptError: Nothing was published, unless the verification is what failed; the source is as
+            it was.
     """
     start = time.monotonic()
     options = plan.options

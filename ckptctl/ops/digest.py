@@ -1,4 +1,4 @@
-"""One number for a plan: equal digests mean equal outputs."""
+"""One number for a plan: equal digests, of equal sources, mean equal outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def digest_of(
     raw_copies: Sequence[RawCopy],
     contents: Mapping[str, bytes],
 ) -> str:
-    """Return the hexadecimal SHA-256 of everything that decides an output's bytes.
+    """Return the hexadecimal SHA-256 of what decides an output's bytes, the sources' own apart.
 
     Args:
         checksum: Whether records carry checksums.

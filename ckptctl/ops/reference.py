@@ -16,7 +16,7 @@ class Reference:
 
     Attributes:
         path: Where it is.
-        files: Its data files, in natural order.
+        files: Its data files, sorted by name.
         file_of: For each tensor the index of its file.
     """
 

@@ -23,13 +23,11 @@ class Rest:
     Attributes:
         tensors: What becomes what; source keys are checkpoint-wide names.
         paths: Key path of each target.
-        shapes: Shape of each target.
         blobs: The leaves that are not tensors.
     """
 
     tensors: tuple[MappedTensor, ...]
     paths: Mapping[str, Path]
-    shapes: Mapping[str, tuple[int, ...]]
     blobs: tuple[Blob, ...]
 
 
@@ -57,8 +55,7 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
             paths[mapped.targets[0].key] = path
         else:
             blobs.append(renames.blob(catalog.blobs[name]))
-    shapes = {m.targets[0].key: m.targets[0].sizes for m in tensors}
-    return Rest(tuple(tensors), paths, shapes, tuple(blobs))
+    return Rest(tuple(tensors), paths, tuple(blobs))
 
 
 class _Renames:
@@ -68,7 +65,6 @@ class _Renames:
         self.root = root
         self.identity = change.identity
         self.mapped = {m.sources[0].key: m for m in change.tensors}
-        self.dropped = change.dropped
 
     def tensor(self, entry: TensorEntry) -> tuple[MappedTensor, Path]:
         found = None if self.identity else self._parameter(entry.name)

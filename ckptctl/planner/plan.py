@@ -172,7 +172,8 @@ class Plan:
         records: Checksummed byte ranges of the output files.
         transfers: Tensor copies.
         raw_copies: Byte ranges copied unchanged.
-        digest: Hexadecimal SHA-256 of all of the above; equal digests mean equal outputs.
+        digest: Hexadecimal SHA-256 of files, records, transfers and raw copies; it says nothing of
+            what the source files hold.
     """
 
     source_root: str

@@ -65,12 +65,6 @@ class Ledger:
         """Return the output files that have nothing but a frame."""
         return [file.path for file in self._plan.files if not self._left[file.path]]
 
-    @property
-    def left(self) -> int:
-        """Return the bytes that are still to be written."""
-        with self._lock:
-            return self._left.total()
-
     def unfinished(self) -> list[str]:
         """Return the output files that still lack bytes."""
         with self._lock:
