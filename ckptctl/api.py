@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from ckptctl import dtypes
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, nearest
 from ckptctl.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -134,6 +134,11 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
     """
     from ckptctl.ops.convert import ConversionOptions
 
+    for name in options.keys() - Options.__annotations__.keys():
+        close = nearest(name, list(Options.__annotations__))
+        raise UsageError(
+            f"unknown option `{name}`", hint=f"did you mean `{close}`?" if close else None
+        )
     memory = options.get("memory")
     return ConversionOptions(
         to=to,
@@ -163,9 +168,10 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
 def _floating(dtype: str | None) -> str | None:
     if dtype is None:
         return None
-    name = dtypes.parse(dtype)
+    name = dtypes.parse(str(dtype))
     if name is None or not dtypes.BY_NAME[name].floating:
-        raise UsageError(f"`{dtype}` is not a floating dtype", where="dtype")
+        known = ", ".join(found.name for found in dtypes.BY_NAME.values() if found.floating)
+        raise UsageError(f"`{dtype}` is not a floating dtype", where="dtype", why=f"known: {known}")
     return name
 
 
@@ -186,6 +192,6 @@ def _path(path: AnyPath | None) -> Path | None:
 
 
 def _positive(name: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
+    if value is not None and (type(value) is not int or value < 1):
         raise UsageError(f"{value} is not a positive number", where=name)
     return value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 import traceback
+import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -121,4 +123,9 @@ _register_commands()
 
 def main() -> None:
     """Run the program with the arguments of the process."""
+    # Python leaves None where a daemon's parent closed a stream.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
+    # torch says so at import where NumPy, which nothing here needs, is not installed.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     app(prog_name="ckptctl")

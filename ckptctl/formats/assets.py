@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import cast
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, listed
 from ckptctl.formats.checksums import MANIFEST
+from ckptctl.planner.configs import plain
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 
@@ -42,8 +43,32 @@ def side_files(root: Path, exclude: Collection[str] = ()) -> dict[str, int]:
     }
 
 
+def left_behind(root: Path, exclude: Collection[str] = ()) -> tuple[str, ...]:
+    """Return notes on what lies in *root* and is too large to be carried, or is a directory."""
+    items = [item for item in sorted(root.iterdir()) if not item.name.startswith(".")]
+    large = [
+        f"not carried along: `{item.name}` (above {MAX_BYTES // 1_000_000} MB)"
+        for item in items
+        if item.is_file() and item.name not in exclude and _is_side(item) and not _carried(item)
+    ]
+    folders = [item.name for item in items if item.is_dir()]
+    return (
+        *large,
+        *((f"not carried along: sub-directories {listed(folders)}",) if folders else ()),
+    )
+
+
+def amended(params: Mapping[str, object], name: str, value: object) -> dict[str, object]:
+    """Return params.json with one value replaced in the part that describes the model."""
+    inner = plain(params)
+    changed = {**inner, name: value}
+    return changed if inner is params else {**params, "model": changed}
+
+
 def documents(root: Path) -> dict[str, Mapping[str, object]]:
     """Return the parsed ``config.json`` and ``params.json`` in *root*, those that are there.
+
+    ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
 
     Raises:
         DamagedError: One of them is not a JSON object.
@@ -52,14 +77,17 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
     with SourceFiles(root) as files:
         for name in DOCUMENTS:
             if (root / name).is_file():
-                content = read_json(files, name)
+                content = read_json(files, name, constants=True)
                 if not isinstance(content, dict):
                     raise DamagedError(f"`{name}` is not a JSON object", where=str(root / name))
                 found[name] = cast("dict[str, object]", content)
     return found
 
 
-def _carried(item: Path) -> bool:
+def _is_side(item: Path) -> bool:
     hidden = item.name.startswith(".")
-    named = item.name in _NOT_CARRIED or item.name.endswith(_WEIGHTS)
-    return not hidden and not named and item.stat().st_size <= MAX_BYTES
+    return not hidden and item.name not in _NOT_CARRIED and not item.name.endswith(_WEIGHTS)
+
+
+def _carried(item: Path) -> bool:
+    return _is_side(item) and item.stat().st_size <= MAX_BYTES

@@ -8,15 +8,16 @@ the rest, the same way for all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import RefusedError
+from ckptctl.errors import SHOWN, RefusedError, listed
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 
 GB = 1_000_000_000
@@ -193,3 +194,25 @@ def copied(path: str, size: int) -> OutputFile:
         yield from ()
 
     return OutputFile(path, size, frame)
+
+
+def absent(
+    found: Collection[int], first: int, last: int, name: Callable[[int], str]
+) -> tuple[int, str]:
+    """Return how many numbers from *first* to *last* are not in *found*, and the first few names.
+
+    Args:
+        found: Different numbers, none outside the range.
+        first: The lowest.
+        last: The highest; it may be as large as a file name can claim.
+        name: Returns the name of a missing one.
+    """
+    count = last - first + 1 - len(found)
+    few = [name(n) for n in islice((n for n in _count(first, last) if n not in found), SHOWN)]
+    return count, listed(few) + (f" and {count - len(few):,} more" if count > len(few) else "")
+
+
+def _count(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first += 1

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import DamagedError, listed
-from ckptctl.formats.assets import documents, side_files
+from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
     SPLIT_BYTES,
     Output,
@@ -35,6 +35,8 @@ from ckptctl.storage.pickle_writer import StorageTensor, dump_state
 from ckptctl.storage.torch_zip import read_archive, read_item_tensor
 from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
 
+MAX_METADATA = 1 << 30
+
 
 class DcpFormat(WritableFormat):
     """A directory with a global ``.metadata``."""
@@ -52,8 +54,7 @@ class DcpFormat(WritableFormat):
     def read(self, path: Path, model_type: str | None = None) -> Catalog:
         """See :meth:`Format.read`."""
         with SourceFiles(path) as files:
-            raw = files.read(METADATA, 0, files.size(METADATA))
-            leaves = decode(raw, str(path / METADATA))
+            leaves = decode(_metadata(files), str(path / METADATA))
             sizes = _data_files(files, leaves)
         tensors = {name: _entry(leaf) for name, leaf in leaves.items() if leaf.dtype}
         blobs = {name: _blob(leaf) for name, leaf in leaves.items() if not leaf.dtype}
@@ -69,7 +70,10 @@ class DcpFormat(WritableFormat):
             blobs=blobs,
             assets=side_files(path),
             documents=documents(path),
-            notes=(f"nothing refers to {listed(surplus)}",) if surplus else (),
+            notes=(
+                *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
+                *left_behind(path, exclude=set(sizes)),
+            ),
         )
 
     def resolve(self, catalog: Catalog) -> Catalog:
@@ -176,7 +180,7 @@ def _shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
     keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
     if request.like is not None:
         file_of = {key: request.like[tensor.name] for key, (tensor, _) in keys.items()}
-        names = grouped(keys, file_of, max(request.like.values(), default=0) + 1)
+        names = grouped(keys, file_of, len(request.like_files))
     else:
         names = fill(
             ((key, _nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
@@ -194,6 +198,24 @@ def _boxes(tensor: OutputTensor) -> Iterator[Box]:
 
 def _nbytes(tensor: OutputTensor, box: Box) -> int:
     return box.numel * (tensor.nbytes // max(math.prod(tensor.shape), 1))
+
+
+def _metadata(files: SourceFiles) -> bytes:
+    path = files.root / METADATA
+    if not path.exists():
+        raise FormatError(
+            "this is no DCP checkpoint",
+            where=str(files.root),
+            why=f"expected a directory with {METADATA} and .distcp files",
+        )
+    size = files.size(METADATA)
+    if size > MAX_METADATA:
+        raise DamagedError(
+            "the metadata is too large",
+            where=str(path),
+            why=f"{size:,} bytes, limit {MAX_METADATA:,}",
+        )
+    return files.read(METADATA, 0, size)
 
 
 def _data_files(files: SourceFiles, leaves: dict[str, Leaf]) -> dict[str, int]:

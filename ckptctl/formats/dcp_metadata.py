@@ -13,7 +13,7 @@ from itertools import chain
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Index, Path
-from ckptctl.errors import DamagedError, listed
+from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.storage.files import contained
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Inert, loads
@@ -81,6 +81,7 @@ def decode(raw: bytes, where: str) -> dict[str, Leaf]:
 
     Raises:
         DamagedError: It is malformed, contradicts itself or points outside the directory.
+        FormatError: Its items are compressed.
         UnsafePickleError: It names anything but the metadata's own classes.
     """
     root = loads(raw, where=where, table=TABLE)
@@ -146,7 +147,7 @@ def _stored(
     for index, info in data.items():
         key, value = _state(index), _state(info)
         if value.get("transform_descriptors"):
-            raise DamagedError(
+            raise FormatError(
                 f"`{key['fqn']}` is compressed",
                 where=where,
                 why=f"its storage names {value['transform_descriptors']}",

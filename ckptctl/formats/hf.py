@@ -7,6 +7,7 @@ the names of shards; ``transformers/utils/__init__.py`` for the names of weight 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import torch_file
-from ckptctl.formats.assets import documents, side_files
+from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
     Output,
     OutputRequest,
     OutputTensor,
     Sniff,
     WritableFormat,
+    absent,
     constant,
     document,
 )
@@ -32,6 +34,7 @@ from ckptctl.storage.safetensors_header import encode_header, read_header
 
 INDEX = ".safetensors.index.json"
 BIN = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
@@ -46,7 +49,7 @@ class HfFormat(WritableFormat):
         """See :meth:`Format.sniff`."""
         if path.is_file():
             named = path.name.endswith((".safetensors", INDEX)) or path.name in BIN
-            return Sniff(path.name) if named and path.name != "config.json" else None
+            return Sniff(path.name) if named or torch_file.HF_BIN.fullmatch(path.name) else None
         if not path.is_dir():
             return None
         main = _main_files(path)
@@ -60,8 +63,8 @@ class HfFormat(WritableFormat):
             if main.endswith("index.json"):
                 return self._read_index(files, path, main)
             if main.endswith(".bin"):
-                tensors = _read_bin(files, main)
-                return self._catalog(files, path, tensors, {}, [main], (), None)
+                whole = _read_bin(files, main)
+                return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
             names = _set_of(path, main)
             return self._read_safetensors(files, path, names)
 
@@ -81,16 +84,20 @@ class HfFormat(WritableFormat):
         tensors: dict[str, TensorEntry] = {}
         metadata = dict(strings)
         shards = list(dict.fromkeys(weight_map.values()))
+        notes: dict[str, None] = {}
+        _require_all(files, shards, main)
         for name in shards:
             if name.endswith(".safetensors"):
                 found, more = _read_shard(files, name)
             else:
-                found, more = _read_bin(files, name), {}
+                contents = _read_bin(files, name)
+                found, more = contents.tensors, {}
+                notes |= dict.fromkeys(contents.notes)
             _agree(weight_map, found, name, str(files.root / main))
             tensors |= found
             metadata |= {key: value for key, value in more.items() if key != "format"}
         ordered = {name: tensors[name] for name in weight_map}
-        return self._catalog(files, path, ordered, metadata, shards, (), main)
+        return self._catalog(files, path, ordered, metadata, shards, tuple(notes), main)
 
     def _catalog(
         self,
@@ -108,6 +115,7 @@ class HfFormat(WritableFormat):
         stray = [item for item in _weights(root) if item not in used]
         if stray:
             notes = (*notes, f"not part of this checkpoint: {listed(stray)}")
+        notes = (*notes, *left_behind(root, exclude=used))
         return Catalog(
             root=str(root),
             path=str(path),
@@ -131,9 +139,10 @@ class HfFormat(WritableFormat):
         aliases = {t.name: t.alias_of for t in request.tensors if t.alias_of is not None}
         by_name = {tensor.name: tensor for tensor in kept}
         shards = _shards(kept, request)
-        names = request.like_files or _shard_names(len(shards))
-        single = len(shards) == 1 and not request.like_files
-        writer = _Writer(aliases if single else {})
+        names = request.like_files
+        if not names or not all(name.endswith(".safetensors") for name in names):
+            names = _shard_names(len(shards))
+        writer = _Writer(aliases if len(shards) == 1 else {})
         for file, shard in zip(names, shards, strict=True):
             writer.add(file, [by_name[name] for name in shard])
         if len(names) > 1:
@@ -198,7 +207,7 @@ def _read_shard(files: SourceFiles, name: str) -> tuple[dict[str, TensorEntry], 
     return tensors, header.metadata
 
 
-def _read_bin(files: SourceFiles, name: str) -> dict[str, TensorEntry]:
+def _read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
     found = torch_file.read_contents(files, name)
     if found.blobs:
         raise DamagedError(
@@ -207,7 +216,7 @@ def _read_bin(files: SourceFiles, name: str) -> dict[str, TensorEntry]:
             why=listed(list(found.blobs)),
             hint="read it with `--from torch`",
         )
-    return found.tensors
+    return found
 
 
 def _with_aliases(
@@ -246,11 +255,17 @@ def _unlisted(path: Path, name: str) -> bool:
 
 def _chosen(path: Path) -> str:
     if path.is_file():
+        if path.suffix == ".json" and not path.name.endswith("index.json"):
+            raise _no_weights("this is no weight file", path)
+        _require_whole(path, [path.name], f"name the directory `{path.parent}`, or its index")
         return path.name
     main = _main_files(path)
     if not main:
-        raise FormatError("there are no weight files here", where=str(path))
-    if len(main) == 1 or _complete_set(main):
+        raise _no_weights("there are no weight files here", path)
+    if _complete_set(main):
+        return main[0]
+    _require_whole(path, main, "download the missing shards, and the index")
+    if len(main) == 1:
         return main[0]
     raise FormatError(
         "several files could be the model",
@@ -258,6 +273,48 @@ def _chosen(path: Path) -> str:
         why=listed(main),
         hint=f"name one: `{path / main[0]}`",
     )
+
+
+def _no_weights(what: str, path: Path) -> FormatError:
+    return FormatError(
+        what,
+        where=str(path),
+        why=f"expected *.safetensors, *{INDEX} or {' or '.join(BIN)}",
+    )
+
+
+def _require_whole(path: Path, names: Sequence[str], hint: str) -> None:
+    """Refuse some shards of a set; they are told by their names."""
+    matches = [match for name in names if (match := _PART.fullmatch(name))]
+    kinds = {(match[1], match[3], match[4]) for match in matches}
+    if len(matches) < len(names) or len(kinds) != 1:
+        return
+    stem, total, suffix = next(iter(kinds))
+    numbers = {int(match[2]) for match in matches}
+    first, last, width = min(1, *numbers), int(total), len(total)
+    if max(numbers) > last:
+        return
+    count, missing = absent(
+        numbers, first, last, lambda n: f"{stem}-{n:0{width}d}-of-{total}.{suffix}"
+    )
+    if count:
+        raise DamagedError(
+            f"{listed(names)}: only {len(names)} of {last - first + 1:,} shards",
+            where=str(path),
+            why=f"the model lacks {missing}",
+            hint=hint,
+        )
+
+
+def _require_all(files: SourceFiles, shards: Sequence[str], main: str) -> None:
+    missing = sorted(name for name in shards if not (files.root / name).exists())
+    if missing:
+        raise DamagedError(
+            f"{len(missing)} of {len(shards)} shards are missing",
+            where=str(files.root / main),
+            why=listed(missing),
+            hint="download them again",
+        )
 
 
 def _complete_set(names: Sequence[str]) -> bool:

@@ -6,17 +6,16 @@ rank holds. Which dimension of a tensor is divided is the family's knowledge, no
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import families
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import DamagedError, MappingError, listed
+from ckptctl.errors import DamagedError, FormatError, MappingError, listed
 from ckptctl.formats import torch_file
-from ckptctl.formats.assets import documents, side_files
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Sniff, WritableFormat
+from ckptctl.formats.assets import amended, documents, left_behind, side_files
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Sniff, WritableFormat, absent
 from ckptctl.planner.axes import Observation, solve
 from ckptctl.planner.configs import read_sizes
 from ckptctl.planner.detect import detect
@@ -27,7 +26,7 @@ from ckptctl.storage.compare import equal
 from ckptctl.storage.files import SourceFiles
 
 LAYOUT = "meta"
-_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.pth")
+_SHARD = torch_file.META_SHARD
 Shard = Mapping[str, TensorEntry]
 
 
@@ -53,6 +52,8 @@ class MetaFormat(WritableFormat):
             MappingError: There are several shards and no family, or several, can join them.
         """
         root = path if path.is_dir() else path.parent
+        if path.is_file() and not _SHARD.fullmatch(path.name):
+            raise _no_shards(path)
         names = _shards(root)
         with SourceFiles(root) as files:
             described = documents(root)
@@ -69,7 +70,11 @@ class MetaFormat(WritableFormat):
             blobs=read[0].blobs,
             assets=side_files(root),
             documents=joined.documents,
-            notes=(*joined.notes, *dict.fromkeys(note for found in read for note in found.notes)),
+            notes=(
+                *joined.notes,
+                *dict.fromkeys(note for found in read for note in found.notes),
+                *left_behind(root),
+            ),
         )
 
     def lay_out(self, request: OutputRequest) -> Output:
@@ -167,18 +172,43 @@ class _Joined:
         return tuple(known.values())
 
     def _repeats(self, files: SourceFiles) -> int:
-        """How many neighbouring ranks hold the same key/value head, by comparing their bytes."""
-        params = self.documents.get("params.json")
+        """How many neighbouring ranks hold the same key/value head.
+
+        config.json says it where there is one; else the bytes do. When all of them are equal
+        (zeros, say) they say nothing.
+        """
+        params, config = self.documents.get("params.json"), self.documents.get("config.json")
         if params is None:
             return 1
-        sizes = read_sizes(self.family, params=params)
+        possible = possible_repeats(read_sizes(self.family, params=params), self.ranks)
         repeated = [key for key in self.shards[0] if self._is_repeated(key)]
-        for repeats in possible_repeats(sizes, self.ranks):
-            if repeated and all(self._copies(files, key, repeats) for key in repeated):
-                self.notes += (f"each key/value head is stored {repeats} times; one is used",)
-                self.documents["params.json"] = {**params, "n_kv_heads": self.ranks // repeats}
-                return repeats
-        return 1
+        if not repeated or not possible:
+            return 1
+        stated = read_sizes(self.family, config).get("k") if config else None
+        if stated is not None:
+            repeats = self.ranks // stated if self.ranks % stated == 0 else 1
+            self._require_copies(files, repeated, repeats)
+        else:
+            shown = (n for n in possible if all(self._copies(files, k, n) for k in repeated))
+            repeats = next(shown, 1)
+            if repeats == self.ranks:
+                self.notes += ("all key/value heads are equal; they are kept as stored",)
+                return 1
+        if repeats > 1:
+            self.notes += (f"each key/value head is stored {repeats} times; one is used",)
+            kept = self.ranks // repeats
+            self.documents["params.json"] = amended(params, "n_kv_heads", kept)
+        return repeats
+
+    def _require_copies(self, files: SourceFiles, repeated: Sequence[str], repeats: int) -> None:
+        differ = [key for key in repeated if not self._copies(files, key, repeats)]
+        if differ:
+            raise DamagedError(
+                f"the ranks disagree on `{differ[0]}`",
+                where=listed(self.names),
+                why=f"by config.json each {repeats} neighbours hold copies of one head",
+                hint="config.json may belong to another model",
+            )
 
     def _is_repeated(self, key: str) -> bool:
         found = split_axis(self.family, LAYOUT, key)
@@ -235,19 +265,33 @@ class _Joined:
 
 def _shards(root: Path) -> list[str]:
     """The names of all shards in order of rank."""
-    found = {
-        int(match[1] or 0): item.name
-        for item in root.iterdir()
-        if (match := _SHARD.fullmatch(item.name))
-    }
-    missing = sorted(set(range(max(found, default=0) + 1)) - found.keys())
-    if missing:
-        raise DamagedError(
-            f"{len(missing)} of {max(found) + 1} shards are missing",
-            where=str(root),
-            why=listed([f"consolidated.{rank:02d}.pth" for rank in missing]),
-        )
+    found: dict[int, str] = {}
+    for name in sorted(item.name for item in root.iterdir()):
+        match = _SHARD.fullmatch(name)
+        rank = int(match[1] or 0) if match else None
+        if rank in found:
+            raise DamagedError(
+                f"two files are the shard of rank {rank}",
+                where=str(root),
+                why=f"`{found[rank]}` and `{name}`",
+            )
+        if rank is not None:
+            found[rank] = name
+    if not found:
+        raise _no_shards(root)
+    total = max(found) + 1
+    if len(found) != total:
+        count, names = absent(found, 0, total - 1, lambda rank: f"consolidated.{rank:02d}.pth")
+        raise DamagedError(f"{count:,} of {total:,} shards are missing", where=str(root), why=names)
     return [found[rank] for rank in sorted(found)]
+
+
+def _no_shards(path: Path) -> FormatError:
+    return FormatError(
+        "there are no shards of Meta's format here",
+        where=str(path),
+        why="expected consolidated.00.pth, consolidated.01.pth, ... and params.json",
+    )
 
 
 def _same_keys(shards: Sequence[Shard], names: Sequence[str]) -> None:

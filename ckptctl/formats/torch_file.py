@@ -6,12 +6,13 @@ Source: ``torch/serialization.py`` (``_save``, ``_load``); the zip itself is rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Sniff, WritableFormat
 from ckptctl.formats.structure import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
@@ -23,6 +24,8 @@ from ckptctl.storage.torch_zip import StoredTensor, read_archive
 from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
 
 _ZIP = b"PK\x03\x04"
+META_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.pth")
+HF_BIN = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
 
 class TorchFormat(WritableFormat):
@@ -35,13 +38,18 @@ class TorchFormat(WritableFormat):
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_file() or path.name.startswith(("consolidated.", "pytorch_model")):
+        others = (META_SHARD, HF_BIN)
+        if not path.is_file() or any(pattern.fullmatch(path.name) for pattern in others):
             return None
         with path.open("rb") as file:
             return Sniff("a zip file") if file.read(4) == _ZIP else None
 
     def read(self, path: Path, model_type: str | None = None) -> Catalog:
         """See :meth:`Format.read`."""
+        if path.is_dir():
+            raise FormatError(
+                "this is a directory", where=str(path), why="expected one file of `torch.save`"
+            )
         with SourceFiles(path.parent) as files:
             found = read_contents(files, path.name)
             return Catalog(
@@ -119,13 +127,16 @@ def read_contents(files: SourceFiles, name: str) -> Contents:
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
     seen: dict[object, str] = {}
+    sharing: dict[str, dict[str, None]] = {}
     for path, leaf in flatten(archive.root, is_stored):
         key = join(path)
         if key in tensors or key in blobs:
             raise DamagedError(f"two leaves are both called `{key}`", where=str(files.root / name))
         if isinstance(leaf, StoredTensor):
-            identity = (leaf.storage, leaf.offset, leaf.shape, leaf.strides)
+            identity = (leaf.storage, leaf.offset, leaf.dtype, leaf.shape, leaf.strides)
             alias = seen.setdefault(identity, key) if leaf.nbytes else key
+            if leaf.nbytes:
+                sharing.setdefault(leaf.storage, {})[alias] = None
             tensors[key] = TensorEntry(
                 key,
                 leaf.dtype,
@@ -138,7 +149,14 @@ def read_contents(files: SourceFiles, name: str) -> Contents:
         else:
             refuse_hidden_tensors(leaf, key, str(files.root / name))
             blobs[key] = Blob(key, path, value=leaf)
-    return Contents(tensors, blobs, () if archive.checksums else ("written without checksums",))
+    notes = () if archive.checksums else ("written without checksums",)
+    return Contents(tensors, blobs, (*notes, *_apart(sharing.values())))
+
+
+def _apart(sharing: Iterable[Collection[str]]) -> tuple[str, ...]:
+    """Return a note on tensors over one storage that are not the same tensor."""
+    names = [name for group in sharing if len(group) > 1 for name in group]
+    return (f"tensors that share memory in part are written apart: {listed(names)}",) * bool(names)
 
 
 def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:

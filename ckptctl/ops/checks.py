@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.formats.base import GB, WritableFormat
 from ckptctl.ops.options import ConversionOptions
-from ckptctl.planner.plan import Plan
+from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.storage import publish
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
@@ -49,7 +49,7 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
 
 
 def destination(
-    source: Path, target: Path, overwrite: bool, recognise: Callable[[Path], Mapping[str, object]]
+    source: Path, target: Path, overwrite: bool, is_checkpoint: Callable[[Path], bool]
 ) -> Path:
     """Return the absolute destination.
 
@@ -68,38 +68,74 @@ def destination(
         )
     if origin.is_relative_to(real):
         raise RefusedError("the source lies inside the destination", where=str(target))
-    publish.check_target(
-        found, overwrite=overwrite, is_checkpoint=lambda path: bool(recognise(path))
-    )
+    publish.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
     return found
 
 
 def free(path: Path) -> int:
     """Return the free bytes of the file system that *path* is, or will be, on."""
-    while not path.exists():
-        path = path.parent
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    return publish.free_bytes(path)
 
 
 def published(plan: Plan, crcs: Sequence[int]) -> None:
-    """Read what was published and compare each record with its checksum.
+    """Read what was published and compare every byte that was written.
+
+    Records are compared with their checksums, headers and the like with what they were made of,
+    raw copies with their sources.
 
     Raises:
-        StorageError: A record holds other bytes than were written.
+        StorageError: The output holds other bytes than were written.
     """
     root = Path(plan.target).parent if plan.single_file else Path(plan.target)
     with SourceFiles(root) as files:
         for file in plan.files:
             _drop_cache(files, file.path)
+            if files.size(file.path) != file.size:
+                why = f"it has {files.size(file.path):,} bytes instead of {file.size:,}"
+                raise _unlike(file.path, root / file.path, why)
         for record, expected in zip(plan.records, crcs, strict=True):
             if _crc(files, record.file, record.offset, record.nbytes) != expected:
-                raise StorageError(
-                    f"`{record.name}` cannot be read back as it was written",
-                    where=str(root / record.file),
-                    why=f"bytes {record.offset:,} to {record.offset + record.nbytes:,} differ",
-                    hint="the storage is not reliable; convert again to another place",
-                )
+                place = _range(record.offset, record.nbytes)
+                raise _unlike(record.name, root / record.file, place)
+        for file in plan.files:
+            for offset, data in file.frame(crcs.__getitem__):
+                if not _holds(files, file.path, offset, data):
+                    raise _unlike(file.path, root / file.path, _range(offset, len(data)))
+        for raw in plan.raw_copies:
+            with SourceFiles(raw.root or plan.source_root) as sources:
+                if not _copied(files, sources, raw):
+                    place = _range(raw.target_offset, raw.nbytes)
+                    raise _unlike(raw.target, root / raw.target, place)
+
+
+def _unlike(name: str, where: Path, why: str) -> StorageError:
+    return StorageError(
+        f"`{name}` cannot be read back as it was written",
+        where=str(where),
+        why=why,
+        hint="the storage is not reliable; convert again to another place",
+    )
+
+
+def _range(offset: int, nbytes: int) -> str:
+    return f"bytes {offset:,} to {offset + nbytes:,} differ"
+
+
+def _holds(files: SourceFiles, name: str, offset: int, data: bytes) -> bool:
+    return all(
+        files.read(name, offset + start, len(part)) == part
+        for start in range(0, len(data), WINDOW)
+        for part in (data[start : start + WINDOW],)
+    )
+
+
+def _copied(files: SourceFiles, sources: SourceFiles, raw: RawCopy) -> bool:
+    return all(
+        files.read(raw.target, raw.target_offset + start, size)
+        == sources.read(raw.source, raw.offset + start, size)
+        for start in range(0, raw.nbytes, WINDOW)
+        for size in (min(WINDOW, raw.nbytes - start),)
+    )
 
 
 def _crc(files: SourceFiles, name: str, offset: int, nbytes: int) -> int:

@@ -7,21 +7,22 @@ exactly that plan and publishes the result in one step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import MappingError
+from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops import checks
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.documents import gather
 from ckptctl.ops.draft import Draft
 from ckptctl.ops.options import ConversionOptions
+from ckptctl.ops.overwrite import replaceable
 from ckptctl.ops.recognise import recognise
 from ckptctl.storage.compare import equal
 from ckptctl.storage.executor import execute
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.publish import free_space, staging
+from ckptctl.storage.publish import Staging, free_space, staging
 
 __all__ = [
     "ConversionOptions",
@@ -48,7 +49,7 @@ def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions
     target = formats.target(options.to)
     checks.options(options, target)
     source = formats.existing(src)
-    destination = checks.destination(source, Path(dst), options.overwrite, formats.sniff)
+    destination = checks.destination(source, Path(dst), options.overwrite, replaceable)
     catalog = formats.open_checkpoint(source, options.from_format, options.model_type)
     assets = gather(catalog, options.assets)
     known = recognise(
@@ -65,8 +66,8 @@ def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> Co
         progress: Called with the bytes done since its last call, from this thread.
 
     Raises:
-        CkptError: Nothing was published, unless the verification is what failed; the source is as
-            it was.
+        CkptError: The destination and the source are as they were. An error of the verification
+            says so itself, because its output had been published and is taken back.
     """
     start = time.monotonic()
     options = plan.options
@@ -77,7 +78,7 @@ def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> Co
         resume=options.resume,
         keep_on_error=options.resume,
         single_file=plan.plan.single_file,
-        is_checkpoint=lambda path: bool(formats.sniff(path)),
+        is_checkpoint=replaceable,
     ) as stage:
         free_space(stage.data, plan.nbytes, stage.held())
         done = execute(
@@ -88,8 +89,8 @@ def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> Co
             journal=stage.journal,
         )
         stage.publish()
-    if options.verify:
-        checks.published(plan.plan, done.crcs)
+        if options.verify:
+            _verify(plan, stage, done.crcs)
     return ConversionResult(
         plan,
         Path(plan.plan.target),
@@ -99,6 +100,20 @@ def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> Co
         options.verify,
         tuple(stage.notes),
     )
+
+
+def _verify(plan: ConversionPlan, stage: Staging, crcs: Sequence[int]) -> None:
+    """Read the published output again, and take it back if it is not what was written."""
+    try:
+        checks.published(plan.plan, crcs)
+    except BaseException as error:
+        try:
+            outcome = stage.revert()
+        except CkptError as failure:
+            outcome = f"it could not be taken back ({failure.what}) and is still there"
+        if isinstance(error, CkptError):
+            error.why = "; ".join(filter(None, (error.why, outcome)))
+        raise
 
 
 def _require_equal(plan: ConversionPlan) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
-from ckptctl.formats.assets import documents, side_files
+from ckptctl.formats.assets import amended, documents, left_behind, side_files
 from ckptctl.formats.base import copied, document
 from ckptctl.ops.layout_change import Change
-from ckptctl.planner.configs import config_to_params, params_to_config
+from ckptctl.planner.configs import config_to_params, params_to_config, plain
 from ckptctl.planner.plan import OutputFile, RawCopy
 
 CONFIG, PARAMS = "config.json", "params.json"
@@ -28,11 +28,13 @@ class Assets:
         roots: For each side file the directory that it lies in.
         sizes: Their sizes in bytes.
         documents: Parsed ``config.json`` and ``params.json``.
+        notes: What lies in the directory of ``--assets`` and is not carried.
     """
 
     roots: Mapping[str, str]
     sizes: Mapping[str, int]
     documents: Mapping[str, Json]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def gather(catalog: Catalog, directory: Path | None) -> Assets:
         {**own.roots, **dict.fromkeys(found, str(root))},
         {**own.sizes, **found},
         {**({} if described else own.documents), **described},
+        left_behind(root),
     )
 
 
@@ -100,7 +103,7 @@ def papers(
     if to_format == "torch":
         names = sorted({*assets.sizes, *assets.documents})
         note = f"a torch file carries no side files; {len(names)} stay behind: {', '.join(names)}"
-        return Papers((), (), {}, (note,) if names else ())
+        return Papers((), (), {}, (note, *assets.notes) if names else assets.notes)
     written = _written(assets, to_format, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()
     if to_format == "hf" and CONFIG not in assets.documents:
@@ -115,7 +118,7 @@ def papers(
             RawCopy(name, 0, size, name, root=assets.roots[name]) for name, size in carried.items()
         ),
         written,
-        notes,
+        (*notes, *assets.notes),
     )
 
 
@@ -157,7 +160,8 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
     if params is not None:
         heads = (change.sizes or {}).get("k")
         stated = max(heads, ranks) if heads and "k" in change.family.repeated else heads
-        return {**params, "n_kv_heads": stated} if stated and "n_kv_heads" in params else params
+        known = "n_kv_heads" in plain(params)
+        return amended(params, "n_kv_heads", stated) if stated and known else params
     if config is None:
         return None
     return config_to_params(change.family, config, change.sizes or {}, ranks=ranks)

@@ -65,6 +65,8 @@ class Draft:
             selection.tensors,
             self.options.to_layout or self.target.layout,
             self.catalog.path,
+            source_layout=formats.get(self.catalog.format).layout,
+            described=self.target.layout == "meta",
             untie=self.options.untie,
             partial=bool(self.options.include or self.options.exclude),
         )
@@ -102,9 +104,10 @@ class Draft:
         if self.options.only == "model":
             reason = "not part of the model (`--only all` keeps it)"
             self.left_out |= dict.fromkeys(selection.rest, reason)
-        selection, unwanted = chosen(selection, self.options.include, self.options.exclude)
-        names = (self.known.root + name for name in unwanted)
-        self.left_out |= dict.fromkeys(names, "not chosen (`--include`, `--exclude`)")
+        selection, unwanted = chosen(
+            selection, self.options.include, self.options.exclude, self.keep_root
+        )
+        self.left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
         if not selection.tensors:
             raise MappingError("no tensor is left to convert", where=self.catalog.path)
         return selection
@@ -149,6 +152,8 @@ class Draft:
 
     def _keeps_ties(self, mapped: Sequence[MappedTensor]) -> bool:
         """Whether tensors that share memory go on doing so; an hf reader would miss one of them."""
+        if self.options.untie:
+            return False
         if self.target.nested or (self.known.config or {}).get("tie_word_embeddings") is True:
             return True
         names = [m.targets[0].key for m in mapped if self._entry(m).alias_of]

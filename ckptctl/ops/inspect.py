@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import CkptError, CoverageError, FormatError
+from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, listed
 from ckptctl.ops.inspection import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.units import natural
@@ -73,8 +73,20 @@ def _run(path: str, members: tuple[Member, ...]) -> Inspection:
 
 
 def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
-    """Return the tensors whose name matches one of the globs; all without a glob."""
-    return [tensor for tensor in tensors if matches(tensor.name, include)]
+    """Return the tensors whose name matches one of the globs; all without a glob.
+
+    Raises:
+        MappingError: There are tensors, and none matches.
+    """
+    tensors = list(tensors)
+    found = [tensor for tensor in tensors if matches(tensor.name, include)]
+    if tensors and not found:
+        raise MappingError(
+            f"no tensor matches {listed(include)}",
+            why=f"among {len(tensors):,} names, such as {listed([t.name for t in tensors], 2)}",
+            hint="patterns match whole names: `*` stands for anything, dots included",
+        )
+    return found
 
 
 def matches(name: str, include: Sequence[str]) -> bool:

@@ -54,6 +54,8 @@ def change_layout(
     target_layout: str | None,
     where: str,
     *,
+    source_layout: str | None = None,
+    described: bool = False,
     untie: bool = False,
     partial: bool = False,
 ) -> Change:
@@ -64,6 +66,9 @@ def change_layout(
         tensors: The model's tensors by their names in the model.
         target_layout: What the user or the target format asks for; None: keep the source's.
         where: The checkpoint, for errors.
+        source_layout: The layout that the source's format always has; None: any.
+        described: Whether the target comes with a description of the model (``params.json``), for
+            which the family has to be known even where no name changes.
         untie: Keep both of two tied tensors.
         partial: Only a part of the model was chosen.
 
@@ -72,9 +77,9 @@ def change_layout(
             not fit it.
     """
     target = target_layout or known.layout
-    unknown = not known.candidates and target in (None, "hf")
+    unknown = not known.candidates and target in (None, source_layout or "hf")
     same = unknown or target is None or target == known.layout or target in known.alike
-    if not same or (target == "meta" and known.candidates):
+    if not same or (described and known.candidates):
         family = _family(known, target, where)
     elif known.exact and known.model_type:
         family = families.family(known.model_type)
@@ -175,5 +180,5 @@ def _same(name: str, shape: tuple[int, ...]) -> MappedTensor:
 def _in_source_order(
     mapped: tuple[MappedTensor, ...], tensors: Mapping[str, TensorEntry]
 ) -> tuple[MappedTensor, ...]:
-    by_source = {item.sources[0].key: item for item in mapped}
-    return tuple(by_source[name] for name in tensors if name in by_source)
+    place = {name: position for position, name in enumerate(tensors)}
+    return tuple(sorted(mapped, key=lambda item: place[item.sources[0].key]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, UsageError, nearest
-from ckptctl.ops.selection import Selection, checked_root, roots, select
+from ckptctl.ops.selection import Selection, checked_root, containers, roots, select
 from ckptctl.planner.detect import Candidate, Detection, detect
 from ckptctl.planner.layouts import Family
 
@@ -73,17 +73,18 @@ def recognise(
     _check_layout(layout, known)
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     prefer = layout or formats.get(catalog.format).layout
-    best: tuple[str, Detection] | None = None
+    named = containers(catalog)
+    tried: dict[str, Detection] = {}
     for prefix in prefixes:
-        selection = select(catalog, prefix)
-        found = _detect(selection, known, config, params, prefer, bool(model_type))
-        if best is None or _better(found, best[1]):
-            best = prefix, found
-        if found.exact:
+        if prefix not in named and any(found.exact for found in tried.values()):
             break
-    if best is None:
-        raise UsageError("there are no tensors", where=catalog.path)
+        selection = select(catalog, prefix)
+        tried[prefix] = _detect(selection, known, config, params, prefer, bool(model_type))
+    best = max(tried.items(), key=lambda item: _rank(item[1]))
+    _require_one_root(best, {p: d for p, d in tried.items() if p in named}, catalog.path)
     recognition = _recognition(best[0], best[1], model_type, layout, config, params)
+    if model_type is None and config is None:
+        recognition = _perhaps_tied(recognition, select(catalog, best[0]), known)
     if layout is not None and not recognition.candidates:
         raise MappingError(
             f"the tensors are not in layout `{layout}`",
@@ -117,7 +118,7 @@ def require_one(found: Recognition, where: str) -> None:
         )
     if found.model_type is None or found.layout is None:
         raise MappingError(
-            f"two model types or layouts are possible: {' and '.join(found.evidence)}",
+            f"several model types or layouts are possible: {' and '.join(found.evidence)}",
             where=where,
             hint="`--model-type` says which; a config.json (`--assets DIR`) decides it too",
         )
@@ -137,8 +138,57 @@ def _detect(
     return detect(shapes, known, config, params, prefer=prefer)
 
 
-def _better(found: Detection, best: Detection) -> bool:
-    return _rank(found) > _rank(best)
+def _perhaps_tied(
+    found: Recognition, selection: Selection, known: Mapping[str, Family]
+) -> Recognition:
+    """Name the tied families, too, where nothing but equal tensors tells them apart.
+
+    Meta's files of Llama 3.2 hold the embedding twice, and params.json does not say that the two
+    are one.
+    """
+    family = known.get(found.model_type or "")
+    if family is None or family.tied or found.layout is None or not found.exact:
+        return found
+    leaves = family.layout(found.layout).leaves
+    pairs = [
+        (leaves[tie.tensor].key.text, leaves[tie.of].key.text)
+        for tie in family.ties
+        if tie.tensor in leaves and tie.of in leaves
+    ]
+    if not any(_same_crc(selection, *pair) for pair in pairs):
+        return found
+    tied = [name for name, other in known.items() if other.tied and other.refines == family.name]
+    evidence = (f"{name}, because its tied tensors hold the same bytes" for name in tied)
+    return replace(
+        found,
+        model_type=None if tied else found.model_type,
+        candidates=(*found.candidates, *tied),
+        evidence=(*found.evidence, *evidence),
+    )
+
+
+def _same_crc(selection: Selection, one: str, other: str) -> bool:
+    """Whether two tensors have the same recorded checksums, box by box."""
+    crcs = [
+        [(extent.box, extent.crc32) for extent in selection.tensors[name].extents]
+        for name in (one, other)
+        if name in selection.tensors
+    ]
+    return len(crcs) == 2 and crcs[0] == crcs[1] and all(crc is not None for _, crc in crcs[0])
+
+
+def _require_one_root(
+    best: tuple[str, Detection], named: Mapping[str, Detection], where: str
+) -> None:
+    equals = [prefix for prefix, found in named.items() if _rank(found) == _rank(best[1])]
+    if best[0] in equals and len(equals) > 1:
+        shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equals)
+        raise MappingError(
+            f"the model could be under {shown}",
+            where=where,
+            why="both are containers that fit equally well",
+            hint=f"say which with `--root {equals[0].rstrip('.')}`",
+        )
 
 
 def _rank(found: Detection) -> tuple[bool, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import formats
+from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, UsageError, listed
 
 
@@ -29,7 +30,7 @@ def reference(path: Path | None, to_format: str) -> Reference | None:
     """Read the reference that ``--like`` names; None without it.
 
     Raises:
-        UsageError: It is of another format than the output.
+        UsageError: It is of another format than the output, or cuts a tensor over several files.
     """
     if path is None:
         return None
@@ -39,15 +40,30 @@ def reference(path: Path | None, to_format: str) -> Reference | None:
             f"`--like` names a checkpoint in format {catalog.format}, the output is {to_format}",
             where=str(path),
         )
+    if catalog.format != "meta":
+        _require_whole(catalog)
     files = tuple(sorted(catalog.files))
     index = {name: position for position, name in enumerate(files)}
     file_of = {name: index[t.extents[0].file] for name, t in catalog.tensors.items() if t.extents}
     return Reference(str(path), files, file_of)
 
 
+def _require_whole(catalog: Catalog) -> None:
+    for name, entry in catalog.tensors.items():
+        files = sorted({extent.file for extent in entry.extents})
+        if len(files) > 1:
+            raise UsageError(
+                "cannot copy how this reference is cut into files",
+                where=catalog.path,
+                why=f"`{name}` is spread over {listed(files)}",
+                hint="convert the reference first, and name the result",
+            )
+
+
 def require_same_keys(found: Reference, names: Collection[str]) -> None:
     """Raise MappingError unless the output has exactly the keys of the reference."""
-    missing = [name for name in found.file_of if name not in set(names)]
+    known = set(names)
+    missing = [name for name in found.file_of if name not in known]
     surplus = [name for name in names if name not in found.file_of]
     if missing or surplus:
         raise MappingError(

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, UsageError, listed, nearest
+from ckptctl.formats.base import WritableFormat
 
 MODEL_ROOTS = (
     "model",
@@ -64,18 +66,22 @@ class Selection:
     rest: tuple[str, ...]
 
 
+def containers(catalog: Catalog) -> list[str]:
+    """Return the prefixes of the containers that are called as models are: ``model.``, ..."""
+    heads = dict.fromkeys(_container(entry.path) for entry in catalog.tensors.values())
+    return [head for head in heads if head]
+
+
 def roots(catalog: Catalog) -> list[str]:
     """Return the prefixes under which a model may lie, the most likely first.
 
     A container (``{"model": {...}}``) counts by its path. A prefix that is only part of the names
     (``module.`` of a wrapper) counts when every tensor outside the training state has it.
     """
-    heads = dict.fromkeys(_container(entry.path) for entry in catalog.tensors.values())
-    named = [head for head in heads if head and head.lower().rstrip(".") in MODEL_ROOTS]
-    own = [name for name in catalog.tensors if not is_training(name)]
+    own = [name for name in catalog.tensors if not _outside(catalog, name)]
     wrapped = [prefix for prefix in WRAPPERS if own and all(n.startswith(prefix) for n in own)]
     top = [""] if own else []
-    return list(dict.fromkeys([*named, *top, *wrapped])) or [""]
+    return list(dict.fromkeys([*containers(catalog), *top, *wrapped])) or [""]
 
 
 def is_training(name: str) -> bool:
@@ -83,12 +89,19 @@ def is_training(name: str) -> bool:
     return name.partition(".")[0].lower() in TRAINING
 
 
+def _outside(catalog: Catalog, name: str) -> bool:
+    """Whether *name* is a trainer's own, in a format that has room for a trainer's state."""
+    found = formats.get(catalog.format)
+    model_only = isinstance(found, WritableFormat) and not found.nested
+    return not model_only and is_training(name)
+
+
 def select(catalog: Catalog, root: str) -> Selection:
     """Return what lies under *root*; at the top, all but the trainer's own state."""
     inside = {
         name: name.removeprefix(root)
         for name in (*catalog.tensors, *catalog.blobs)
-        if name.startswith(root) and name != root and (root or not is_training(name))
+        if name.startswith(root) and (name != root if root else not _outside(catalog, name))
     }
     return Selection(
         root,
@@ -118,9 +131,15 @@ def checked_root(catalog: Catalog, root: str) -> str:
 
 
 def chosen(
-    selection: Selection, include: Sequence[str], exclude: Sequence[str]
+    selection: Selection, include: Sequence[str], exclude: Sequence[str], everything: bool
 ) -> tuple[Selection, tuple[str, ...]]:
     """Apply ``--include`` and ``--exclude`` to the names inside the model.
+
+    Args:
+        selection: What there is.
+        include: Globs; none: all.
+        exclude: Globs.
+        everything: Whether what lies outside the model travels and is chosen from, too.
 
     Returns:
         What is wanted, and the names that are not.
@@ -128,7 +147,8 @@ def chosen(
     Raises:
         MappingError: A pattern matches nothing.
     """
-    names = [*selection.tensors, *selection.blobs]
+    inner = [*selection.tensors, *selection.blobs]
+    names = [*inner, *(selection.rest if everything else ())]
     for pattern in (*include, *exclude):
         if not any(_matches(name, selection.root, (pattern,)) for name in names):
             raise MappingError(
@@ -146,8 +166,11 @@ def chosen(
         selection,
         tensors={name: entry for name, entry in selection.tensors.items() if name in wanted},
         blobs={name: blob for name, blob in selection.blobs.items() if name in wanted},
+        rest=tuple(name for name in selection.rest if name in wanted or not everything),
     )
-    return kept, tuple(name for name in names if name not in wanted)
+    left = (selection.root + name for name in inner if name not in wanted)
+    outer = (name for name in selection.rest if everything and name not in wanted)
+    return kept, (*left, *outer)
 
 
 def _matches(name: str, root: str, patterns: Iterable[str]) -> bool:

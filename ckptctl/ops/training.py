@@ -132,7 +132,7 @@ def _parts(name: str) -> Iterator[str]:
 
 
 def _is_moment(name: str) -> bool:
-    return name.partition(".")[0].lower().startswith("optim") or ".state." in name
+    return name.partition(".")[0].lower().startswith("opt") or ".state." in name
 
 
 def _plain(source: str, target: str, shape: tuple[int, ...]) -> MappedTensor:

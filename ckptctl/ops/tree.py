@@ -134,7 +134,7 @@ def _children(node: _Node, depth: int | None) -> list[Branch]:
         if not (numbered and _is_index(key))
         for branch in _joined(key, child, depth)
     )
-    return [*named, *_groups(numbered, depth)]
+    return sorted([*named, *_groups(numbered, depth)], key=lambda branch: branch.label)
 
 
 def _joined(key: str, node: _Node, depth: int | None) -> list[Branch]:

@@ -58,7 +58,7 @@ def coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
         return Coverage()
     holes: list[Spans] = []
     overlaps: list[Spans] = []
-    for kind, spans in _compare(region, filled, 0, 0):
+    for kind, spans in _compare(region, filled):
         (holes if kind == "hole" else overlaps).append(spans)
     return Coverage(tuple(map(_box, holes)), tuple(map(_box, overlaps)))
 
@@ -148,27 +148,26 @@ def _is_grid(region: Spans, boxes: Sequence[Spans]) -> bool:
     return cells == len(boxes)
 
 
-def _compare(
-    region: Spans, boxes: Sequence[Spans], dim: int, whole: int
-) -> Iterator[tuple[str, Spans]]:
-    """Yield ``("hole" | "overlap", spans)`` of *region*.
-
-    *dim* is the dimension to split next; *whole* counts those tried since the last split.
-    """
-    if not boxes:
-        yield "hole", region
-        return
-    if len(boxes) == 1 and boxes[0] == region:
-        return
-    if whole == len(region):
-        yield from _paint(region, boxes)
-        return
-    parts = list(_slabs(region[dim], boxes, dim))
-    following = (dim + 1) % len(region)
-    split = len(parts) > 1
-    for span, inside in parts:
-        part = (*region[:dim], span, *region[dim + 1 :])
-        yield from _compare(part, inside, following, 1 if split else whole + 1)
+def _compare(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
+    """Yield ``("hole" | "overlap", spans)`` of *region*."""
+    # With each part: the dimension to split next, and how many were tried since the last split.
+    # A spiral is as many splits deep as it has boxes, so this must not recurse.
+    stack = [(region, boxes, 0, 0)]
+    while stack:
+        region, boxes, dim, whole = stack.pop()
+        if not boxes:
+            yield "hole", region
+        elif len(boxes) == 1 and boxes[0] == region:
+            continue
+        elif whole == len(region):
+            yield from _paint(region, boxes)
+        else:
+            parts = list(_slabs(region[dim], boxes, dim))
+            following = (dim + 1) % len(region)
+            tried = 1 if len(parts) > 1 else whole + 1
+            for span, inside in reversed(parts):
+                part = (*region[:dim], span, *region[dim + 1 :])
+                stack.append((part, inside, following, tried))
 
 
 def _slabs(region: Span, boxes: Sequence[Spans], dim: int) -> Iterator[tuple[Span, list[Spans]]]:

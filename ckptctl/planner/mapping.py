@@ -220,7 +220,8 @@ class _Run:
         """Return the key that a logical tensor is read from and how it is stored there."""
         key = self.matched.keys.get((tensor.name, values))
         if self.identity:
-            return (key, self.source.leaves[tensor.name]) if key else None
+            found = (key, self.source.leaves[tensor.name]) if key else None
+            return found or (self._untied(tensor) if self.untie and not partial else None)
         for tie in self.family.ties if self.tied else ():
             if tensor.name == tie.of and key is None:
                 return self._found(tie.tensor)
@@ -241,6 +242,11 @@ class _Run:
         if self.target.name not in tie.stored_in:
             return None
         return kept or self._found(tie.tensor)
+
+    def _untied(self, tensor: Tensor) -> tuple[str, Leaf] | None:
+        """Return what a tied tensor that the source leaves out is read from."""
+        ties = self.family.ties if self.tied else ()
+        return next((self._found(tie.of) for tie in ties if tie.tensor == tensor.name), None)
 
     def _found(self, name: str) -> tuple[str, Leaf] | None:
         key = self.matched.keys.get((name, ()))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +15,7 @@ from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, Storage
 from ckptctl.planner.copies import MIB, Limits, Read, Tile, Write, lower
 from ckptctl.planner.plan import FileIdentity, Plan, RawCopy
 from ckptctl.storage import trash
+from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles, contained
 from ckptctl.storage.finisher import Finisher
 from ckptctl.storage.journal import Done, Journal
@@ -57,7 +58,7 @@ class ExecutionOptions:
 
     def limits(self) -> Limits:
         """Return the sizes of tiles that keep within *memory*."""
-        each = max(64 << 10, self.memory // self.threads)
+        each = max(64 << 10, self.memory // self.threads // 64 * 64)
         return Limits(
             tile=min(MIB, each),
             widest=min(4 * MIB, each),
@@ -143,17 +144,27 @@ class _Run:
 
     def check_sources(self) -> None:
         """Compare every source file with what it was when it was first looked at."""
+        sizes = {file.path: file.size for file in self._plan.files}
         for raw in self._plan.raw_copies:
             key = (raw.root or self._plan.source_root, raw.source)
-            if key not in self._identities:
-                self._identities[key] = _identity(self._files(key[0]), raw.source)
-        for (root, name), identity in self._identities.items():
-            try:
-                found = _identity(self._files(root), name)
-            except SourceNotFoundError:
-                raise _changed(root, name, "it is gone") from None
+            if key in self._identities:
+                continue
+            found = self._identities[key] = self._identity(*key)
+            whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
+            if whole and found.size != raw.nbytes:
+                raise _changed(*key, f"it had {raw.nbytes:,} bytes, now it has {found.size:,}")
+        for key, identity in self._identities.items():
+            found = self._identity(*key)
             if found != identity:
-                raise _changed(root, name, f"{found} is not {identity}")
+                raise _changed(*key, f"{found} is not {identity}")
+
+    def _identity(self, root: str, name: str) -> FileIdentity:
+        # By path, not by the open descriptor: a replaced file must not pass as the old one.
+        try:
+            found = self._files(root).path(name).stat()
+        except (SourceNotFoundError, FileNotFoundError):
+            raise _changed(root, name, "it is gone") from None
+        return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
 
     # Output files
 
@@ -166,6 +177,7 @@ class _Run:
             "digest": self._plan.digest,
             "limits": list(self._limits),
             "checksum": self._options.checksum,
+            "sources": sorted((key[1], *astuple(one)) for key, one in self._identities.items()),
         }
         resume = self._options.resume
         self._journal = self._stack.enter_context(Journal(journal, header, resume=resume))
@@ -314,10 +326,21 @@ class _Run:
             for number, tile in enumerate(tiles):
                 unit = Unit(index, number, tile, files)
                 earlier = done.get((index, number)) if done else None
-                if earlier is None:
+                if earlier is None or not self._holds(unit, earlier):
                     yield unit
                 else:
                     self._tell(self._ledger.commit([(unit, earlier)], resumed=True))
+
+    def _holds(self, unit: Unit, done: Done) -> bool:
+        """Whether the staged files still hold what an earlier run journalled."""
+        if not self._options.checksum:
+            return True
+        pairs = zip(unit.tile.writes, done.written, strict=True)
+        return all(crc32(self._staged(write)) == crc for write, crc in pairs)
+
+    def _staged(self, write: Write) -> bytes:
+        with (self._root / write.file).open("rb") as file:
+            return os.pread(file.fileno(), write.nbytes, write.offset)
 
     def _tiles(self, index: int) -> tuple[SourceFiles, Iterator[Tile]]:
         transfers = self._plan.transfers
@@ -344,12 +367,6 @@ def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
         read = Read(raw.source, raw.offset + done, size, None, -1, 0)
         write = Write(raw.target, raw.target_offset + done, size, 0, -1, 0)
         yield Tile(size, (read,), (), (write,), True)
-
-
-def _identity(files: SourceFiles, name: str) -> FileIdentity:
-    # By path, not by the open descriptor: a file that was replaced must not pass as the old one.
-    found = files.path(name).stat()
-    return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
 
 
 def _changed(root: str, name: str, why: str) -> DamagedError:

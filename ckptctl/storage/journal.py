@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -42,8 +43,8 @@ class Journal:
 
     Args:
         path: The file; created or cut to its sound part.
-        header: What must be equal for the journal to be believed: the plan's digest and whatever
-            else decides where units begin and end.
+        header: What must be equal for the journal to be believed: the plan's digest, the sources'
+            identities and whatever else decides where units begin and end.
         resume: Whether to believe what is there; otherwise it starts empty.
 
     Attributes:
@@ -53,45 +54,64 @@ class Journal:
     def __init__(self, path: Path, header: Header, *, resume: bool) -> None:
         self._path = path
         self.done: dict[Key, Done] = {}
-        first = _line({"journal": VERSION, **header})
+        self._first = _line({"journal": VERSION, **header})
+        self._lock = threading.Lock()
+        self._writing = self._closed = False
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(path, flags, 0o666)
         except OSError as error:
             raise StorageError.from_os_error(error, "open", str(path)) from error
-        size = self._believe(first) if resume else 0
+        size = self._believe(self._first) if resume else 0
         os.ftruncate(self._descriptor, size)
         os.lseek(self._descriptor, size, os.SEEK_SET)
-        self._pending = b"" if size else first
+        self._pending = b"" if size else self._first
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        # Does not wait for a write that hangs in the kernel: that one closes when it returns.
+        with self._lock:
+            self._closed = True
+            if not self._writing:
+                os.close(self._descriptor)
 
     def restart(self) -> None:
         """Forget everything: the data it speaks of is not there."""
-        first = os.pread(self._descriptor, 1 << 16, 0).partition(b"\n")[0] + b"\n"
-        self._pending = self._pending or first
+        self._pending = self._first
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         self.done = {}
 
     def append(self, units: Sequence[Done]) -> None:
-        """Add *units*, whose data is on disk, and sync.
+        """Add *units*, whose data is on disk, and sync; a closed journal stays as it is.
+
+        For one thread at a time.
 
         Raises:
             StorageError: The journal could not be written.
         """
-        data = memoryview(self._pending + _line({"units": units}))
+        with self._lock:
+            if self._closed:
+                return
+            self._writing = True
+        try:
+            self._write(memoryview(self._pending + _line({"units": units})))
+        finally:
+            with self._lock:
+                self._writing = False
+                if self._closed:
+                    os.close(self._descriptor)
+        self._pending = b""
+
+    def _write(self, data: memoryview) -> None:
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
             os.fsync(self._descriptor)
         except OSError as error:
             raise StorageError.from_os_error(error, "write", str(self._path)) from error
-        self._pending = b""
 
     def _believe(self, first: bytes) -> int:
         """Fill ``done`` and return how many bytes of the file are sound."""

@@ -20,8 +20,16 @@ MAX_DIGITS = 400
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(files: SourceFiles, name: str, max_bytes: int = MAX_BYTES) -> object:
+def read_json(
+    files: SourceFiles, name: str, max_bytes: int = MAX_BYTES, *, constants: bool = False
+) -> object:
     """Return the value in the file *name*.
+
+    Args:
+        files: Files of the checkpoint.
+        name: The one to read.
+        max_bytes: Refuse longer ones.
+        constants: As in :func:`loads`.
 
     Raises:
         DamagedError: It is not strict JSON or is larger than *max_bytes*.
@@ -31,7 +39,7 @@ def read_json(files: SourceFiles, name: str, max_bytes: int = MAX_BYTES) -> obje
     where = str(files.root / name)
     size = files.size(name)
     _check_size(size, max_bytes, where)
-    return loads(files.read(name, 0, size), where=where, max_bytes=max_bytes)
+    return loads(files.read(name, 0, size), where=where, max_bytes=max_bytes, constants=constants)
 
 
 def loads(
@@ -40,6 +48,7 @@ def loads(
     where: str,
     max_bytes: int = MAX_BYTES,
     parse_int: Callable[[str], int] | None = None,
+    constants: bool = False,
 ) -> object:
     """Return the value of a JSON text.
 
@@ -48,6 +57,7 @@ def loads(
         where: The file, for errors.
         max_bytes: Refuse longer texts.
         parse_int: What makes an integer of its digits; it may raise ValueError.
+        constants: Accept ``NaN``, ``Infinity`` and ``-Infinity``, which Python's own writer makes.
 
     Raises:
         DamagedError: It is not strict JSON.
@@ -57,7 +67,7 @@ def loads(
         found: object = json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_unique,
-            parse_constant=_constant,
+            parse_constant=float if constants else _constant,
             parse_float=_finite,
             parse_int=parse_int or _integer,
         )

@@ -51,6 +51,8 @@ class Staging:
         self.journal = self.root / "journal"
         self.notes: list[str] = []
         self.published = False
+        self._replaced = False
+        self._identity = (0, 0)
         self._overwrite = overwrite
         self._finished = self.data / target.name if single_file else self.data
         self._is_checkpoint = is_checkpoint
@@ -84,11 +86,38 @@ class Staging:
             raise StorageError.from_os_error(error, "publish", str(self.target)) from error
         return self.notes
 
+    def revert(self) -> str:
+        """Take the published output back; it is removed with the staging directory.
+
+        Returns:
+            What was done, for the user.
+
+        Raises:
+            RefusedError: Something else has been put in its place; nothing is touched.
+            StorageError: The system failed the rename or a sync.
+        """
+        try:
+            if _inode(self.target) != self._identity:
+                raise RefusedError("the output was replaced meanwhile", where=str(self.target))
+            if self._replaced:
+                rename.rename(self.target, self._finished, rename.EXCHANGE)
+            else:
+                self.target.rename(self._finished)
+            sync_directory(self.target.parent)
+            sync_directory(self._finished.parent)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "take back", str(self.target)) from error
+        return "what was there before is back" if self._replaced else "the output was removed"
+
     def _rename(self) -> None:
-        exists = os.path.lexists(self.target)
+        self._identity = _inode(self._finished)
+        exists = self._overwrite and os.path.lexists(self.target)
+        if exists:
+            check_target(self.target, overwrite=True, is_checkpoint=self._is_checkpoint)
         flags = rename.EXCHANGE if exists else rename.NOREPLACE
         try:
             rename.rename(self._finished, self.target, flags)
+            self._replaced = exists
         except FileExistsError:
             raise _exists(self.target) from None
         except rename.UnsupportedRenameError:
@@ -98,6 +127,8 @@ class Staging:
                     where=str(self.target),
                     hint="remove the old one first, or choose another destination",
                 ) from None
+            if os.path.lexists(self.target):
+                raise _exists(self.target) from None
             self._finished.rename(self.target)
             self.notes.append(
                 "the file system lacks renameat2; the output was published by a check and a rename"
@@ -197,6 +228,22 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
         )
 
 
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the file system that *path* is, or will be, on.
+
+    Raises:
+        StorageError: The system does not say.
+    """
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "look at", str(path)) from error
+    return found.f_bavail * found.f_frsize
+
+
 def free_space(path: Path, needed: int, held: int = 0) -> None:
     """Refuse a run that cannot fit.
 
@@ -208,20 +255,18 @@ def free_space(path: Path, needed: int, held: int = 0) -> None:
     Raises:
         RefusedError: The file system has less room.
     """
-    path = path.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    try:
-        found = os.statvfs(path)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "look at", str(path)) from error
-    free = found.f_bavail * found.f_frsize
+    free = free_bytes(path)
     if free < needed - held:
         raise RefusedError(
             "there is not enough space for the output",
             where=str(path),
             why=f"{needed - held:,} bytes are needed, {free:,} are free",
         )
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
 
 
 def _exists(target: Path) -> RefusedError:

@@ -174,8 +174,11 @@ JSON = {
 }
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-@pytest.mark.parametrize("case", JSON)
+TRICKS = [(case, name) for case in JSON for name in ("config.json", "model.safetensors.index.json")]
+TRICKS.remove(("nan", "config.json"))  # Python writes such constants, and Mamba-2 has them
+
+
+@pytest.mark.parametrize(("case", "name"), TRICKS)
 def test_json_tricks(tmp_path: Path, case: str, name: str) -> None:
     state, config = tiny_llama("llama3", layers=1)
     source = save_hf(tmp_path / "hf", state, config, shards=2)

@@ -84,3 +84,25 @@ def test_intersect_and_split_rows():
     assert intersect(Box((0,), (2,)), Box((2,), (2,))) is None
     assert [box.sizes[0] for box in split_rows((7, 2), 3)] == [3, 2, 2]
     assert coverage((7, 2), list(split_rows((7, 2), 3))).exact
+
+
+def test_a_spiral_of_many_strips_is_exact():
+    top, left, bottom, right = 0, 0, 700, 700
+    boxes = []
+    while top < bottom and left < right:
+        match len(boxes) % 4:
+            case 0:
+                boxes.append(Box((top, left), (1, right - left)))
+                top += 1
+            case 1:
+                boxes.append(Box((top, right - 1), (bottom - top, 1)))
+                right -= 1
+            case 2:
+                boxes.append(Box((bottom - 1, left), (1, right - left)))
+                bottom -= 1
+            case _:
+                boxes.append(Box((top, left), (bottom - top, 1)))
+                left += 1
+    assert len(boxes) > 1300
+    assert coverage((700, 700), boxes).exact
+    assert coverage((700, 700), boxes[:-1]).holes == (boxes[-1],)

@@ -303,6 +303,28 @@ def test_a_source_that_changed_or_went_since_planning(case):
         case.run(plan)
 
 
+@pytest.mark.parametrize("content", [b"side file, longer", b"side", None])
+def test_a_side_file_that_changed_or_went_since_planning(case, content):
+    plan = case.everything()
+    plan = replace(plan, sources={n: i for n, i in plan.sources.items() if n != "config.json"})
+    if content is None:
+        (case.source / "config.json").unlink()
+    else:
+        (case.source / "config.json").write_bytes(content)
+    with pytest.raises(DamagedError, match=r"`config\.json` changed"):
+        case.run(plan)
+    assert not list(case.out.iterdir())
+
+
+def test_a_part_of_a_file_may_fill_an_output_file(case):
+    plan = case.everything()
+    (case.source / "config.json").write_bytes(b"....side file")
+    sources = {n: i for n, i in plan.sources.items() if n != "config.json"}
+    raw = replace(plan.raw_copies[0], offset=4)
+    plan = replace(plan, sources=sources, raw_copies=(raw,))
+    case.check(plan, case.run(plan))
+
+
 def test_a_source_that_was_replaced_while_it_was_read(case, monkeypatch):
     plan = case.everything()
     real, once = os.preadv, threading.Lock()
@@ -432,9 +454,24 @@ def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
     assert len(redone) == len(set(redone))
 
 
-@pytest.mark.parametrize("spoil", ["digest", "journal", "size", "no-resume", "checksum"])
+def test_what_changed_in_the_staging_directory_is_done_again(case, monkeypatch):
+    plan = case.everything()
+    done = interrupted(case, plan, monkeypatch, 3)
+    write = done[0].tile.writes[0]
+    with (case.out / write.file).open("r+b") as file:
+        file.seek(write.offset)
+        byte = file.read(1)
+        file.seek(write.offset)
+        file.write(bytes([byte[0] ^ 1]))
+    case.check(plan, case.run(plan, journal=case.journal, resume=True))
+
+
+@pytest.mark.parametrize(
+    "spoil", ["digest", "journal", "size", "no-resume", "checksum", "source", "raw"]
+)
 def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
     plan = case.everything()
+    plan = replace(plan, sources={n: i for n, i in plan.sources.items() if n != "config.json"})
     interrupted(case, plan, monkeypatch, 3)
     (case.out / "litter").write_bytes(b"old")
     with (case.out / "all.bin").open("r+b") as file:
@@ -449,6 +486,11 @@ def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
         (case.out / "empty").write_bytes(b"")
     elif spoil == "checksum":
         checksum = False
+    elif spoil == "source":
+        os.utime(case.source / "s0", ns=(1, 1))
+        plan = replace(plan, sources=plan.sources | {"s0": identity(case.source / "s0")})
+    elif spoil == "raw":
+        os.utime(case.source / "config.json", ns=(1, 1))
     else:
         resume = False
     done = case.run(plan, journal=case.journal, resume=resume, checksum=checksum)

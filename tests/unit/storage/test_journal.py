@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import pytest
 
@@ -91,3 +92,45 @@ def test_failures_are_reported(path, monkeypatch, name):
         monkeypatch.setattr(os, name, failing)
         with pytest.raises(StorageError, match="EIO"):
             journal.append(FIRST)
+
+
+def test_nothing_is_appended_once_it_is_closed(path):
+    with Journal(path, HEADER, resume=True) as journal:
+        pass
+    before = path.read_bytes()
+    with path.with_name("other").open("w+b", buffering=0) as other:
+        assert other.fileno() == journal._descriptor, "the number was given away again"
+        journal.append([Done(8, 8, [8], [8])])
+        assert other.read() == b""
+    assert path.read_bytes() == before
+
+
+def test_closing_does_not_take_the_descriptor_from_a_write_that_hangs(path, monkeypatch):
+    real, hanging, free = os.fsync, threading.Event(), threading.Event()
+    seen = []
+
+    def fsync(descriptor):
+        hanging.set()
+        free.wait(5)
+        seen.append(os.path.samestat(os.fstat(descriptor), path.stat()))
+        real(descriptor)
+
+    opened = len(os.listdir("/proc/self/fd"))
+    with Journal(path, HEADER, resume=True) as journal:
+        monkeypatch.setattr(os, "fsync", fsync)
+        thread = threading.Thread(target=journal.append, args=(SECOND,))
+        thread.start()
+        assert hanging.wait(5)
+    free.set()
+    thread.join()
+    assert seen == [True]
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_long_header_survives_a_restart(path):
+    header = {**HEADER, "sources": ["x" * 100_000]}
+    for _ in range(2):
+        with Journal(path, header, resume=True) as journal:
+            journal.restart()
+            journal.append(FIRST)
+    assert reopened(path, header) == FIRST

@@ -107,6 +107,76 @@ def test_the_last_moment_is_covered_by_the_kernel(tmp_path, monkeypatch):
     assert tree(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_target_that_appears_after_the_check_survives(tmp_path, monkeypatch, lacking):
+    """Without *overwrite* nothing is ever exchanged, nor replaced by a plain rename."""
+    real = rename.rename
+
+    def unsupported(*args):
+        if lacking:
+            raise rename.UnsupportedRenameError
+        real(*args)
+
+    monkeypatch.setattr(publish, "check_target", lambda *_, **__: None)
+    monkeypatch.setattr(rename, "rename", unsupported)
+    target = tmp_path / "out.pt"
+    with (
+        pytest.raises(RefusedError, match="exists"),
+        staging(target, single_file=True) as stage,
+    ):
+        (stage.data / "out.pt").write_text("new")
+        target.write_text("somebody's")
+        stage.publish()
+    assert (tree(tmp_path), target.read_text()) == (["out.pt"], "somebody's")
+
+
+def test_what_is_overwritten_is_looked_at_again_right_before(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    make(target, "old")
+    real = publish.sync_directory
+
+    def sync(path):
+        (target / "model").rename(target / "thesis")
+        monkeypatch.setattr(publish, "sync_directory", real)
+
+    with (
+        pytest.raises(RefusedError, match="not a checkpoint"),
+        staging(
+            target, overwrite=True, is_checkpoint=lambda path: (path / "model").exists()
+        ) as stage,
+    ):
+        fill(stage)
+        monkeypatch.setattr(publish, "sync_directory", sync)
+        stage.publish()
+    assert tree(tmp_path) == ["out", "out/thesis"]
+
+
+def test_a_published_output_is_taken_back(tmp_path):
+    target = tmp_path / "out"
+    with staging(target) as stage:
+        fill(stage)
+        stage.publish()
+        assert "removed" in stage.revert()
+    assert tree(tmp_path) == []
+    make(target, "old")
+    with staging(target, overwrite=True, is_checkpoint=yes) as stage:
+        fill(stage)
+        stage.publish()
+        assert "back" in stage.revert()
+    assert (tree(tmp_path), (target / "model").read_text()) == (["out", "out/model"], "old")
+
+
+def test_what_took_its_place_is_not_taken_back(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(RefusedError, match="replaced"), staging(target) as stage:
+        fill(stage)
+        stage.publish()
+        target.rename(tmp_path / "moved")
+        target.mkdir()
+        stage.revert()
+    assert tree(tmp_path) == ["moved", "moved/model", "out"]
+
+
 def test_an_error_removes_the_staging_unless_it_is_kept(tmp_path):
     for keep, left in ((False, []), (True, ["data", "data/model", "journal", "lock"])):
         with (
