@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,14 +41,14 @@ def damage(monkeypatch, name, change):
     monkeypatch.setattr(Staging, "publish", publishing)
 
 
-def flip(position):
-    def change(content):
+def flip(position: int) -> Callable[[bytearray], None]:
+    def change(content: bytearray) -> None:
         content[position] ^= 1
 
     return change
 
 
-def append(content):
+def append(content: bytearray) -> None:
     content += b"x"
 
 
