@@ -96,8 +96,7 @@ class DcpFormat(WritableFormat):
             writer.finish()
         content = encode(request.tensors, request.blobs, writer.boxes, writer.items)
         writer.files.append(document(METADATA, content))
-        aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
-        notes = (f"DCP knows no ties: written out in full: {listed(aliases)}",) if aliases else ()
+        notes = (*_untied(request.tensors), *_renamed([*request.tensors, *request.blobs]))
         boxes = {name: tuple(found) for name, found in writer.boxes.items()}
         return Output(
             tuple(writer.files),
@@ -106,6 +105,18 @@ class DcpFormat(WritableFormat):
             tuple(writer.raw_copies),
             notes=notes,
         )
+
+
+def _untied(tensors: Sequence[OutputTensor]) -> Iterator[str]:
+    aliases = [tensor.name for tensor in tensors if tensor.alias_of]
+    if aliases:
+        yield f"DCP knows no ties: written out in full: {listed(aliases)}"
+
+
+def _renamed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
+    numbered = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
+    if numbered:
+        yield f"DCP knows no integer keys: they become strings, as in {listed(numbered)}"
 
 
 class _Writer:

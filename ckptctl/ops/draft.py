@@ -248,7 +248,7 @@ class Draft:
 
     def _provenance(self) -> dict[str, object]:
         return {
-            "name": Path(self.catalog.path).name,
+            "name": Path(self.catalog.path).name.encode(errors="replace").decode(),
             "format": self.catalog.format,
             "layout": self.known.layout,
             "model_type": self.known.model_type,

@@ -206,3 +206,9 @@ def test_wrapped_names(tmp_path: Path) -> None:
         source = save_torch(tmp_path / f"{prefix}pt", wrapped)
         ckptctl.convert(source, tmp_path / f"out{prefix}", to="hf")
         assert not differences(load_any_reference(tmp_path / f"out{prefix}"), STATE)
+
+
+def test_integer_keys_become_strings_and_that_is_said(tmp_path):
+    torch.save({"model": {"w": torch.ones(1)}, "optimizer": {0: torch.ones(1)}}, tmp_path / "in.pt")
+    result = ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", only="all")
+    assert any("integer keys" in note for note in result.plan.notes)
