@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as scratch:
         bench = Bench(given, Path(scratch))
-        with nullcontext() if given.disk else pool(Path(scratch), bench.footprint):
+        pages = 0 if given.disk else bench.footprint
+        with pool(Path(scratch), pages) if pages else nullcontext():
             bench.all()
     print(bench.markdown())
     if given.json:
