@@ -12,6 +12,7 @@ import typer
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
+from ckptctl.cli.tables import counted
 from ckptctl.errors import SHOWN, listed
 from ckptctl.units import format_bytes, format_seconds
 
@@ -170,7 +171,7 @@ def _plan_fields(plan: ConversionPlan, dst: Path) -> Iterator[tuple[str, object]
 
 def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     total = format_bytes(plan.nbytes)
-    output.line(f"would write {_counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
+    output.line(f"would write {counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
     output.table([(f"  {path}", format_bytes(nbytes)) for path, nbytes in plan.files], right=[1])
     output.line(
         f"{plan.tensors:,} tensors · {plan.mapped:,} renamed or reordered"
@@ -235,7 +236,7 @@ def _print_result(output: Output, result: ConversionResult, dst: Path) -> None:
 def _summary(result: ConversionResult, dst: Path) -> str:
     moved = result.nbytes - result.resumed_bytes
     parts = [
-        f"wrote {dst}: {_counted(len(result.plan.files), 'file')}",
+        f"wrote {dst}: {counted(len(result.plan.files), 'file')}",
         f"{format_bytes(result.nbytes)} in {format_seconds(result.seconds)}",
     ]
     if result.seconds > 0.5:
@@ -245,10 +246,6 @@ def _summary(result: ConversionResult, dst: Path) -> str:
     if result.verified:
         parts.append("verified")
     return ", ".join(parts)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _without_dry_run(context: typer.Context) -> str:

@@ -25,9 +25,9 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.dcp_metadata import METADATA, Item, Leaf, decode, encode
-from ckptctl.formats.torch_file import extent_of, is_stored, refuse_hidden_tensors
+from ckptctl.formats.torch_file import ZipFrame, extent_of, is_stored, refuse_hidden_tensors
 from ckptctl.planner.boxes import split_rows
-from ckptctl.planner.plan import CrcOf, OutputFile, RawCopy, Record
+from ckptctl.planner.plan import OutputFile, RawCopy, Record
 from ckptctl.planner.shards import fill, grouped
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles
@@ -135,7 +135,7 @@ class _Writer:
         self.zips: list[tuple[ZipLayout, int, int]] = []
 
     def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
-        nbytes = box.numel * (tensor.nbytes // max(math.prod(tensor.shape), 1))
+        nbytes = _nbytes(tensor, box)
         stored = StorageTensor(
             storage_key="0",
             storage_nbytes=nbytes,
@@ -161,7 +161,7 @@ class _Writer:
         self.size += blob.nbytes
 
     def finish(self) -> None:
-        self.files.append(OutputFile(self.file, self.size, _Frame(self.zips)))
+        self.files.append(OutputFile(self.file, self.size, ZipFrame(self.zips)))
 
     def _append(
         self, key: tuple[str, tuple[int, ...] | None], layout: ZipLayout, first: int, count: int
@@ -169,17 +169,6 @@ class _Writer:
         self.zips.append((layout, first, count))
         self.items[key] = Item(self.file, self.size, layout.size)
         self.size += layout.size
-
-
-class _Frame:
-    """The zips around the records of one data file."""
-
-    def __init__(self, zips: Sequence[tuple[ZipLayout, int, int]]) -> None:
-        self.zips = zips
-
-    def __call__(self, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-        for layout, first, count in self.zips:
-            yield from layout.frame([crc_of(record) for record in range(first, first + count)])
 
 
 def _shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:

@@ -7,7 +7,7 @@ Source: ``torch/serialization.py`` (``_save``, ``_load``); the zip itself is rea
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,19 +82,24 @@ class TorchFormat(WritableFormat):
             tensor.name: ((Box.whole(tensor.shape), position),)
             for position, tensor in enumerate(stored)
         }
-        file = OutputFile(request.name, layout.size, _Frame(layout, 0, len(records)))
+        file = OutputFile(request.name, layout.size, ZipFrame([(layout, 0, len(records))]))
         return Output((file,), tuple(records), boxes)
 
 
-class _Frame:
-    """The zip around the records ``first`` to ``first + count``."""
+class ZipFrame:
+    """The bytes of a file of ``torch.save`` zips that are not records.
 
-    def __init__(self, layout: ZipLayout, first: int, count: int) -> None:
-        self.layout = layout
-        self.records = range(first, first + count)
+    Args:
+        zips: Each zip with its first record and its number of records.
+    """
+
+    def __init__(self, zips: Sequence[tuple[ZipLayout, int, int]]) -> None:
+        self.zips = zips
 
     def __call__(self, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-        return self.layout.frame([crc_of(record) for record in self.records])
+        """See :data:`ckptctl.planner.plan.Frame`."""
+        for layout, first, count in self.zips:
+            yield from layout.frame([crc_of(record) for record in range(first, first + count)])
 
 
 @dataclass(frozen=True, slots=True)

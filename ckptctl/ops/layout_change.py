@@ -23,7 +23,6 @@ class Change:
         source_layout: Layout of the source; None: unknown.
         target_layout: Layout of the target; None: unknown.
         tensors: What becomes what, in the target's order.
-        shapes: Shape of each target tensor.
         dropped: Source keys that are left out, and why.
         must_equal: Source keys, kept and dropped, whose bytes have to be the same.
         sizes: Axis sizes that are known.
@@ -35,7 +34,6 @@ class Change:
     source_layout: str | None
     target_layout: str | None
     tensors: tuple[MappedTensor, ...]
-    shapes: Mapping[str, tuple[int, ...]]
     dropped: Mapping[str, str]
     must_equal: tuple[tuple[str, str], ...] = ()
     sizes: Mapping[str, int] | None = None
@@ -105,7 +103,6 @@ def change_layout(
         source,
         source if same else target,
         ordered,
-        {view.key: found.target_shapes[view.key] for m in ordered for view in m.targets},
         found.dropped,
         found.must_equal,
         found.sizes,
@@ -165,7 +162,6 @@ def _unchanged(
         known.layout,
         known.layout,
         mapped,
-        {name: entry.shape for name, entry in tensors.items()},
         {},
         notes=notes,
     )

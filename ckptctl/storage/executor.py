@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import ModuleType
 
-from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError
+from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.planner.copies import MIB, Limits, Read, Tile, Write, lower
 from ckptctl.planner.plan import FileIdentity, Plan, RawCopy
 from ckptctl.storage import trash
@@ -21,6 +21,7 @@ from ckptctl.storage.finisher import Finisher
 from ckptctl.storage.journal import Done, Journal
 from ckptctl.storage.lanes import Lane, Lanes, Unit
 from ckptctl.storage.ledger import Ledger, News
+from ckptctl.storage.sync import sync_directory
 from ckptctl.storage.worker import Worker, write_failed
 
 ARITHMETIC = 384 * MIB
@@ -376,22 +377,6 @@ def _changed(root: str, name: str, why: str) -> DamagedError:
         why=why,
         hint="try again once nothing writes to it",
     )
-
-
-def sync_directory(path: Path) -> None:
-    """Sync the entries of a directory.
-
-    Raises:
-        StorageError: The system could not.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "sync", str(path)) from error
 
 
 def _join(threads: list[threading.Thread]) -> None:

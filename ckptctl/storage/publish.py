@@ -23,7 +23,7 @@ from types import FrameType
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.storage import rename, trash
-from ckptctl.storage.executor import sync_directory
+from ckptctl.storage.sync import sync_directory
 
 Recognise = Callable[[Path], bool]
 
