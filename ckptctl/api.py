@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
         from_layout: Layout of the source's tensors; None: detect it.
         to_layout: Layout to write; None: what the target format implies, else the source's.
         dtype: Cast floating tensors to this dtype; None: keep theirs.
+        dequantize: Turn quantised tensors into ``bf16`` or ``fp32``; None: keep them.
         include: Globs; only tensors that match one.
         exclude: Globs; no tensor that matches one.
         only: ``model``, or ``all`` for training state too.
@@ -49,6 +50,7 @@ class Options(TypedDict, total=False):
     from_layout: str | None
     to_layout: str | None
     dtype: str | None
+    dequantize: str | None
     include: Sequence[str]
     exclude: Sequence[str]
     only: Literal["model", "all"]
@@ -147,6 +149,7 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         from_layout=options.get("from_layout"),
         to_layout=options.get("to_layout"),
         dtype=_floating(options.get("dtype")),
+        dequantize=_floating(options.get("dequantize"), "dequantize"),
         include=_globs(options.get("include", ())),
         exclude=_globs(options.get("exclude", ())),
         only=_only(options.get("only", "model")),
@@ -165,13 +168,13 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
     )
 
 
-def _floating(dtype: str | None) -> str | None:
+def _floating(dtype: str | None, option: str = "dtype") -> str | None:
     if dtype is None:
         return None
     name = dtypes.parse(str(dtype))
     if name is None or not dtypes.BY_NAME[name].floating:
         known = ", ".join(found.name for found in dtypes.BY_NAME.values() if found.floating)
-        raise UsageError(f"`{dtype}` is not a floating dtype", where="dtype", why=f"known: {known}")
+        raise UsageError(f"`{dtype}` is not a floating dtype", where=option, why=f"known: {known}")
     return name
 
 

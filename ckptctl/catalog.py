@@ -14,6 +14,7 @@ from typing import Literal
 from ckptctl import dtypes
 
 Codec = Literal["raw", "torch"]
+VIRTUAL = "//"
 
 
 class Index(int):
@@ -57,7 +58,8 @@ class Extent:
 
     Attributes:
         box: The part of the tensor.
-        file: Path relative to the checkpoint's root, with ``/``.
+        file: Path relative to the checkpoint's root, with ``/``; or the :func:`computed_name` of
+            a virtual file.
         offset: First byte in the file.
         nbytes: Number of bytes from there.
         codec: ``raw``: the bytes are the elements. ``torch``: they are one ``torch.save`` zip that
@@ -109,6 +111,60 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that computed elements are made of.
+
+    Attributes:
+        root: Absolute path of the directory that the entry's files are relative to; another than
+            the checkpoint's for an adapter.
+        entry: Its extents are ``raw`` and tile it; they may be virtual themselves.
+    """
+
+    root: str
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A virtual file: the row-major elements of a tensor that is computed when it is read.
+
+    Attributes:
+        kind: How: the name of a module in ``ckptctl/storage/kinds``.
+        dtype: torch's name of the dtype of its elements.
+        shape: Their number along each dimension.
+        inputs: What they are made of, by the names that the kind gives them.
+        parameters: What else the kind wants to know.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+def computed_name(key: str) -> str:
+    """Return the name of the virtual file of the tensor called *key*; no real file has such."""
+    return VIRTUAL + key
+
+
+def is_computed(file: str) -> bool:
+    """Return whether *file* is the name of a virtual file."""
+    return file.startswith(VIRTUAL)
+
+
+def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[str, str]]:
+    """Return ``(root, file)`` of every real file that virtual ones are made of."""
+    return frozenset(
+        (found.root, extent.file)
+        for one in computed.values()
+        for found in one.inputs.values()
+        for extent in found.entry.extents
+        if not is_computed(extent.file)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Blob:
     """A leaf that is not a tensor: a step counter, a random-number state, a data-loader state.
 
@@ -145,6 +201,7 @@ class Catalog:
             hold for *tensors*, when shards repeat heads.
         metadata: Free-form strings that the format carries.
         notes: What a reader should know: disabled checksums, files that nothing refers to, ...
+        computed: The virtual files that extents of *tensors* lie in, by name.
     """
 
     root: str
@@ -157,6 +214,7 @@ class Catalog:
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    computed: Mapping[str, Computed] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

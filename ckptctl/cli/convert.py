@@ -53,6 +53,15 @@ def convert(
             help="Cast floating tensors, as in bf16; those pinned to fp32 stay.",
         ),
     ] = None,
+    dequantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            callback=opt.check_dequantize,
+            autocompletion=opt.dequantize_names,
+            help="Turn quantised tensors into bf16 or fp32.",
+        ),
+    ] = None,
     include: opt.Include = None,
     exclude: opt.Exclude = None,
     only: Annotated[
@@ -114,6 +123,7 @@ def convert(
         from_layout=from_layout,
         to_layout=to_layout,
         dtype=dtype,
+        dequantize=dequantize,
         include=include or (),
         exclude=exclude or (),
         only=cast(Literal["model", "all"], only),

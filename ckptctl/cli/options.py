@@ -92,6 +92,21 @@ def check_dtype(value: str | None) -> str | None:
     return value
 
 
+def dequantize_names() -> list[str]:
+    """Return what ``--dequantize`` accepts."""
+    return ["bf16", "fp32"]
+
+
+def check_dequantize(value: str | None) -> str | None:
+    """Refuse what quantised tensors are not turned into."""
+    from ckptctl import dtypes
+
+    known = dequantize_names()
+    if value and dtypes.parse(value) in {dtypes.parse(name) for name in known}:
+        return value
+    return among(value, "dtype", known)
+
+
 def check_size(value: str | None) -> str | None:
     """Refuse what is no size in bytes."""
     if value is not None:

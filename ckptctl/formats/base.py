@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
@@ -88,6 +88,22 @@ class OutputRequest:
     checksum: bool = True
 
 
+class Place(NamedTuple):
+    """Where one box of a tensor goes.
+
+    Attributes:
+        box: The part of the tensor.
+        record: Index of the record that holds it.
+        start: Elements of the record before it.
+        strides: Elements between neighbours along each dimension; None: row-major.
+    """
+
+    box: Box
+    record: int
+    start: int = 0
+    strides: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """Where everything goes.
@@ -95,7 +111,7 @@ class Output:
     Attributes:
         files: Every file, with its frame.
         records: Byte ranges for tensor boxes.
-        boxes: For each tensor its boxes and the records that hold them.
+        boxes: For each tensor the places of its boxes.
         raw_copies: Byte ranges that travel unchanged.
         left_out: Leaves that this format has no place for, with the reason.
         notes: What the user should know, such as a tie written as two copies.
@@ -103,7 +119,7 @@ class Output:
 
     files: tuple[OutputFile, ...]
     records: tuple[Record, ...]
-    boxes: Mapping[str, tuple[tuple[Box, int], ...]]
+    boxes: Mapping[str, tuple[Place, ...]]
     raw_copies: tuple[RawCopy, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

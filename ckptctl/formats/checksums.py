@@ -49,7 +49,11 @@ def _described(
             name: (
                 str(tensor["dtype"]),
                 tuple(tensor["shape"]),
-                {(c["file"], c["offset"]): int(c["crc32"], 16) for c in tensor["chunks"]},
+                {
+                    (c["file"], c["offset"]): int(c["crc32"], 16)
+                    for c in tensor["chunks"]
+                    if "crc32" in c
+                },
             )
             for name, tensor in content["tensors"].items()
         }

@@ -20,6 +20,7 @@ from ckptctl.formats.base import (
     Output,
     OutputRequest,
     OutputTensor,
+    Place,
     Sniff,
     WritableFormat,
     document,
@@ -125,7 +126,7 @@ class _Writer:
     def __init__(self) -> None:
         self.files: list[OutputFile] = []
         self.records: list[Record] = []
-        self.boxes: dict[str, list[tuple[Box, int]]] = {}
+        self.boxes: dict[str, list[Place]] = {}
         self.items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
         self.raw_copies: list[RawCopy] = []
 
@@ -148,7 +149,7 @@ class _Writer:
         layout = lay_out(dump_state(stored), [("0", nbytes)], base=self.size)
         record = len(self.records)
         self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
-        self.boxes.setdefault(tensor.name, []).append((box, record))
+        self.boxes.setdefault(tensor.name, []).append(Place(box, record))
         self._append((tensor.name, box.offsets), layout, record, 1)
 
     def add_blob(self, blob: Blob) -> None:

@@ -14,7 +14,7 @@ from itertools import chain
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Index, Path
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.storage.files import contained
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Inert, loads
 from ckptctl.storage.pickle_writer import NewObject, Reduce, Stream, dumps
@@ -217,7 +217,7 @@ def _path(name: str, recorded: object) -> Path:
 def encode(
     tensors: Sequence[OutputTensor],
     blobs: Sequence[Blob],
-    boxes: Mapping[str, Sequence[tuple[Box, int]]],
+    boxes: Mapping[str, Sequence[Place]],
     items: Mapping[tuple[str, tuple[int, ...] | None], Item],
 ) -> bytes:
     """Return a ``.metadata`` that stock ``dcp.load`` reads.
@@ -229,7 +229,7 @@ def encode(
         items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
     """
     entries = chain(
-        ((t.name, _tensor_metadata(t, [box for box, _ in boxes[t.name]])) for t in tensors),
+        ((t.name, _tensor_metadata(t, [place.box for place in boxes[t.name]])) for t in tensors),
         ((blob.name, NewObject(Global(_HOME, "BytesStorageMetadata"))) for blob in blobs),
     )
     paths = ((leaf.name, _plain(leaf.path)) for leaf in chain[_Named](tensors, blobs))

@@ -20,6 +20,7 @@ from ckptctl.formats.base import (
     Output,
     OutputRequest,
     OutputTensor,
+    Place,
     Sniff,
     WritableFormat,
     absent,
@@ -158,7 +159,7 @@ class _Writer:
         self.metadata = {"format": "pt", **aliases}
         self.files: list[OutputFile] = []
         self.records: list[Record] = []
-        self.boxes: dict[str, tuple[tuple[Box, int], ...]] = {}
+        self.boxes: dict[str, tuple[Place, ...]] = {}
 
     def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
         header, offsets = encode_header(
@@ -166,7 +167,7 @@ class _Writer:
         )
         size = len(header)
         for tensor, offset in zip(tensors, offsets, strict=True):
-            self.boxes[tensor.name] = ((Box.whole(tensor.shape), len(self.records)),)
+            self.boxes[tensor.name] = (Place(Box.whole(tensor.shape), len(self.records)),)
             self.records.append(Record(tensor.name, file, offset, tensor.nbytes))
             size = offset + tensor.nbytes
         self.files.append(OutputFile(file, size, constant(header)))

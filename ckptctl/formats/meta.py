@@ -15,11 +15,19 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, MappingError, listed
 from ckptctl.formats import torch_file
 from ckptctl.formats.assets import amended, documents, left_behind, side_files
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Sniff, WritableFormat, absent
+from ckptctl.formats.base import (
+    Output,
+    OutputRequest,
+    OutputTensor,
+    Place,
+    Sniff,
+    WritableFormat,
+    absent,
+)
 from ckptctl.planner.axes import Observation, solve
 from ckptctl.planner.configs import read_sizes
 from ckptctl.planner.detect import detect
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import Family, Stored
 from ckptctl.planner.parallel import possible_repeats, split_axis
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.compare import equal
@@ -81,7 +89,7 @@ class MetaFormat(WritableFormat):
         """See :meth:`WritableFormat.lay_out`."""
         files: list[OutputFile] = []
         records: list[Record] = []
-        boxes: dict[str, list[tuple[Box, int]]] = {}
+        boxes: dict[str, list[Place]] = {}
         of_rank = {tensor.name: _rank_boxes(tensor, request) for tensor in request.tensors}
         for rank in range(request.mp):
             parts = [_part(tensor, of_rank[tensor.name][rank]) for tensor in request.tensors]
@@ -89,9 +97,9 @@ class MetaFormat(WritableFormat):
             shard = torch_file.FORMAT.lay_out(replace(request, name=name, tensors=parts, blobs=()))
             for tensor, part in zip(request.tensors, parts, strict=True):
                 if part.alias_of is None:
-                    _, record = shard.boxes[tensor.name][0]
+                    record = len(records) + shard.boxes[tensor.name][0].record
                     box = of_rank[tensor.name][rank]
-                    boxes.setdefault(tensor.name, []).append((box, len(records) + record))
+                    boxes.setdefault(tensor.name, []).append(Place(box, record))
             files += [_shifted(file, len(records)) for file in shard.files]
             records += shard.records
         left_out = {blob.name: "Meta's files hold tensors only" for blob in request.blobs}
@@ -249,9 +257,8 @@ class _Joined:
         layout = self.family.layout(LAYOUT)
         for key, entry in joined.items():
             found = layout.table.find(key)
-            name = getattr(found[0], "name", None) if found else None
-            if name in layout.leaves and name not in seen:
-                seen[str(name)] = Observation(key, layout.leaves[str(name)], entry.shape)
+            if found and isinstance(found[0], Stored):
+                seen.setdefault(found[0].template.text, Observation(key, found[0], entry.shape))
         try:
             solve(self.family, seen.values(), read_sizes(self.family, params=params))
         except MappingError as error:

@@ -13,7 +13,14 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Sniff, WritableFormat
+from ckptctl.formats.base import (
+    Output,
+    OutputRequest,
+    OutputTensor,
+    Place,
+    Sniff,
+    WritableFormat,
+)
 from ckptctl.formats.structure import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
 from ckptctl.storage.compare import row_major
@@ -79,7 +86,7 @@ class TorchFormat(WritableFormat):
             for tensor, offset in zip(stored, layout.data_offsets, strict=True)
         ]
         boxes = {
-            tensor.name: ((Box.whole(tensor.shape), position),)
+            tensor.name: (Place(Box.whole(tensor.shape), position),)
             for position, tensor in enumerate(stored)
         }
         file = OutputFile(request.name, layout.size, ZipFrame([(layout, 0, len(records))]))

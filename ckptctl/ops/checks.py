@@ -39,6 +39,12 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
         "--verify compares checksums, which --no-checksum leaves out": (
             asked.verify and not asked.checksum
         ),
+        "--dtype and --dequantize name different dtypes": (
+            asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
+        ),
+        "--dequantize takes bf16 or fp32": (
+            asked.dequantize not in (None, "bfloat16", "float32")
+        ),
         f"--to {target.name} always has layout {target.layout}": (
             target.layout is not None and asked.to_layout not in (None, target.layout)
         ),

@@ -96,7 +96,9 @@ class ConversionPlan:
 
     @property
     def arithmetic(self) -> bool:
-        """Return whether elements are cast or transposed one by one, which takes torch."""
+        """Return whether elements are computed, cast or transposed one by one: with torch."""
+        if self.plan.computed:
+            return True
         return any(t.source_dtype != t.target_dtype or permutes(t) for t in self.plan.transfers)
 
     @property

@@ -14,14 +14,15 @@ from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops import checks
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
-from ckptctl.ops.documents import gather
+from ckptctl.ops.dequantise import dequantised
+from ckptctl.ops.documents import gather, unquantised
 from ckptctl.ops.draft import Draft
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.overwrite import replaceable
 from ckptctl.ops.recognise import recognise
-from ckptctl.storage.compare import equal
+from ckptctl.storage.compare import all_zero, equal
+from ckptctl.storage.computed import open_reader
 from ckptctl.storage.executor import execute
-from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import Staging, free_space, staging
 
 __all__ = [
@@ -52,6 +53,9 @@ def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions
     destination = checks.destination(source, Path(dst), options.overwrite, replaceable)
     catalog = formats.open_checkpoint(source, options.from_format, options.model_type)
     assets = gather(catalog, options.assets)
+    if options.dequantize:
+        catalog = dequantised(catalog, options.dequantize)
+        assets = unquantised(assets)
     known = recognise(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
@@ -117,9 +121,17 @@ def _verify(plan: ConversionPlan, stage: Staging, crcs: Sequence[int]) -> None:
 
 
 def _require_equal(plan: ConversionPlan) -> None:
-    """Prove that tensors which are dropped as tied hold what the kept ones hold."""
+    """Prove that tensors which are dropped hold what the kept ones hold, or nothing at all."""
     root = plan.recognition.root
-    with SourceFiles(plan.source.root) as files:
+    with open_reader(plan.source) as files:
+        for name in plan.change.must_be_zero:
+            if not all_zero(files, plan.source.tensors[root + name]):
+                raise MappingError(
+                    f"`{name}` has no place in layout `{plan.to_layout}` and is not zero",
+                    where=plan.source.path,
+                    why="leaving it out would change the model",
+                    hint=f"`--exclude {name}` leaves it out all the same",
+                )
         for kept, dropped in plan.change.must_equal:
             pair = (plan.source.tensors[root + name] for name in (kept, dropped))
             if not equal(files, *pair):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+from ckptctl.catalog import Computed
 from ckptctl.planner.plan import OutputFile, RawCopy, Record, Transfer
 
 
@@ -15,6 +16,7 @@ def digest_of(
     transfers: Sequence[Transfer],
     raw_copies: Sequence[RawCopy],
     contents: Mapping[str, bytes],
+    computed: Mapping[str, Computed],
 ) -> str:
     """Return the hexadecimal SHA-256 of what decides an output's bytes, the sources' own apart.
 
@@ -25,6 +27,7 @@ def digest_of(
         transfers: What each box is made of.
         raw_copies: What is copied unchanged; the directories that it comes from do not count.
         contents: Files that are written from memory.
+        computed: The virtual files that transfers read; directories do not count here either.
     """
     found = hashlib.sha256(repr(checksum).encode())
     for file in files:
@@ -36,4 +39,8 @@ def digest_of(
         found.update(repr(place).encode())
     for name, content in contents.items():
         found.update(repr((name, len(content))).encode() + content)
+    for virtual, one in computed.items():
+        inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
+        how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
+        found.update(repr(how).encode())
     return found.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -29,12 +29,14 @@ class Assets:
         sizes: Their sizes in bytes.
         documents: Parsed ``config.json`` and ``params.json``.
         notes: What lies in the directory of ``--assets`` and is not carried.
+        changed: Documents that no longer say what their files say.
     """
 
     roots: Mapping[str, str]
     sizes: Mapping[str, int]
     documents: Mapping[str, Json]
     notes: tuple[str, ...] = ()
+    changed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,16 @@ def gather(catalog: Catalog, directory: Path | None) -> Assets:
         {**({} if described else own.documents), **described},
         left_behind(root),
     )
+
+
+def unquantised(assets: Assets) -> Assets:
+    """Return *assets* as they hold once nothing is quantised any more."""
+    config = assets.documents.get(CONFIG)
+    if config is None or "quantization_config" not in config:
+        return assets
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    changed = assets.changed | {CONFIG}
+    return replace(assets, documents={**assets.documents, CONFIG: plain}, changed=changed)
 
 
 def papers(
@@ -138,7 +150,7 @@ def _written(
     written: dict[str, bytes] = {}
     if config is not None:
         changed = _untied(_with_dtype(config, dtype) if cast else config, change)
-        if changed != config or CONFIG not in assets.sizes:
+        if changed != config or CONFIG not in assets.sizes or CONFIG in assets.changed:
             written[CONFIG] = dumped(changed)
     if to_format == "hf" and config is None and params is not None and change.family:
         made = params_to_config(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.catalog import Blob, Box, Catalog, TensorEntry
+from ckptctl.catalog import Blob, Box, Catalog, Computed, TensorEntry, is_computed, made_of
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.ops import checks
@@ -129,6 +129,7 @@ class Draft:
         root = self.known.root
         needed = {view.key for item in mapped for view in item.sources}
         needed |= {root + name for pair in change.must_equal for name in pair}
+        needed |= {root + name for name in change.must_be_zero}
         tensors = {name: t for name, t in self.catalog.tensors.items() if name in needed}
         for entry in tensors.values():
             check_coverage(entry)
@@ -212,7 +213,7 @@ class Draft:
             change,
             ranks=self.ranks,
             dtype=main_dtype(tensors),
-            cast=self.options.dtype is not None,
+            cast=(self.options.dtype or self.options.dequantize) is not None,
         )
         self.documents = found.contents
         return found
@@ -228,15 +229,16 @@ class Draft:
         copies = tuple(transfers(mapped, self.catalog.tensors, output, by_name))
         raw = (*output.raw_copies, *beside.copies)
         files = (*output.files, *beside.files)
+        computed = self._computed(copies)
         digest = digest_of(
-            self.options.checksum, files, output.records, copies, raw, beside.contents
+            self.options.checksum, files, output.records, copies, raw, beside.contents, computed
         )
         if self.options.checksum and not self.target.single_file:
             head = {"source": self._provenance(), "plan": digest}
             files = (*files, manifest(head, tensors, output.boxes, output.records))
         return Plan(
             source_root=self.catalog.root,
-            sources=self._sources(copies, output.raw_copies),
+            sources=self._sources(copies, output.raw_copies, computed),
             target=str(self.destination),
             single_file=self.target.single_file,
             files=files,
@@ -244,6 +246,7 @@ class Draft:
             transfers=copies,
             raw_copies=raw,
             digest=digest,
+            computed=computed,
         )
 
     def _provenance(self) -> dict[str, object]:
@@ -254,10 +257,28 @@ class Draft:
             "model_type": self.known.model_type,
         }
 
+    def _computed(self, copies: Sequence[Transfer]) -> dict[str, Computed]:
+        """The virtual files that transfers read, and those that these are made of."""
+        names = [operand.file for copy in copies for operand in copy.source.operands]
+        found: dict[str, Computed] = {}
+        while names:
+            name = names.pop()
+            if is_computed(name) and name not in found:
+                found[name] = one = self.catalog.computed[name]
+                inputs = one.inputs.values()
+                names += [extent.file for item in inputs for extent in item.entry.extents]
+        return dict(sorted(found.items()))
+
     def _sources(
-        self, copies: Sequence[Transfer], raw: Sequence[RawCopy]
+        self,
+        copies: Sequence[Transfer],
+        raw: Sequence[RawCopy],
+        computed: Mapping[str, Computed],
     ) -> dict[str, FileIdentity]:
-        names = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
+        read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
+        names = {name: None for name in read if not is_computed(name)}
+        inputs = made_of(computed)
+        names |= dict.fromkeys(sorted(file for root, file in inputs if root == self.catalog.root))
         names |= dict.fromkeys(item.source for item in raw)
         with SourceFiles(self.catalog.root) as files:
             return {name: files.identity(name) for name in names}

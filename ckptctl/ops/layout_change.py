@@ -9,9 +9,9 @@ from ckptctl import families
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, listed
 from ckptctl.ops.recognise import Recognition, require_one
-from ckptctl.planner.configs import contradictions, is_tied, read_sizes
+from ckptctl.planner.configs import contradictions, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping import MappedTensor, View, map_tensors
+from ckptctl.planner.mapping import MappedTensor, View, Zeros, map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class Change:
         tensors: What becomes what, in the target's order.
         dropped: Source keys that are left out, and why.
         must_equal: Source keys, kept and dropped, whose bytes have to be the same.
+        must_be_zero: Source keys that are dropped because they hold nothing but zeros.
+        zeros: Tensors of the target that are made.
         sizes: Axis sizes that are known.
         tied: Whether tied embeddings are one.
         notes: What the user should know.
@@ -36,6 +38,8 @@ class Change:
     tensors: tuple[MappedTensor, ...]
     dropped: Mapping[str, str]
     must_equal: tuple[tuple[str, str], ...] = ()
+    must_be_zero: tuple[str, ...] = ()
+    zeros: tuple[Zeros, ...] = ()
     sizes: Mapping[str, int] | None = None
     tied: bool = False
     notes: tuple[str, ...] = ()
@@ -96,6 +100,7 @@ def change_layout(
         tied=tied,
         untie=untie,
         partial=partial,
+        lists=read_lists(family, known.config),
     )
     ordered = _in_source_order(found.tensors, tensors) if same else found.tensors
     return Change(
@@ -105,6 +110,8 @@ def change_layout(
         ordered,
         found.dropped,
         found.must_equal,
+        found.must_be_zero,
+        found.zeros,
         found.sizes,
         found.tied,
     )

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptctl import __version__
-from ckptctl.catalog import Box
-from ckptctl.formats.base import OutputTensor
+from ckptctl import __version__, dtypes
+from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
 
@@ -19,7 +18,7 @@ from ckptctl.planner.plan import CrcOf, OutputFile, Record
 def manifest(
     head: Mapping[str, object],
     tensors: Sequence[OutputTensor],
-    boxes: Mapping[str, Sequence[tuple[Box, int]]],
+    boxes: Mapping[str, Sequence[Place]],
     records: Sequence[Record],
 ) -> OutputFile:
     """Return the manifest as an output file whose checksums are filled in at the end.
@@ -44,7 +43,7 @@ def manifest(
 
 def _tensor(
     tensor: OutputTensor,
-    boxes: Sequence[tuple[Box, int]],
+    boxes: Sequence[Place],
     records: Sequence[Record],
     crc_of: CrcOf,
 ) -> dict[str, object]:
@@ -53,13 +52,20 @@ def _tensor(
         "shape": list(tensor.shape),
         **({"alias_of": tensor.alias_of} if tensor.alias_of else {}),
         "chunks": [
-            {
-                "offsets": list(box.offsets),
-                "sizes": list(box.sizes),
-                "file": records[record].file,
-                "offset": records[record].offset,
-                "crc32": f"{crc_of(record):08x}",
-            }
-            for box, record in boxes
+            _chunk(place, records[place.record], dtypes.itemsize(tensor.dtype), crc_of)
+            for place in boxes
         ],
+    }
+
+
+def _chunk(place: Place, record: Record, itemsize: int, crc_of: CrcOf) -> dict[str, object]:
+    """Describe one box; where a record holds several, its checksum is that of none of them."""
+    box = place.box
+    whole = record.nbytes == box.numel * itemsize
+    return {
+        "offsets": list(box.offsets),
+        "sizes": list(box.sizes),
+        "file": record.file,
+        "offset": record.offset + place.start * itemsize,
+        **({"crc32": f"{crc_of(place.record):08x}"} if whole else {}),
     }

@@ -21,6 +21,7 @@ class ConversionOptions:
         from_layout: Layout of the source; None: detect.
         to_layout: Layout to write; None: what the target format implies, else the source's.
         dtype: torch's name of the dtype that floating tensors are cast to; None: keep.
+        dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
         include: Globs of names in the model; none: all.
         exclude: Globs of names that are left out.
         only: The model, or all that the checkpoint holds.
@@ -44,6 +45,7 @@ class ConversionOptions:
     from_layout: str | None = None
     to_layout: str | None = None
     dtype: str | None = None
+    dequantize: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     only: Literal["model", "all"] = "model"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Path, TensorEntry
+from ckptctl.errors import MappingError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.structure import join
 from ckptctl.ops.layout_change import Change
@@ -50,16 +51,17 @@ def paths(
     """
     found: dict[str, Path] = {}
     for item in mapped:
-        old, target = entries[item.sources[0].key].path, item.targets[0].key
+        old = entries[item.sources[0].key].path
         head = _container(old, root)
-        if head is None:
-            found[target] = (target,)
-        elif change.identity:
-            found[target] = old if keep_root else old[len(head) :]
-        elif keep_root:
-            found[target] = (*head, target.removeprefix(root))
-        else:
-            found[target] = (target,)
+        for target in (view.key for view in item.targets):
+            if head is None:
+                found[target] = (target,)
+            elif change.identity:
+                found[target] = old if keep_root else old[len(head) :]
+            elif keep_root:
+                found[target] = (*head, target.removeprefix(root))
+            else:
+                found[target] = (target,)
     return found
 
 
@@ -82,24 +84,67 @@ def output_tensors(
         pinned: Logical tensors that are never cast, without indices.
         aliases: Whether tensors that share memory go on doing so.
     """
+    shapes: dict[str, tuple[int, ...]] = {}
+    kinds: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
-    found: list[OutputTensor] = []
+    original: dict[str, str] = {}
     for item in mapped:
-        source, target = entries[item.sources[0].key], item.targets[0]
-        kept = item.logical.partition(".")[0] in pinned
-        identity = (source.alias_of or source.name, item.axes, target.dims)
-        original = first.setdefault(identity, target.key)
-        found.append(
-            OutputTensor(
-                name=target.key,
-                dtype=source.dtype if kept else cast_to(source.dtype, dtype),
-                shape=target.sizes,
-                path=placed[target.key],
-                alias_of=original if aliases and original != target.key else None,
-                requires_grad=source.requires_grad,
-            )
+        kind = _dtype(item, entries, dtype, pinned)
+        source = entries[item.sources[0].key]
+        for view in item.targets:
+            ends = tuple(o + s for o, s in zip(view.origin, view.sizes, strict=True))
+            shapes[view.key] = tuple(map(max, shapes.get(view.key, ends), ends))
+            if kinds.setdefault(view.key, kind) != kind:
+                raise _mixed(view.key, kinds[view.key], kind, source.name)
+        if len(item.sources) == len(item.targets) == 1:
+            name = source.alias_of or source.name
+            memory = (name, item.axes, _place(item.sources[0]), _place(item.targets[0]))
+            original[item.targets[0].key] = first.setdefault(memory, item.targets[0].key)
+    gradient = {
+        view.key
+        for item in mapped
+        for view in item.targets
+        if all(entries[source.key].requires_grad for source in item.sources)
+    }
+    return tuple(
+        OutputTensor(
+            name=key,
+            dtype=kinds[key],
+            shape=shape,
+            path=placed[key],
+            alias_of=original[key] if aliases and original.get(key, key) != key else None,
+            requires_grad=key in gradient,
         )
-    return tuple(found)
+        for key, shape in shapes.items()
+    )
+
+
+def _place(view: View) -> tuple[object, ...]:
+    return view.dims, view.origin, view.sizes, view.lead
+
+
+def _dtype(
+    item: MappedTensor,
+    entries: Mapping[str, TensorEntry],
+    dtype: str | None,
+    pinned: Collection[str],
+) -> str:
+    """The element type that a logical tensor gets; its parts have to agree."""
+    first = entries[item.sources[0].key]
+    for view in item.sources:
+        if entries[view.key].dtype != first.dtype:
+            raise _mixed(item.targets[0].key, first.dtype, entries[view.key].dtype, view.key)
+    kept = item.logical.partition(".")[0] in pinned
+    return first.dtype if kept else cast_to(first.dtype, dtype)
+
+
+def _mixed(target: str, one: str, other: str, source: str) -> MappingError:
+    return MappingError(
+        f"the parts of a tensor have different dtypes: {one} and {other}",
+        where=f"tensor `{source}`",
+        why=f"they become one tensor, `{target}`",
+        hint="--dtype casts all of them to one",
+    )
 
 
 def unrooted(blob: Blob, root: str) -> Blob:

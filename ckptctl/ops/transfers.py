@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.formats.base import Output
+from ckptctl.formats.base import Output, Place
 from ckptctl.planner.boxes import intersect
 from ckptctl.planner.mapping import MappedTensor, View
 from ckptctl.planner.plan import Operand, Record, Side, Transfer
@@ -33,7 +33,7 @@ def transfers(
             yield _transfer(mapped, boxes, entries, output, target_dtypes)
 
 
-Boxes = list[tuple[View, Box, int]]
+Boxes = list[tuple[View, Place]]
 
 
 def _copies(mapped: MappedTensor, output: Output) -> list[Boxes]:
@@ -42,15 +42,22 @@ def _copies(mapped: MappedTensor, output: Output) -> list[Boxes]:
     Ranks repeat whole boxes: replicated tensors, and heads where there are fewer than ranks.
     """
     copies: list[Boxes] = []
-    seen: Counter[tuple[str, Box]] = Counter()
+    seen: Counter[tuple[View, Box]] = Counter()
     for view in mapped.targets:
-        for box, record in output.boxes.get(view.key, ()):
-            nth = seen[view.key, box]
-            seen[view.key, box] += 1
+        region = Box(view.origin, view.sizes)
+        for place in output.boxes.get(view.key, ()):
+            if not _meets(region, place.box):
+                continue
+            nth = seen[view, place.box]
+            seen[view, place.box] += 1
             if nth == len(copies):
                 copies.append([])
-            copies[nth].append((view, box, record))
+            copies[nth].append((view, place))
     return copies
+
+
+def _meets(region: Box, box: Box) -> bool:
+    return region == box or _common(region, box) is not None
 
 
 def _transfer(
@@ -71,9 +78,9 @@ def _transfer(
     )
     written = (
         operand
-        for view, box, record in boxes
+        for view, place in boxes
         for operand in _target(
-            view, box, record, output.records[record], dtypes.itemsize(target_dtype)
+            view, place, output.records[place.record], dtypes.itemsize(target_dtype)
         )
     )
     return Transfer(
@@ -95,9 +102,13 @@ def _source(view: View, extent: Extent, itemsize: int) -> Iterator[Operand]:
     )
 
 
-def _target(view: View, box: Box, index: int, record: Record, itemsize: int) -> Iterator[Operand]:
-    steps = tuple(stride * itemsize for stride in row_major(box.sizes))
-    yield from _operand(view, box, steps, record.file, record.offset, record.nbytes, None, index)
+def _target(view: View, place: Place, record: Record, itemsize: int) -> Iterator[Operand]:
+    strides = place.strides or row_major(place.box.sizes)
+    steps = tuple(stride * itemsize for stride in strides)
+    begin = record.offset + place.start * itemsize
+    last = sum((n - 1) * step for n, step in zip(place.box.sizes, steps, strict=True))
+    nbytes = last + itemsize if place.box.numel else 0
+    yield from _operand(view, place.box, steps, record.file, begin, nbytes, None, place.record)
 
 
 def _operand(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.layouts import Family
-from ckptctl.planner.tables import Leaf, show_dims
+from ckptctl.planner.layouts import Family, Stored
+
+
+Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +19,43 @@ class Observation:
 
     Attributes:
         key: Its name.
-        leaf: How it is stored.
+        stored: What it is.
         shape: Its shape.
     """
 
     key: str
-    leaf: Leaf
+    stored: Stored
     shape: tuple[int, ...]
+
+    def equations(self, family: Family) -> Iterator[tuple[int, tuple[Axes, ...], int]]:
+        """Yield ``(dimension, terms, size)``: the products of the terms' axes add up to the size."""
+        places = {leaf.part: leaf for _, leaf in self.stored.parts}
+        leaves = list(places.values())
+        for dim, size in enumerate(self.shape):
+            terms = tuple(family.expand(leaf.dims[dim]) for leaf in leaves)
+            if dim == self.stored.along and leaves[0].part is not None:
+                yield dim, terms, size
+            else:
+                yield from ((dim, (term,), size) for term in dict.fromkeys(terms))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is known of the sizes of axes.
+
+    Attributes:
+        axes: Size of each axis.
+        products: Size of groups of axes of which the single sizes are not known.
+    """
+
+    axes: Mapping[str, int]
+    products: Mapping[Axes, int]
+
+    def of(self, group: Axes) -> int | None:
+        """Return the size of a group of atomic axes; None: it is not known."""
+        if all(axis in self.axes for axis in group):
+            return math.prod(self.axes[axis] for axis in group)
+        return self.products.get(group)
 
 
 def dim_sizes(dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -37,6 +69,7 @@ class _Solver:
     def __init__(self, family: Family, known: Mapping[str, int]) -> None:
         self.family = family
         self.sizes: dict[str, int] = dict(family.constants)
+        self.products: dict[Axes, int] = {}
         self.origin: dict[str, str] = {}
         self._configured(known)
 
@@ -58,13 +91,14 @@ class _Solver:
     def _product(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
 
-    def settle(self, axes: tuple[str, ...], value: int, key: str = "") -> bool | None:
+    def settle(self, axes: Axes, value: int, key: str = "") -> bool | None:
         """Use ``product(axes) == value``: True: used up; False: impossible; None: not yet."""
         unknown = [axis for axis in axes if axis not in self.sizes]
         product = self._product(axes)
         if not unknown:
             return product == value
         if len(unknown) > 1 or not product:
+            self.products.setdefault(axes, value)
             return None if product and value % product == 0 else value == product == 0
         if value % product:
             return False
@@ -73,47 +107,67 @@ class _Solver:
             self.origin[unknown[0]] = f"`{key}`"
         return True
 
+    def add_up(self, terms: tuple[Axes, ...], value: int, key: str = "") -> bool | None:
+        """Use ``sum of products == value``; returns what :meth:`settle` does."""
+        if len(terms) == 1:
+            return self.settle(terms[0], value, key)
+        known = Sizes(self.sizes, self.products)
+        sizes = [known.of(term) for term in terms]
+        rest = value - sum(size for size in sizes if size is not None)
+        open_terms = [term for term, size in zip(terms, sizes, strict=True) if size is None]
+        if not open_terms:
+            return rest == 0
+        if len(set(open_terms)) > 1:
+            return None
+        share, odd = divmod(rest, len(open_terms))
+        return False if odd or share < 0 else self.settle(open_terms[0], share, key)
+
     def run(self, seen: Iterable[Observation]) -> None:
+        """Use every shape.
+
+        Raises:
+            MappingError: One of them contradicts the others or the configuration.
+        """
         equations = {
-            (self.family.expand(group), size): (item, index)
+            (terms, size): (item, dim)
             for item in seen
-            for index, (group, size) in enumerate(zip(item.leaf.dims, item.shape, strict=True))
+            for dim, terms, size in item.equations(self.family)
+            if not any(axis in self.family.free for term in terms for axis in term)
         }
         progress = True
         while progress and equations:
             progress = False
-            for (axes, size), (item, index) in list(equations.items()):
-                settled = self.settle(axes, size, item.key)
+            for (terms, size), (item, dim) in list(equations.items()):
+                before = len(self.sizes), len(self.products)
+                settled = self.add_up(terms, size, item.key)
                 if settled is False:
-                    raise self._contradiction(item, index, axes)
+                    raise self._contradiction(item, dim, terms)
                 if settled:
-                    del equations[axes, size]
-                    progress = True
+                    del equations[terms, size]
+                progress |= bool(settled) or before != (len(self.sizes), len(self.products))
 
-    def _contradiction(self, item: Observation, index: int, axes: tuple[str, ...]) -> MappingError:
-        known = [axis for axis in axes if axis in self.sizes]
+    def _contradiction(self, item: Observation, dim: int, terms: tuple[Axes, ...]) -> MappingError:
+        known = [axis for term in terms for axis in term if axis in self.sizes]
         factors = ", ".join(
             f"{axis} = {self.sizes[axis]}"
             + (f" (from {self.origin[axis]})" if self.origin.get(axis) else "")
-            for axis in known
+            for axis in dict.fromkeys(known)
         )
         return MappingError(
             "a shape contradicts the configuration or the other tensors",
             where=f"tensor `{item.key}`",
-            why=f"its shape is {item.shape}, stored as {show_dims(item.leaf.dims)}; "
-            f"dimension {index} is {item.shape[index]}, but {factors}",
+            why=f"its shape is {item.shape}, stored as {item.stored}; "
+            f"dimension {dim} is {item.shape[dim]}, but {factors}",
             hint="do the configuration and all files belong to the same model?",
         )
 
 
-def solve(
-    family: Family, observations: Iterable[Observation], known: Mapping[str, int]
-) -> dict[str, int]:
+def solve(family: Family, observations: Iterable[Observation], known: Mapping[str, int]) -> Sizes:
     """Return the size of every axis that follows from shapes and configuration.
 
     Args:
         family: Gives constants and composite axes.
-        observations: Stored tensors; those of equal leaf and shape need to be given only once.
+        observations: Stored tensors; those of equal kind and shape need to be given only once.
         known: Axis sizes from a configuration; indices and axes that occur nowhere are ignored.
 
     Raises:
@@ -122,15 +176,16 @@ def solve(
     """
     items = list(observations)
     for item in items:
-        if len(item.shape) != len(item.leaf.dims):
+        rank = len(item.stored.parts[0][1].dims)
+        if len(item.shape) != rank:
             raise MappingError(
-                f"a tensor has {len(item.shape)} dimensions, not {len(item.leaf.dims)}",
+                f"a tensor has {len(item.shape)} dimensions, not {rank}",
                 where=f"tensor `{item.key}`",
-                why=f"its shape is {item.shape}; `{family.name}` stores it as `{item.leaf}`",
+                why=f"its shape is {item.shape}; `{family.name}` stores it as `{item.stored}`",
             )
     solver = _Solver(family, known)
     solver.run(items)
     for axis, parts in family.composite.items():
         if all(part in solver.sizes for part in parts):
             solver.sizes[axis] = math.prod(solver.sizes[part] for part in parts)
-    return solver.sizes
+    return Sizes(solver.sizes, solver.products)

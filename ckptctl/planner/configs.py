@@ -109,9 +109,38 @@ def read_sizes(
         if file is None:
             continue
         values = plain(file)
-        named = {axis: _count(values.get(n[column]), n[column]) for axis, n in family.sizes.items()}
+        named = {
+            axis: _count(looked_up(values, n[column]), n[column])
+            for axis, n in family.sizes.items()
+        }
         sizes |= {axis: size for axis, size in named.items() if size is not None}
     return _implied(family, sizes)
+
+
+def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
+    """Return the lists of layer numbers that the family's shifts look up in config.json.
+
+    Raises:
+        MappingError: One of them is not a list of different numbers.
+    """
+    found: dict[str, list[int]] = {}
+    for name in {shift.place for shift in family.shifts} - {"after"}:
+        value = looked_up(config or {}, name)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+            raise MappingError(f"`{name}` is not a list of layers", why=f"it is {value!r}")
+        found[name] = sorted({int(n) for n in value})
+    return found
+
+
+def looked_up(values: Json, name: str) -> object:
+    """Return what a configuration says under *name*, in which dots lead into nested objects."""
+    if name in values:
+        return values[name]
+    head, _, tail = name.partition(".")
+    inner = values.get(head)
+    return looked_up(inner, tail) if tail and isinstance(inner, Mapping) else None
 
 
 def _implied(family: Family, sizes: dict[str, int]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ckptctl import dtypes
+from ckptctl.catalog import is_computed
 from ckptctl.planner import runs
 from ckptctl.planner.moves import Move, moves
 from ckptctl.planner.plan import Operand, Record, Transfer
@@ -330,11 +331,13 @@ def _reads(work: _Work, blocks: dict[int, list[Block]]) -> list[Read]:
 
 def _moves(work: _Work, blocks: dict[int, list[Block]], limits: Limits) -> tuple[Move, ...]:
     operands = work.transfer.source.operands
+    limit = 2 * limits.arithmetic
     return tuple(
         move
         for number, some in blocks.items()
+        for file in (operands[number].file,)
         for block in some
-        for move in moves(operands[number].file, block, work.item, 2 * limits.arithmetic)
+        for move in moves(file, block, work.item, limit, computed=is_computed(file))
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptctl.planner.configs import facts, is_tied
 from ckptctl.planner.layouts import Family, holds
-from ckptctl.planner.matching import match, missing, tied_away
+from ckptctl.planner.matching import match, missing, tied_away, torn
 from ckptctl.planner.parallel import ranks_fit
 from ckptctl.planner.templates import skeleton
 
@@ -158,11 +158,12 @@ def _candidate(
     evidence: tuple[str, ...],
 ) -> Candidate | None:
     layout = family.layout(name)
-    matched = match(layout, shapes)
+    matched = match(family, layout, shapes)
     share = (len(shapes) - len(matched.unmatched)) / len(shapes) if shapes else 0.0
     if not matched.keys or share < ENOUGH:
         return None
-    absent = missing(family, layout, matched, matched.counts(family))
+    absent = missing(family, layout, matched, matched.counts(family, layout))
+    torn_apart = torn(family, matched)
     tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
     surplus = [key for key in tail if key in shapes and not configured]
     alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
@@ -172,7 +173,7 @@ def _candidate(
         tuple(alike),
         (f"{len(shapes) - len(matched.unmatched):,} of {len(shapes):,} keys", *evidence),
         tuple(matched.unmatched[:5] or surplus),
-        tuple(key for key in absent if key not in tail)[:5],
+        tuple([*filter(None, [torn_apart]), *(key for key in absent if key not in tail)])[:5],
         share,
     )
 

@@ -12,6 +12,7 @@ v     vocabulary                      h     query heads
 d     hidden size                     k     key/value heads
 f     feed-forward size               e     head dimension, ``(p r)`` or ``(r p)``
 i     layers (an index in keys)       p r   2 and e / 2: rotary pairs
+x     experts                         m     feed-forward size of an expert
 ====  ==============================  ====  ====================================
 
 A tensor writes either ``e`` or its parts, the same in all layouts. ``(h p r)`` is the order of
@@ -30,7 +31,7 @@ from ckptctl.errors import UsageError, listed, nearest
 from ckptctl.planner.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.templates import Template, TemplateTable
 
-__all__ = ["Drop", "Family", "Layout", "Leaf", "Tensor", "Tie"]
+__all__ = ["Drop", "Family", "Layout", "Leaf", "Shift", "Stored", "Tensor", "Tie"]
 
 Signs: TypeAlias = Mapping[str, object]
 """Values that all have to be found; None: the value has to be absent or null."""
@@ -49,11 +50,18 @@ class Drop:
         layout: Where it occurs.
         key: Template of its name.
         reason: Why nothing is lost.
+        zeros: Its axes, where it has to be there and to hold nothing but zeros: checked when it
+            is read, made when it is written. Empty: it is left out whatever it holds.
+        dtype: Element type of the zeros.
+        beside: Name, without indices, of the logical tensor next to which zeros are made.
     """
 
     layout: str
     key: str
     reason: str
+    zeros: str = ""
+    dtype: str = "float32"
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,48 @@ class Tie:
     stored_in: tuple[str, ...]
 
 
-Meaning: TypeAlias = Tensor | Drop
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Two kinds of layers that a layout numbers together, and that have indices of their own.
+
+    Attributes:
+        layout: Where.
+        index: The index of the layers that are inserted.
+        into: The index of the layers among which they are.
+        marker: Key template, in *index*, of a tensor that only inserted layers have there.
+        place: ``after``: they follow all others. Else the name in config.json of the list of
+            their numbers.
+    """
+
+    layout: str
+    index: str
+    into: str
+    marker: str
+    place: str = "after"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as a layout stores it: one logical tensor, or several.
+
+    Attributes:
+        template: Its key.
+        parts: The logical tensors in it, in order; those of the same :attr:`Leaf.part` are one.
+    """
+
+    template: Template
+    parts: tuple[tuple[Tensor, Leaf], ...]
+
+    @property
+    def along(self) -> int:
+        """Return the dimension along which the parts are concatenated."""
+        return self.parts[0][1].along
+
+    def __str__(self) -> str:
+        return " + ".join(dict.fromkeys(str(leaf) for _, leaf in self.parts))
+
+
+Meaning: TypeAlias = Stored | Drop
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +130,13 @@ class Layout:
     Attributes:
         name: As in ``torchtitan@0.3``.
         leaves: By name of the logical tensor.
+        stored: What is stored, in natural order.
         table: Finds what a key stands for.
     """
 
     name: str
     leaves: Mapping[str, Leaf]
+    stored: tuple[Stored, ...]
     table: TemplateTable[Meaning]
 
     def same_as(self, other: Layout) -> bool:
@@ -113,6 +164,11 @@ class Family:
         sizes: For each axis, or index for its count, the names in config.json and params.json.
         repeated: Axes of which whole entries are repeated where there are fewer than ranks.
         pinned: Tensors that are never cast, by name without indices.
+        variants: Alternatives of which every layer (every index of a table that names one of
+            them) has exactly one: ``(("dense", "moe"),)``.
+        free: Axes whose size may differ from tensor to tensor, each a dimension of its own.
+        shifts: Layers of different kinds that a layout numbers together.
+        proofs: For each layout whose logits were compared, with what.
         refines: The family that this one is a special case of.
         config_signs: Alternatives, one of which must hold of a config.json; ``rope_theta`` and
             ``rope_type`` are found in either spelling of transformers.
@@ -137,6 +193,10 @@ class Family:
     sizes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     repeated: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
+    variants: tuple[tuple[str, ...], ...] = ()
+    free: tuple[str, ...] = ()
+    shifts: tuple[Shift, ...] = ()
+    proofs: Mapping[str, str] = field(default_factory=dict)
     refines: str | None = None
     config_signs: tuple[Signs, ...] = ()
     params_signs: tuple[Signs, ...] = ()
@@ -170,11 +230,18 @@ class Family:
         return self._compiled[name]
 
     def _compile(self, name: str) -> Layout:
-        present = [t for t in self.tensors.values() if name in t.leaves]
-        entries: list[tuple[Template, Meaning]] = [(t.leaves[name].key, t) for t in present]
+        leaves = {t.name: t.leaves[name] for t in self.tensors.values() if name in t.leaves}
+        together: dict[object, list[tuple[Tensor, Leaf]]] = {}
+        for logical, leaf in leaves.items():
+            tensor = self.tensors[logical]
+            together.setdefault((leaf.key.text, tensor.indices), []).append((tensor, leaf))
+        stored = [
+            Stored(parts[0][1].key, tuple(sorted(parts, key=lambda part: part[1].part or 0)))
+            for parts in together.values()
+        ]
+        entries: list[tuple[Template, Meaning]] = [(item.template, item) for item in stored]
         entries += [(Template.parse(d.key), d) for d in self.drops if d.layout == name]
-        leaves = {t.name: t.leaves[name] for t in present}
-        return Layout(name, leaves, TemplateTable(entries))
+        return Layout(name, leaves, tuple(stored), TemplateTable(entries))
 
     def expand(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return *axes* with composite ones replaced by what they are made of."""

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from ckptctl.errors import MappingError, listed
-from ckptctl.planner.axes import Observation, dim_sizes, solve
+from ckptctl.planner.axes import Observation, Sizes, solve
+from ckptctl.planner.geometry import Geometry, geometry
 from ckptctl.planner.layouts import Family, Layout, Tie
-from ckptctl.planner.matching import key_of, match, missing, require_known, require_whole
+from ckptctl.planner.matching import (
+    Lead,
+    Matched,
+    key_of,
+    leads,
+    match,
+    missing,
+    require_known,
+    require_whole,
+    torn,
+)
+from ckptctl.planner.numbering import planned
 from ckptctl.planner.tables import Leaf, Tensor
+from ckptctl.planner.templates import Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,23 @@ class MappedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Zeros:
+    """A stored tensor of the target that holds nothing but zeros.
+
+    Attributes:
+        key: Its name.
+        shape: Its shape.
+        dtype: torch's dtype name.
+        after: The target's key that it stands behind.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
 class TensorMap:
     """How a whole checkpoint changes its layout.
 
@@ -68,6 +99,8 @@ class TensorMap:
         target_shapes: Shape of each stored tensor of the target, in the order of the keys.
         dropped: Source keys that are left out, and why.
         must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
+        must_be_zero: Source keys that are left out because they hold nothing but zeros.
+        zeros: Tensors of the target that are made.
         sizes: All axis sizes that are known, and the number of layers as ``i``.
         tied: Whether tied tensors are one.
     """
@@ -76,6 +109,8 @@ class TensorMap:
     target_shapes: Mapping[str, tuple[int, ...]]
     dropped: Mapping[str, str]
     must_equal: tuple[tuple[str, str], ...]
+    must_be_zero: tuple[str, ...]
+    zeros: tuple[Zeros, ...]
     sizes: Mapping[str, int]
     tied: bool
 
@@ -90,6 +125,7 @@ def map_tensors(
     tied: bool | None = None,
     untie: bool = False,
     partial: bool = False,
+    lists: Mapping[str, Sequence[int]] | None = None,
 ) -> TensorMap:
     """Return how the tensors of *shapes* become those of another layout.
 
@@ -102,6 +138,8 @@ def map_tensors(
         tied: Whether the configuration ties tensors; None: as the family does.
         untie: Keep both of two tied tensors, whatever they hold.
         partial: A part of the model was chosen: nothing is missing.
+        lists: Lists of layer numbers that the configuration states
+            (:func:`ckptctl.planner.configs.read_lists`).
 
     Raises:
         MappingError: Unknown or missing keys, contradictory shapes, axis sizes that do not follow
@@ -113,7 +151,11 @@ def map_tensors(
     run = _Run(family, source, target, shapes, family.tied if tied is None else tied, untie)
     run.check(known, partial)
     run.solve(known)
-    return run.result(partial)
+    return run.unchanged(partial) if source is target else run.result(partial, lists or {})
+
+
+Origin = tuple[Tensor, Mapping[Lead, str]]
+"""A logical tensor of the source and the keys that hold it."""
 
 
 class _Run:
@@ -130,22 +172,21 @@ class _Run:
     ) -> None:
         self.family, self.source, self.target = family, source, target
         self.shapes, self.tied, self.untie = shapes, tied, untie
-        self.matched = match(source, shapes)
-        self.identity = source.name == target.name
-        self.sizes: dict[str, int] = {}
+        self.matched: Matched = match(family, source, shapes)
+        self.sizes = Sizes({}, {})
         self.counts: dict[str, int] = {}
         self.must_equal: list[tuple[str, str]] = []
-        self.dropped = {} if self.identity else dict(self.matched.dropped)
-        self.geometry: dict[object, tuple[tuple[int, ...], _Dims, _Dims]] = {}
+        self.dropped: dict[str, str] = {}
+        self.geometry: dict[object, Geometry] = {}
 
     def check(self, known: Mapping[str, int], partial: bool) -> None:
         """Refuse unknown and missing keys, and a number of layers that contradicts *known*."""
-        found = self.matched.counts(self.family)
+        found = self.matched.counts(self.family, self.source)
         for index, count in found.items():
             if count > known.get(index, count):
                 raise MappingError(
-                    f"the checkpoint has more layers than its configuration says: {count}",
-                    why=f"{self.family.called(index)} = {known[index]}",
+                    f"the checkpoint holds {count:,} of what its configuration counts as "
+                    f"{self.family.called(index)} = {known[index]:,}",
                     hint="do the configuration and all files belong to the same model?",
                 )
         self.counts = found | {i: n for i, n in known.items() if i in found}
@@ -153,6 +194,9 @@ class _Run:
         tied = self._tied_keys()
         lost = [key for key in lost if key not in tied]
         require_known(self.family, self.source, self.matched, lost)
+        contradiction = torn(self.family, self.matched)
+        if contradiction:
+            raise MappingError(f"a layer is of two kinds: {contradiction}")
         if not partial:
             require_whole(self.family, self.source, lost, self.tied)
 
@@ -167,23 +211,39 @@ class _Run:
 
     def solve(self, known: Mapping[str, int]) -> None:
         """Find all axis sizes, from one tensor of each kind and shape."""
-        kinds: dict[tuple[str, tuple[int, ...]], Observation] = {}
-        for (name, _), key in self.matched.keys.items():
-            kind = name, self.shapes[key]
-            if kind not in kinds:
-                kinds[kind] = Observation(key, self.source.leaves[name], self.shapes[key])
-        self.sizes = solve(self.family, kinds.values(), known) | self.counts
+        kinds: dict[object, Observation] = {}
+        for key, stored in self.matched.stored.items():
+            kinds.setdefault(
+                (stored.template.text, self.shapes[key]),
+                Observation(key, stored, self.shapes[key]),
+            )
+        spread = {axis for leaf in self.source.leaves.values() for axis in leaf.spread}
+        counted = {axis: count for axis, count in self.counts.items() if axis in spread}
+        found = solve(self.family, kinds.values(), {**known, **counted})
+        self.sizes = Sizes({**found.axes, **self.counts}, found.products)
 
-    def result(self, partial: bool) -> TensorMap:
+    def unchanged(self, partial: bool) -> TensorMap:
+        """Return the map to the same layout, which keeps every tensor and may untie some."""
+        tensors = [_same(key, key, self.shapes[key]) for key in self.shapes]
+        for tie in self.family.ties if self.tied and self.untie and not partial else ():
+            kept = self.matched.keys.get((tie.of, ()), {}).get(())
+            if kept and (tie.tensor, ()) not in self.matched.keys:
+                name = self.target.leaves[tie.tensor].key.text
+                tensors.append(_same(kept, name, self.shapes[kept]))
+        return self._map(tensors, ())
+
+    def result(self, partial: bool, lists: Mapping[str, Sequence[int]]) -> TensorMap:
         """Return the map; *partial*: chosen tensors only."""
+        counts = dict(self.sizes.axes)
+        self.numbering = planned(self.family, self.target.name, self.counts, lists)
         tensors: list[MappedTensor] = []
         homeless: list[str] = []
         for tensor, values in self._wanted():
-            origin = self._source_of(tensor, values, partial)
+            origin = self._origin(tensor, values, partial)
             if origin and tensor.name not in self.target.leaves:
-                homeless.append(origin[0])
+                homeless.append(next(iter(origin[1].values())))
             elif origin:
-                tensors.append(self._mapped(tensor, values, *origin))
+                tensors += self._mapped(tensor, values, *origin)
         if homeless:
             raise MappingError(
                 f"layout `{self.target.name}` of `{self.family.name}` has no place for "
@@ -192,14 +252,21 @@ class _Run:
                 why=f"among them {listed(homeless)}",
                 hint="a model with these cannot be expressed there; keep its layout",
             )
-        tensors += self._passed_through()
-        shapes = {view.key: view.sizes for mapped in tensors for view in mapped.targets}
+        self.dropped |= {key: rule.reason for key, rule in self.matched.dropped.items()}
+        tensors = self._once(tensors)
+        _require_covered(tensors, _shapes(tensors))
+        return self._map(tensors, () if partial else tuple(self._zeros(counts)))
+
+    def _map(self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...]) -> TensorMap:
+        checked = [] if self.source is self.target else self.matched.dropped.items()
         return TensorMap(
             tuple(tensors),
-            shapes,
+            _shapes(tensors),
             self.dropped,
             tuple(self.must_equal),
-            self.sizes,
+            tuple(key for key, rule in checked if rule.zeros),
+            zeros,
+            self.sizes.axes,
             self.tied and not self.untie,
         )
 
@@ -214,106 +281,144 @@ class _Run:
             for values in [()] if plain else sorted(indices.get(number, ())):
                 yield from ((tensor, values) for tensor in members)
 
-    def _source_of(
-        self, tensor: Tensor, values: tuple[int, ...], partial: bool
-    ) -> tuple[str, Leaf] | None:
-        """Return the key that a logical tensor is read from and how it is stored there."""
-        key = self.matched.keys.get((tensor.name, values))
-        if self.identity:
-            found = (key, self.source.leaves[tensor.name]) if key else None
-            return found or (self._untied(tensor) if self.untie and not partial else None)
+    def _origin(self, tensor: Tensor, values: tuple[int, ...], partial: bool) -> Origin | None:
+        """Return the keys that a logical tensor is read from and what is stored there."""
+        keys = self.matched.keys.get((tensor.name, values))
         for tie in self.family.ties if self.tied else ():
-            if tensor.name == tie.of and key is None:
+            if tensor.name == tie.of and keys is None:
                 return self._found(tie.tensor)
             if tensor.name == tie.tensor:
-                if partial and not key and self.source.name in tie.stored_in:
+                if partial and not keys and self.source.name in tie.stored_in:
                     return None
-                return self._tied_source(tie, key)
-        return (key, self.source.leaves[tensor.name]) if key else None
+                return self._tied_origin(tie, (keys or {}).get(()))
+        return (tensor, keys) if keys else None
 
-    def _tied_source(self, tie: Tie, key: str | None) -> tuple[str, Leaf] | None:
+    def _tied_origin(self, tie: Tie, key: str | None) -> Origin | None:
         """Return what the second of two tied tensors is read from; None: the target omits it."""
         kept = self._found(tie.of)
         if self.untie:
             return self._found(tie.tensor) or kept
         if kept and key:
-            self.must_equal.append((kept[0], key))
-            self.dropped[key] = f"tied: the same as `{kept[0]}`"
+            self.must_equal.append((kept[1][()], key))
+            self.dropped[key] = f"tied: the same as `{kept[1][()]}`"
         if self.target.name not in tie.stored_in:
             return None
         return kept or self._found(tie.tensor)
 
-    def _untied(self, tensor: Tensor) -> tuple[str, Leaf] | None:
-        """Return what a tied tensor that the source leaves out is read from."""
-        ties = self.family.ties if self.tied else ()
-        return next((self._found(tie.of) for tie in ties if tie.tensor == tensor.name), None)
-
-    def _found(self, name: str) -> tuple[str, Leaf] | None:
-        key = self.matched.keys.get((name, ()))
-        return (key, self.source.leaves[name]) if key else None
+    def _found(self, name: str) -> Origin | None:
+        keys = self.matched.keys.get((name, ()))
+        return (self.family.tensors[name], keys) if keys else None
 
     def _mapped(
-        self, tensor: Tensor, values: tuple[int, ...], key: str, stored: Leaf
-    ) -> MappedTensor:
-        wanted = self.target.leaves[tensor.name]
-        shape = self.shapes[key]
-        kind = (stored.dims, wanted.dims, shape)
+        self, tensor: Tensor, values: tuple[int, ...], held: Tensor, keys: Mapping[Lead, str]
+    ) -> Iterator[MappedTensor]:
+        """Yield what becomes of a logical tensor; one entry at a time of what both sides spread."""
+        stored, wanted = self.source.leaves[held.name], self.target.leaves[tensor.name]
+        shape = self.shapes[next(iter(keys.values()))]
+        kind = (held.name, tensor.name, shape)
         if kind not in self.geometry:
-            self.geometry[kind] = self._geometry(tensor, key, stored, wanted)
-        axes, from_dims, to_dims = self.geometry[kind]
-        name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
-        target = key_of(self.target, tensor, values)
-        sizes = shape if from_dims == to_dims else _extents(axes, to_dims)
-        return MappedTensor(
-            name, axes, (_view(key, from_dims, shape),), (_view(target, to_dims, sizes),)
-        )
-
-    def _geometry(
-        self, tensor: Tensor, key: str, stored: Leaf, wanted: Leaf
-    ) -> tuple[tuple[int, ...], _Dims, _Dims]:
-        """Return axis sizes and the dims of both sides; equal orders need no axis sizes."""
-        family, shape = self.family, self.shapes[key]
-        if stored.dims == wanted.dims:
-            plain = tuple((n,) for n in range(len(shape)))
-            return shape, plain, plain
-        axes = family.expand(stored.axes)
-        unknown = [axis for axis in axes if axis not in self.sizes]
-        if unknown:
-            names = list(dict.fromkeys(family.called(axis) for axis in unknown))
-            raise MappingError(
-                f"cannot reorder the axes of `{tensor.name.partition('.')[0]}` without "
-                f"{' and '.join(names)}",
-                where=f"tensor `{key}`",
-                why=f"its shape is {shape}: {stored} becomes {wanted}, and no configuration "
-                "says how many there are",
-                hint="--assets DIR names a directory that holds config.json or params.json",
+            where = next(iter(keys.values()))
+            self.geometry[kind] = geometry(
+                self.family, self.sizes, (self.source, held), (self.target, tensor), where, shape
             )
-        position = {axis: n for n, axis in enumerate(axes)}
-        from_dims, to_dims = (
-            tuple(tuple(position[axis] for axis in family.expand(group)) for group in leaf.dims)
-            for leaf in (stored, wanted)
+        found = self.geometry[kind]
+        name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
+        both = [axis for axis in stored.spread if axis in wanted.spread]
+        groups: dict[Lead, list[tuple[Lead, str]]] = {}
+        for lead, key in sorted(keys.items()):
+            groups.setdefault(_pick(stored, lead, both), []).append((lead, key))
+        for shared, members in groups.items():
+            label = ".".join([name, *map(str, shared)])
+            targets = [
+                (lead, key_of(self.target, tensor, values, lead, self.numbering))
+                for lead in leads(wanted, self.sizes.axes)
+                if _pick(wanted, lead, both) == shared
+            ]
+            yield MappedTensor(
+                label,
+                found.axes,
+                tuple(
+                    View(key, found.source, *found.read, _own(stored, lead, both))
+                    for lead, key in members
+                ),
+                tuple(
+                    View(key, found.target, *found.write, _own(wanted, lead, both))
+                    for lead, key in targets
+                ),
+            )
+
+    def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
+        """Return *tensors* without those whose place another one fills; they have to be equal."""
+        first: dict[object, MappedTensor] = {}
+        for item in tensors:
+            place = tuple((view.key, view.origin, view.lead) for view in item.targets)
+            other = first.setdefault(place, item)
+            if other is not item:
+                pairs = zip(other.sources, item.sources, strict=True)
+                self.must_equal += [(a.key, b.key) for a, b in pairs if a.key != b.key]
+        return list(first.values())
+
+    def _zeros(self, sizes: Mapping[str, int]) -> Iterator[Zeros]:
+        for rule in self.family.drops:
+            if rule.layout != self.target.name or not rule.zeros:
+                continue
+            template = Template.parse(rule.key)
+            shape = tuple(sizes[axis] for axis in rule.zeros.split())
+            for (name, values), _ in sorted(self.matched.keys.items()):
+                if name.partition(".")[0] == rule.beside:
+                    beside = self.family.tensors[name]
+                    named = dict(zip(beside.indices, values, strict=True))
+                    key = template.key(self.numbering.stored(named))
+                    after = key_of(self.target, beside, values, numbering=self.numbering)
+                    yield Zeros(key, shape, rule.dtype, after)
+
+
+def _pick(leaf: Leaf, lead: Lead, axes: Sequence[str]) -> Lead:
+    return tuple(lead[leaf.spread.index(axis)] for axis in axes)
+
+
+def _own(leaf: Leaf, lead: Lead, shared: Sequence[str]) -> Lead:
+    return tuple(n for axis, n in zip(leaf.spread, lead, strict=True) if axis not in shared)
+
+
+def _same(key: str, name: str, shape: tuple[int, ...]) -> MappedTensor:
+    dims = tuple((n,) for n in range(len(shape)))
+    origin = (0,) * len(shape)
+    return MappedTensor(
+        name, shape, (View(key, dims, origin, shape),), (View(name, dims, origin, shape),)
+    )
+
+
+def _shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each stored tensor of the target: what its views reach."""
+    found: dict[str, tuple[int, ...]] = {}
+    for mapped in tensors:
+        for view in mapped.targets:
+            ends = tuple(o + s for o, s in zip(view.origin, view.sizes, strict=True))
+            found[view.key] = tuple(map(max, found.get(view.key, ends), ends))
+    return found
+
+
+def _require_covered(
+    tensors: Sequence[MappedTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse a target tensor of which only some parts are there."""
+    held: dict[str, int] = {}
+    lacking: set[str] = set()
+    for mapped in tensors:
+        spread = {view.lead for view in mapped.sources}
+        whole = math.prod(mapped.axes)
+        read = sum(math.prod(view.sizes) for view in mapped.sources)
+        if read != whole or len(spread) != len(mapped.sources):
+            lacking |= {view.key for view in mapped.targets}
+        for view in mapped.targets:
+            held[view.key] = held.get(view.key, 0) + math.prod(view.sizes)
+    lacking |= {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
+    if lacking:
+        key = next(key for key in shapes if key in lacking)
+        raise MappingError(
+            "a tensor of the target could only be filled in part",
+            where=f"tensor `{key}`",
+            why="the tensors that make up the rest of it are not there",
+            hint="convert all of them, or none (--include, --exclude)",
         )
-        return tuple(self.sizes[axis] for axis in axes), from_dims, to_dims
-
-    def _passed_through(self) -> list[MappedTensor]:
-        """Return the tensors without information, which the same layout keeps."""
-        if not self.identity:
-            return []
-        return [self._same(key) for key in self.matched.dropped]
-
-    def _same(self, key: str) -> MappedTensor:
-        shape = self.shapes[key]
-        view = _view(key, tuple((n,) for n in range(len(shape))), shape)
-        return MappedTensor(key, shape, (view,), (view,))
-
-
-_Dims = tuple[tuple[int, ...], ...]
-
-
-def _view(key: str, dims: _Dims, shape: tuple[int, ...]) -> View:
-    return View(key, dims, (0,) * len(shape), shape)
-
-
-def _extents(axes: tuple[int, ...], dims: _Dims) -> tuple[int, ...]:
-    named = {str(n): size for n, size in enumerate(axes)}
-    return dim_sizes([tuple(str(n) for n in group) for group in dims], named)

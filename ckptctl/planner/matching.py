@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TypeAlias
 
 from ckptctl.errors import MappingError, listed, nearest
-from ckptctl.planner.layouts import Drop, Family, Layout
-from ckptctl.planner.tables import Tensor
+from ckptctl.planner.layouts import Drop, Family, Layout, Stored
+from ckptctl.planner.numbering import Numbering, observed
+from ckptctl.planner.tables import Leaf, Tensor
 
 Slot: TypeAlias = tuple[str, tuple[int, ...]]
 """One logical tensor: its name, as in ``q.{i}``, and the values of its indices."""
+
+
+Lead: TypeAlias = tuple[int, ...]
+"""Position along the axes that a layout spreads over several keys; ``()``: one key."""
 
 
 @dataclass(slots=True)
@@ -19,51 +25,88 @@ class Matched:
     """The keys of a checkpoint, understood.
 
     Attributes:
-        keys: For each logical tensor found the key that holds it.
-        dropped: Keys without information, and why.
+        numbering: How its layers are numbered.
+        stored: What each known key is.
+        keys: For each logical tensor found the keys that hold it, by position.
+        dropped: Keys without information, and the rule that says so.
         unmatched: Keys that the layout does not know, in the order given.
     """
 
-    keys: dict[Slot, str] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
+    numbering: Numbering
+    stored: dict[str, Stored] = field(default_factory=dict)
+    keys: dict[Slot, dict[Lead, str]] = field(default_factory=dict)
+    dropped: dict[str, Drop] = field(default_factory=dict)
     unmatched: list[str] = field(default_factory=list)
 
-    def counts(self, family: Family) -> dict[str, int]:
-        """Return for each index one more than its largest value."""
+    def counts(self, family: Family, layout: Layout) -> dict[str, int]:
+        """Return for each index and spread axis one more than its largest value."""
         counts: dict[str, int] = {}
-        for name, values in self.keys:
-            for index, value in zip(family.tensors[name].indices, values, strict=True):
+        for (name, values), keys in self.keys.items():
+            named = zip(family.tensors[name].indices, values, strict=True)
+            spread = layout.leaves[name].spread
+            last = zip(spread, map(max, zip(*keys, strict=True)), strict=True) if spread else ()
+            for index, value in (*named, *last):
                 counts[index] = max(counts.get(index, 0), value + 1)
         return counts
 
+    def add(self, item: Stored, values: Mapping[str, int], key: str) -> None:
+        """Note that *key*, with these logical indices, is *item*."""
+        self.stored[key] = item
+        for tensor, leaf in item.parts:
+            slot = tensor.name, tuple(values[index] for index in tensor.indices)
+            lead = tuple(values[axis] for axis in leaf.spread)
+            self.keys.setdefault(slot, {})[lead] = key
 
-def match(layout: Layout, keys: Iterable[str]) -> Matched:
+
+def match(family: Family, layout: Layout, keys: Collection[str]) -> Matched:
     """Return what each of *keys* is in *layout*."""
-    matched = Matched()
+    matched = Matched(observed(family, layout.name, keys))
     for key in keys:
-        found = layout.table.find(key)
-        if found is None:
-            matched.unmatched.append(key)
-            continue
-        meaning, values = found
-        if isinstance(meaning, Drop):
-            matched.dropped[key] = meaning.reason
+        for meaning, numbers in layout.table.all(key):
+            values = matched.numbering.logical(numbers)
+            if values is None:
+                continue
+            if isinstance(meaning, Drop):
+                matched.dropped[key] = meaning
+            else:
+                matched.add(meaning, values, key)
+            break
         else:
-            matched.keys[meaning.name, tuple(values[i] for i in meaning.indices)] = key
+            matched.unmatched.append(key)
     return matched
 
 
-def key_of(layout: Layout, tensor: Tensor, values: tuple[int, ...]) -> str:
-    """Return the key of a logical tensor in *layout*, which has it."""
-    return layout.leaves[tensor.name].key.key(dict(zip(tensor.indices, values, strict=True)))
+def key_of(
+    layout: Layout,
+    tensor: Tensor,
+    values: tuple[int, ...],
+    lead: Lead = (),
+    numbering: Numbering | None = None,
+) -> str:
+    """Return the key of a logical tensor in *layout*, which has it.
+
+    Args:
+        layout: Where.
+        tensor: What.
+        values: Its indices.
+        lead: Position along the axes that the layout spreads.
+        numbering: How the layout numbers its layers; None: each kind from 0.
+    """
+    leaf = layout.leaves[tensor.name]
+    named = dict(zip(tensor.indices, values, strict=True))
+    if numbering is not None:
+        named = numbering.stored(named)
+    return leaf.key.key(named | dict(zip(leaf.spread, lead, strict=True)))
 
 
 def slots(tensor: Tensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
     """Return the index values of all tensors of a kind, in order."""
-    found: list[tuple[int, ...]] = [()]
-    for index in tensor.indices:
-        found = [(*head, value) for head in found for value in range(counts.get(index, 0))]
-    return found
+    return list(product(*(range(counts.get(index, 0)) for index in tensor.indices)))
+
+
+def leads(leaf: Leaf, counts: Mapping[str, int]) -> list[Lead]:
+    """Return the positions of a tensor along the axes that a layout spreads, in order."""
+    return list(product(*(range(counts.get(axis, 0)) for axis in leaf.spread)))
 
 
 def tied_away(family: Family, layout: str, tied: bool) -> Collection[str]:
@@ -76,19 +119,96 @@ def missing(
 ) -> list[str]:
     """Return the keys that a whole model would have and this one has not.
 
-    An optional tensor is expected of every layer as soon as one layer has it. The list ends after
-    one that nobody would read to the end.
+    An optional tensor is expected of every layer as soon as one layer has it, one of a variant of
+    the layers that are of that variant. The list ends after one that nobody would read to the end.
     """
-    present = {name for name, _ in matched.keys}
-    limit = len(matched.keys) + 1
+    limit = len(matched.stored) + 1
     counts = {index: min(count, limit) for index, count in counts.items()}
-    return [
-        key_of(layout, family.tensors[name], values)
-        for name in layout.leaves
-        if name in present or not family.tensors[name].optional
-        for values in slots(family.tensors[name], counts)
-        if (name, values) not in matched.keys
-    ]
+    expected = Expected(family, layout, matched, counts)
+    return list(
+        dict.fromkeys(
+            key
+            for name in layout.leaves
+            for values in expected.slots(family.tensors[name])
+            for key in _absent(family.tensors[name], layout, matched, values, counts)
+        )
+    )
+
+
+def _absent(
+    tensor: Tensor,
+    layout: Layout,
+    matched: Matched,
+    values: tuple[int, ...],
+    counts: Mapping[str, int],
+) -> Iterator[str]:
+    found = matched.keys.get((tensor.name, values), {})
+    wanted = leads(layout.leaves[tensor.name], counts)
+    if len(found) < len(wanted):
+        for lead in wanted:
+            if lead not in found:
+                yield key_of(layout, tensor, values, lead, matched.numbering)
+
+
+class Expected:
+    """Which logical tensors a whole model has, judged by those that are there.
+
+    Args:
+        family: The model type.
+        layout: That of the source.
+        matched: What was found.
+        counts: How many there are of each index.
+    """
+
+    def __init__(
+        self, family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
+    ) -> None:
+        self._counts = counts
+        self._present = {name for name, _ in matched.keys}
+        self._layers: dict[str, set[tuple[int, ...]]] = {}
+        for name, values in matched.keys:
+            variant = family.tensors[name].variant
+            if variant:
+                self._layers.setdefault(variant, set()).add(values)
+        known = {family.tensors[name].variant for name in layout.leaves}
+        for group in family.variants:
+            self._complete([variant for variant in group if variant in known], family)
+
+    def slots(self, tensor: Tensor) -> Sequence[tuple[int, ...]]:
+        """Return the index values at which *tensor* has to be."""
+        if tensor.optional and tensor.name not in self._present:
+            return ()
+        if tensor.variant:
+            return sorted(self._layers.get(tensor.variant, ()))
+        return slots(tensor, self._counts)
+
+    def _complete(self, group: Sequence[str], family: Family) -> None:
+        """Expect the most frequent variant where a layer has none of a group."""
+        shown = max(group, key=lambda v: len(self._layers.get(v, ())), default=None)
+        if shown is None:
+            return
+        sample = next(t for t in family.tensors.values() if t.variant == shown)
+        covered = set().union(*(self._layers.get(variant, set()) for variant in group))
+        self._layers.setdefault(shown, set()).update(
+            values for values in slots(sample, self._counts) if values not in covered
+        )
+
+
+def torn(family: Family, matched: Matched) -> str | None:
+    """Return what is wrong with layers that have tensors of two variants; None: nothing."""
+    layers: dict[str, dict[tuple[int, ...], str]] = {}
+    for (name, values), keys in matched.keys.items():
+        variant = family.tensors[name].variant
+        if variant:
+            layers.setdefault(variant, {}).setdefault(values, next(iter(keys.values())))
+    for group in family.variants:
+        seen: dict[tuple[int, ...], str] = {}
+        for variant in group:
+            for values, key in layers.get(variant, {}).items():
+                if values in seen:
+                    return f"`{seen[values]}` and `{key}` exclude each other"
+                seen[values] = key
+    return None
 
 
 def require_known(family: Family, layout: Layout, matched: Matched, absent: list[str]) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ckptctl.planner.runs import Block
 
 GAP = 4096
+COMPUTED_GAP = 256
 
 
 class Move(NamedTuple):
@@ -32,7 +33,7 @@ class Move(NamedTuple):
     axes: tuple[tuple[int, int, int], ...]
 
 
-def moves(file: str, block: Block, item: int, limit: int) -> Iterator[Move]:
+def moves(file: str, block: Block, item: int, limit: int, computed: bool = False) -> Iterator[Move]:
     """Yield the moves that do *block*.
 
     Args:
@@ -40,16 +41,23 @@ def moves(file: str, block: Block, item: int, limit: int) -> Iterator[Move]:
         block: The copy; its strides are multiples of *item*.
         item: Bytes of one element.
         limit: Most bytes of a staging area; never less than one run needs.
+        computed: Whether the file is a virtual one: it is dear to read what is not needed.
     """
     axes = [*block.axes, (block.run // item, item, item)]
     axes = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
-    yield from _split(file, block.source, block.buffer, axes, item, limit)
+    yield from _split(file, block.source, block.buffer, axes, item, limit, computed)
 
 
 def _split(
-    file: str, source: int, buffer: int, axes: list[tuple[int, int, int]], item: int, limit: int
+    file: str,
+    source: int,
+    buffer: int,
+    axes: list[tuple[int, int, int]],
+    item: int,
+    limit: int,
+    computed: bool,
 ) -> Iterator[Move]:
-    span, inner = _span(axes, item)
+    span, inner = _span(axes, item, computed)
     outer = axes[inner:]
     staging = span
     for count, _, _ in outer:
@@ -63,14 +71,15 @@ def _split(
     for first, number in ((0, half), (half, count - half)):
         part = [*axes[:index], (number, stride, step), *axes[index + 1 :]]
         part = [axis for axis in part if axis[0] > 1]
-        yield from _split(file, source + first * stride, buffer + first * step, part, item, limit)
+        begin, into = source + first * stride, buffer + first * step
+        yield from _split(file, begin, into, part, item, limit, computed)
 
 
-def _span(axes: list[tuple[int, int, int]], item: int) -> tuple[int, int]:
+def _span(axes: list[tuple[int, int, int]], item: int, computed: bool) -> tuple[int, int]:
     """Return the bytes of one contiguous read, and how many of the innermost axes it holds."""
     span = item
     for index, (count, stride, _) in enumerate(axes):
-        if stride - span > max(GAP, span):
+        if stride - span > (COMPUTED_GAP if computed else max(GAP, span)):
             return span, index
         span += (count - 1) * stride
     return span, len(axes)

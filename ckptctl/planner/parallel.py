@@ -54,7 +54,7 @@ def _tensor(family: Family, layout: str, key: str) -> Tensor | None:
         raise MappingError(
             f"`{family.name}` has no such tensor in layout `{layout}`", where=f"tensor `{key}`"
         )
-    return None if isinstance(found[0], Drop) else found[0]
+    return None if isinstance(found[0], Drop) else found[0].parts[0][0]
 
 
 def split_axis(family: Family, layout: str, key: str) -> tuple[int, str] | None:
@@ -204,12 +204,11 @@ def ranks_fit(
     seen: dict[str, Observation] = {}
     for key, shape in shapes.items():
         found = family.layout(layout).table.find(key)
-        if found is None or isinstance(found[0], Drop) or found[0].name in seen:
+        if found is None or isinstance(found[0], Drop) or found[0].template.text in seen:
             continue
-        leaf = found[0].leaves[layout]
         part = split_axis(family, layout, key)
         whole = tuple(n * ranks if part and part[0] == d else n for d, n in enumerate(shape))
-        seen[found[0].name] = Observation(key, leaf, whole)
+        seen[found[0].template.text] = Observation(key, found[0], whole)
     try:
         solve(family, seen.values(), {})
     except MappingError:

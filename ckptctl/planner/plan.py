@@ -10,7 +10,9 @@ hold it in the target's. Which bytes go where follows from the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ckptctl.catalog import Computed, made_of
 
 CrcOf = Callable[[int], int]
 """Returns the CRC-32 of a finished record, by its index in ``Plan.records``."""
@@ -24,7 +26,7 @@ class Operand:
     (an expert index in the key) counting as a dimension of size 1 here.
 
     Attributes:
-        file: Relative to the source's root, or to the output's.
+        file: Relative to the source's root, or to the output's; or a virtual file of the plan.
         offset: Byte position of the element at *start*.
         start: First index along each dimension.
         sizes: Elements along each dimension.
@@ -174,6 +176,7 @@ class Plan:
         raw_copies: Byte ranges copied unchanged.
         digest: Hexadecimal SHA-256 of files, records, transfers and raw copies; it says nothing of
             what the source files hold.
+        computed: The virtual files that transfers read, and those that these are made of.
     """
 
     source_root: str
@@ -185,8 +188,14 @@ class Plan:
     transfers: tuple[Transfer, ...]
     raw_copies: tuple[RawCopy, ...]
     digest: str
+    computed: Mapping[str, Computed] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the whole output."""
         return sum(file.size for file in self.files)
+
+    @property
+    def inputs(self) -> frozenset[tuple[str, str]]:
+        """Return ``(root, file)`` of everything that virtual files are made of."""
+        return made_of(self.computed)

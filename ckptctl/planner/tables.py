@@ -9,8 +9,18 @@ One row is one logical tensor, one column one layout (or several that agree)::
 Columns are separated by two spaces or more. A column's prefix stands before each of its keys; its
 indices (``{i}``) are those of the logical tensor as well. ``axes`` names the axes of each stored
 dimension, outermost first, in einops' notation; a cell may give its own order after the key.
-``*`` marks the axis that is divided among model-parallel ranks (none: every rank has a copy),
-``?`` a tensor that may be absent, ``-`` a layout that has no such tensor. Later tables replace
+
+====================  ============================================================================
+``*`` on an axis      it is divided among model-parallel ranks (none: every rank has a copy)
+``name?``             the tensor may be absent from a whole model
+``name@moe``          it belongs to a variant of the layer (:attr:`Family.variants`)
+``-``                 the layout has no such tensor
+``key#1``             part 1 of a tensor that is concatenated along its first dimension
+``key#1.2``           part 1 of a tensor that is concatenated along dimension 2
+``experts.{x}.key``   an index that is an axis of the tensor: it is spread over as many keys
+====================  ============================================================================
+
+The same key in several rows, without ``#``: one stored tensor is all of them. Later tables replace
 cells or axes of earlier ones; a layout may be declared like another and then has that one's cells
 wherever the tables give it none of its own.
 """
@@ -26,6 +36,8 @@ from ckptctl.planner.templates import Template
 Dims = tuple[tuple[str, ...], ...]
 
 _GROUP = re.compile(r"\(([^()]*)\)|([a-z]+\*?)")
+_NAME = re.compile(r"(\w+)(?:@(\w+))?(\?)?\Z")
+_CELL = re.compile(r"([^#\s]+)(?:#(\d)(?:\.(\d))?)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +47,26 @@ class Leaf:
     Attributes:
         key: Its name there.
         dims: The axes grouped in each stored dimension, outermost first.
+        spread: Axes that are indices of the key: each entry is a stored tensor of its own.
+        part: Its place among those that are concatenated in the stored tensor; None: not so.
+        along: The dimension along which they are concatenated.
     """
 
     key: Template
     dims: Dims
+    spread: tuple[str, ...] = ()
+    part: int | None = None
+    along: int = 0
+
+    @property
+    def groups(self) -> Dims:
+        """Return the dimensions, those of spread axes first."""
+        return (*((axis,) for axis in self.spread), *self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return all axes in stored order."""
-        return tuple(axis for group in self.dims for axis in group)
+        """Return all axes in stored order, spread ones first."""
+        return tuple(axis for group in self.groups for axis in group)
 
     def __str__(self) -> str:
         return show_dims(self.dims)
@@ -59,6 +82,7 @@ class Tensor:
         indices: Names of its indices.
         split: The axis that is divided among model-parallel ranks; None: replicated.
         optional: Whether a model may do without it.
+        variant: The variant of the layer that has it; None: all of them.
         leaves: By layout.
     """
 
@@ -67,6 +91,7 @@ class Tensor:
     indices: tuple[str, ...]
     split: str | None
     optional: bool
+    variant: str | None
     leaves: Mapping[str, Leaf]
 
 
@@ -92,13 +117,41 @@ def show_dims(dims: Dims) -> str:
     return " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in dims)
 
 
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    key: Template
+    part: int | None
+    along: int
+    axes: str
+
+    @classmethod
+    def parse(cls, prefix: str, text: str) -> _Cell | None:
+        name, _, axes = text.partition(" ")
+        if name == "-":
+            return None
+        found = _CELL.match(name)
+        if found is None:
+            raise ValueError(f"cell `{text}`")
+        part = None if found[2] is None else int(found[2])
+        return cls(Template.parse(prefix + found[1]), part, int(found[3] or 0), axes)
+
+    def leaf(self, indices: tuple[str, ...], axes: str) -> Leaf:
+        spread = tuple(index for index in self.key.indices if index not in indices)
+        dims = parse_dims(self.axes or axes)[0]
+        if not self.axes:
+            kept = (tuple(axis for axis in group if axis not in spread) for group in dims)
+            dims = tuple(group for group, old in zip(kept, dims, strict=True) if group or not old)
+        return Leaf(self.key, dims, spread, self.part, self.along)
+
+
 @dataclass(slots=True)
 class _Row:
     block: int
     indices: tuple[str, ...]
     optional: bool
+    variant: str | None
     axes: str = ""
-    cells: dict[str, tuple[Template, str] | None] = field(default_factory=dict)
+    cells: dict[str, _Cell | None] = field(default_factory=dict)
 
     def tensor(self, name: str, like: Mapping[str, str]) -> Tensor:
         split = parse_dims(self.axes)[1]
@@ -108,11 +161,9 @@ class _Row:
             if layout not in self.cells
         }
         leaves = {
-            layout: Leaf(cell[0], parse_dims(cell[1] or self.axes)[0])
-            for layout, cell in cells.items()
-            if cell
+            layout: cell.leaf(self.indices, self.axes) for layout, cell in cells.items() if cell
         }
-        return Tensor(name, self.block, self.indices, split, self.optional, leaves)
+        return Tensor(name, self.block, self.indices, split, self.optional, self.variant, leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +204,13 @@ def _read_row(rows: dict[str, _Row], block: int, header: list[str], cells: list[
     columns = [_Column.parse(text) for text in header if text not in ("logical", "axes")]
     prefix = columns[0].prefix if columns else ""
     indices = Template.parse(prefix.rstrip(".")).indices if prefix else ()
-    name = ".".join([cells[0].removesuffix("?"), *(f"{{{index}}}" for index in indices)])
-    row = rows.setdefault(name, _Row(block, indices, cells[0].endswith("?")))
+    called = _NAME.match(cells[0])
+    if called is None:
+        raise ValueError(f"row `{cells[0]}`")
+    name = ".".join([called[1], *(f"{{{index}}}" for index in indices)])
+    row = rows.setdefault(name, _Row(block, indices, bool(called[3]), called[2]))
     values = dict(zip(header, cells, strict=True))
     row.axes = values.get("axes", row.axes)
     for column, cell in zip(columns, cells[len(header) - len(columns) :], strict=True):
-        key, _, own = cell.partition(" ")
         for layout in column.layouts:
-            row.cells[layout] = None if key == "-" else (Template.parse(column.prefix + key), own)
+            row.cells[layout] = _Cell.parse(column.prefix, cell)

@@ -7,7 +7,7 @@ zeros. A template matches a key entirely or not at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -104,9 +104,12 @@ class TemplateTable(Generic[T]):
 
     def find(self, key: str) -> tuple[T, dict[str, int]] | None:
         """Return what *key* stands for and its indices, or None."""
+        return next(self.all(key), None)
+
+    def all(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
+        """Yield everything that *key* may stand for, with its indices."""
         skeleton, numbers = _skeleton(key.split("."))
         for template, meaning in self._by_skeleton.get(skeleton, ()):
             values = template.read(numbers)
             if values is not None:
-                return meaning, values
-        return None
+                yield meaning, values

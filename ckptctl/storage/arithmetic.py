@@ -1,7 +1,8 @@
 """Everything about bytes that takes torch: permuting single elements and casting them.
 
 Elements that are only moved are opaque integers of their size, so every dtype keeps its bits. This
-is the only module below ``distributed/`` that imports torch, and it does so when first called.
+module, its neighbour ``statistics`` and those in ``kinds`` are the only ones below
+``distributed/`` that import torch, and they do so when first called.
 """
 
 from __future__ import annotations
@@ -80,6 +81,19 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
 
     values = torch.frombuffer(source, dtype=_dtype(source_dtype))
     torch.frombuffer(target, dtype=_dtype(target_dtype)).copy_(values)
+
+
+def elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:
+    """Return the elements in *view*, which is not copied, as ``[rows, columns]``.
+
+    Args:
+        view: Writable bytes, of which there is at least one.
+        dtype: torch's dtype name.
+        columns: Elements of a row.
+    """
+    import torch
+
+    return torch.frombuffer(view, dtype=_dtype(dtype)).view(-1, columns)
 
 
 def _count(sizes: Sequence[int]) -> int:

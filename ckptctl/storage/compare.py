@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Protocol
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.planner.boxes import intersect
-from ckptctl.storage.files import SourceFiles
 
 WINDOW = 8 << 20
 
 
-def equal(files: SourceFiles, a: TensorEntry, b: TensorEntry) -> bool:
+class Readable(Protocol):
+    """Files that can be read by position."""
+
+    def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
+        """Fill *views*, one after the other, from *offset* of the file *name* on."""
+
+
+def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
     """Return whether *a* and *b* have one dtype, one shape and the same bytes.
 
     Args:
-        files: The checkpoint that holds both; their extents must be ``raw``.
+        files: What holds both; their extents must be ``raw``, and virtual ones known there.
         a: A tensor whose extents tile it.
         b: Another one.
 
@@ -29,6 +36,15 @@ def equal(files: SourceFiles, a: TensorEntry, b: TensorEntry) -> bool:
     if a.extents == b.extents:
         return True
     return all(read_box(files, a, box) == read_box(files, b, box) for box in windows(a))
+
+
+def all_zero(files: Readable, entry: TensorEntry) -> bool:
+    """Return whether every byte of *entry* is 0.
+
+    Raises:
+        DamagedError: A file ends before the tensor does.
+    """
+    return all(not any(read_box(files, entry, box)) for box in windows(entry))
 
 
 def windows(entry: TensorEntry, limit: int = WINDOW) -> Iterator[Box]:
@@ -44,7 +60,7 @@ def windows(entry: TensorEntry, limit: int = WINDOW) -> Iterator[Box]:
         yield Box((start, *(0,) * len(inner)), (size, *inner))
 
 
-def read_box(files: SourceFiles, entry: TensorEntry, box: Box) -> bytearray:
+def read_box(files: Readable, entry: TensorEntry, box: Box) -> bytearray:
     """Return the elements of *box* in row-major order.
 
     Raises:
@@ -60,7 +76,7 @@ def read_box(files: SourceFiles, entry: TensorEntry, box: Box) -> bytearray:
 
 
 def _read_part(
-    files: SourceFiles, extent: Extent, part: Box, box: Box, itemsize: int, view: memoryview
+    files: Readable, extent: Extent, part: Box, box: Box, itemsize: int, view: memoryview
 ) -> None:
     steps = extent.strides or row_major(extent.box.sizes)
     target = row_major(box.sizes)

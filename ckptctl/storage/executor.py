@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.planner.copies import MIB, Limits, Read, Tile, Write, lower
@@ -23,6 +25,9 @@ from ckptctl.storage.lanes import Lane, Lanes, Unit
 from ckptctl.storage.ledger import Ledger, News
 from ckptctl.storage.sync import sync_directory
 from ckptctl.storage.worker import Worker, write_failed
+
+if TYPE_CHECKING:
+    from ckptctl.storage.computed import ComputedFiles
 
 ARITHMETIC = 384 * MIB
 SYNC_EVERY = 128 * MIB
@@ -135,6 +140,8 @@ class _Run:
             self._identities[plan.source_root, name] = identity
         for raw in plan.raw_copies:
             self._files(raw.root or plan.source_root)
+        for directory, _ in plan.inputs:
+            self._files(directory)
 
     # Sources
 
@@ -154,6 +161,8 @@ class _Run:
             whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
             if whole and found.size != raw.nbytes:
                 raise _changed(*key, f"it had {raw.nbytes:,} bytes, now it has {found.size:,}")
+        for key in self._plan.inputs - self._identities.keys():
+            self._identities[key] = self._identity(*key)
         for key, identity in self._identities.items():
             found = self._identity(*key)
             if found != identity:
@@ -275,6 +284,7 @@ class _Run:
             checksum=self._options.checksum,
             chunk=min(self._limits.flat, self._limits.widest),
             arithmetic=self._arithmetic,
+            computed=cache(self._computed),
         )
         failure: BaseException | None = None
         try:
@@ -302,6 +312,12 @@ class _Run:
                 self._torch = True
                 self._stack.enter_context(arithmetic.single_threaded())
         return arithmetic
+
+    def _computed(self) -> ComputedFiles:
+        from ckptctl.storage.computed import ComputedFiles
+
+        self._arithmetic()
+        return ComputedFiles(self._plan.computed, self._sources.__getitem__)
 
     def _tell(self, news: News) -> None:
         for path in news.finished:

@@ -8,8 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
+from ckptctl.catalog import is_computed
 from ckptctl.errors import StorageError
 from ckptctl.planner.copies import Read, Tile
 from ckptctl.planner.moves import Move
@@ -19,6 +21,9 @@ from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import IOV_MAX, SourceFiles, after
 from ckptctl.storage.journal import Done
 from ckptctl.storage.lanes import Unit
+
+if TYPE_CHECKING:
+    from ckptctl.storage.computed import ComputedFiles
 
 MAX_OPEN = 64
 MAX_VIEWS = 1 << 14
@@ -71,6 +76,7 @@ class Worker:
         checksum: Whether to compute CRCs.
         chunk: Bytes of a buffer for plain byte ranges.
         arithmetic: Returns the module that imports torch, made ready.
+        computed: Returns virtual files for this thread's use, made ready.
 
     Attributes:
         alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
@@ -85,12 +91,14 @@ class Worker:
         checksum: bool,
         chunk: int,
         arithmetic: Callable[[], ModuleType],
+        computed: Callable[[], ComputedFiles],
     ) -> None:
         self._root = root
         self._transfers = transfers
         self._checksum = checksum
         self._chunk = chunk
         self._arithmetic = arithmetic
+        self._computed = computed
         self.alone = True
         self._descriptors = Descriptors(root)
         self._kernel_copy = not checksum
@@ -115,6 +123,8 @@ class Worker:
         if tile.flat and tile.nbytes > self._chunk:
             return self._flat(unit)
         buffer = self._buffer("tile", tile.nbytes)
+        for name in {one.file for one in tile.reads if is_computed(one.file)}:
+            self._compute(name, tile.reads, buffer)
         read = [crc for one in tile.reads if (crc := self._read(unit.files, one, buffer)) >= 0]
         for move in tile.moves:
             self._move(unit, move, buffer)
@@ -122,6 +132,8 @@ class Worker:
 
     def _read(self, files: SourceFiles, read: Read, buffer: memoryview) -> int:
         """Fill the buffer and return the CRC of what was read, or -1 when none is wanted."""
+        if is_computed(read.file):
+            return -1
         if read.pattern is None or len(read.pattern.runs) == 1:
             start = read.pattern.runs[0][0] if read.pattern else 0
             view = buffer[start : start + read.nbytes]
@@ -135,6 +147,18 @@ class Worker:
                 for view in views:
                     crc = crc32(view, crc)
         return crc if read.operand >= 0 else -1
+
+    def _compute(self, name: str, reads: Sequence[Read], buffer: memoryview) -> None:
+        """Fill the buffer with all that a tile reads of one virtual file, in one go."""
+        pieces: list[tuple[int, memoryview]] = []
+        for read in reads:
+            if read.file != name:
+                continue
+            offset = read.offset
+            for start, nbytes in read.pattern.runs if read.pattern else ((0, read.nbytes),):
+                pieces.append((offset, buffer[start : start + nbytes]))
+                offset += nbytes
+        self._computed().gather(name, pieces)
 
     def _fill(
         self,
@@ -171,10 +195,13 @@ class Worker:
 
     def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
         staged = self._buffer("staging", move.staging)
-        descriptor = self._descriptors.source(unit.files, move.file)
-        for offset, nbytes, start in move.reads:
-            views = [staged[start : start + nbytes]]
-            self._fill(unit.files, move.file, views, offset, nbytes, descriptor)
+        pieces = [(offset, staged[start : start + size]) for offset, size, start in move.reads]
+        if is_computed(move.file):
+            self._computed().gather(move.file, pieces)
+        else:
+            descriptor = self._descriptors.source(unit.files, move.file)
+            for offset, view in pieces:
+                self._fill(unit.files, move.file, [view], offset, len(view), descriptor)
         item = dtypes.itemsize(self._transfers[unit.transfer].source_dtype)
         self._arithmetic().permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
 
@@ -218,7 +245,10 @@ class Worker:
         for done in range(0, read.nbytes, self._chunk):
             size = min(self._chunk, read.nbytes - done)
             view = buffer[:size]
-            self._fill(unit.files, read.file, [view], read.offset + done, size)
+            if is_computed(read.file):
+                self._computed().gather(read.file, [(read.offset + done, view)])
+            else:
+                self._fill(unit.files, read.file, [view], read.offset + done, size)
             if self._checksum:
                 crc = crc32(view, crc)
             write_all(descriptor, view, write.offset + done, self._root / write.file)
@@ -227,6 +257,8 @@ class Worker:
     def _copy_range(self, unit: Unit) -> bool:
         """Let the kernel copy a plain range; return whether it did all of it."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
+        if is_computed(read.file):
+            return False
         source = self._descriptors.source(unit.files, read.file)
         target = self._descriptors.target(write.file)
         done = 0

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 
 from ckptctl.errors import MappingError
@@ -10,7 +11,8 @@ from ckptctl.families import families, names
 from ckptctl.planner.axes import dim_sizes
 from ckptctl.planner.detect import detect
 from ckptctl.planner.mapping import map_tensors
-from ckptctl.planner.matching import key_of, slots
+from ckptctl.planner.matching import key_of, leads, slots
+from ckptctl.planner.numbering import planned
 from ckptctl.planner.parallel import split
 
 FAMILIES = families()
@@ -31,18 +33,58 @@ def tiny_sizes(family):
     return sizes
 
 
+def layers_of(family, sizes):
+    """For each variant the layers that are of it: each of a group has some."""
+    found = {}
+    for group in family.variants:
+        for layer in range(sizes.get("i", 0)):
+            found.setdefault(group[layer % len(group)], set()).add((layer,))
+    return found
+
+
 def tiny(family, layout, *, optional=False, tied=None):
     """The shapes of a model of the family's tiny sizes in *layout*, by key."""
     sizes, table = tiny_sizes(family), family.layout(layout)
     tied = family.tied if tied is None else tied
     gone = {t.tensor for t in family.ties if tied and layout not in t.stored_in}
+    layers = layers_of(family, sizes)
+    numbering = planned(family, layout, sizes, tiny_lists(family, sizes))
+    found = {}
+    for stored in table.stored:
+        tensor, leaf = stored.parts[0]
+        if tensor.name in gone or (tensor.optional and not optional):
+            continue
+        parts = {other.part: other for _, other in stored.parts}.values()
+        shapes = [dim_sizes(other.dims, sizes) for other in parts]
+        shape = list(shapes[0])
+        if shape and leaf.part is not None:
+            shape[leaf.along] = sum(other[leaf.along] for other in shapes)
+        for values in slots(tensor, sizes):
+            if tensor.variant is None or values in layers.get(tensor.variant, ()):
+                for lead in leads(leaf, sizes):
+                    found[key_of(table, tensor, values, lead, numbering)] = tuple(shape)
+    for drop in family.drops:
+        if drop.layout == layout and drop.zeros:
+            shape = tuple(sizes[axis] for axis in drop.zeros.split())
+            beside = next(t for n, t in family.tensors.items() if n.split(".")[0] == drop.beside)
+            for values in slots(beside, sizes):
+                if beside.variant is None or values in layers.get(beside.variant, ()):
+                    found[drop.key.format(**dict(zip(beside.indices, values)))] = shape
+    return found
+
+
+def tiny_lists(family, sizes):
+    """Where config.json would say that layers are inserted: at the odd numbers."""
     return {
-        key_of(table, tensor, values): dim_sizes(table.leaves[tensor.name].dims, sizes)
-        for tensor in family.tensors.values()
-        if tensor.name in table.leaves and tensor.name not in gone
-        if optional or not tensor.optional
-        for values in slots(tensor, sizes)
+        shift.place: [2 * n + 1 for n in range(sizes[shift.index])]
+        for shift in family.shifts
+        if shift.place != "after"
     }
+
+
+def mapped(family, source, target, shapes):
+    sizes = family.tiny
+    return map_tensors(family, source, target, shapes, sizes, lists=tiny_lists(family, sizes))
 
 
 @pytest.mark.parametrize("name", names())
@@ -66,13 +108,37 @@ def test_names_and_aliases_are_unique():
 @pytest.mark.parametrize(("name", "layout"), ALL)
 def test_no_two_tensors_share_a_key(name, layout):
     family, table = FAMILIES[name], FAMILIES[name].layout(layout)
-    texts = [leaf.key.text for leaf in table.leaves.values()]
-    texts += [drop.key for drop in family.drops if drop.layout == layout]
-    assert len(set(texts)) == len(texts)
-    for logical, leaf in table.leaves.items():
-        values = {index: 7 + n for n, index in enumerate(leaf.key.indices)}
-        meaning, found = table.table.find(leaf.key.key(values))
-        assert (meaning.name, found) == (logical, values)
+    numbered = [shift for shift in family.shifts if shift.layout == layout]
+    texts = [(s.template.text, numbered and s.parts[0][0].indices) for s in table.stored]
+    texts += [(drop.key, "") for drop in family.drops if drop.layout == layout]
+    assert len(set(map(str, texts))) == len(texts)
+    for stored in table.stored:
+        values = {index: 7 + n for n, index in enumerate(stored.template.indices)}
+        assert (stored, values) in list(table.table.all(stored.template.key(values)))
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL)
+def test_the_parts_of_a_stored_tensor_are_numbered_from_0(name, layout):
+    for stored in FAMILIES[name].layout(layout).stored:
+        parts = {leaf.part for _, leaf in stored.parts}
+        assert parts == {None} or parts == set(range(len(parts)))
+        assert len({(leaf.along, leaf.spread) for _, leaf in stored.parts}) == 1
+        assert len({len(leaf.dims) for _, leaf in stored.parts}) == 1
+
+
+@pytest.mark.parametrize("name", names())
+def test_all_layouts_have_the_same_axes(name):
+    family = FAMILIES[name]
+    for tensor in family.tensors.values():
+        axes = {tuple(sorted(family.expand(leaf.axes))) for leaf in tensor.leaves.values()}
+        assert len(axes) <= 1, tensor.name
+
+
+@pytest.mark.parametrize("name", names())
+def test_variants_are_declared(name):
+    family = FAMILIES[name]
+    declared = {variant for group in family.variants for variant in group}
+    assert {t.variant for t in family.tensors.values()} - {None} == declared
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
@@ -87,32 +153,60 @@ def test_a_split_axis_is_an_axis_of_the_tensor(name, layout):
 def test_every_key_is_consumed_and_produced(name, source, target):
     family = FAMILIES[name]
     before, after = tiny(family, source), tiny(family, target)
-    mapped = map_tensors(family, source, target, before, family.tiny)
-    assert dict(mapped.target_shapes) == after
-    read = {view.key for tensor in mapped.tensors for view in tensor.sources}
-    assert read | mapped.dropped.keys() == before.keys()
-    for tensor in mapped.tensors:
+    found = mapped(family, source, target, before)
+    made = {zeros.key: zeros.shape for zeros in found.zeros}
+    assert {**found.target_shapes, **made} == after
+    read = {view.key for tensor in found.tensors for view in tensor.sources}
+    assert read | found.dropped.keys() == before.keys()
+    for tensor in found.tensors:
         for view in (*tensor.sources, *tensor.targets):
             assert sorted(itertools.chain(*view.dims)) == list(range(len(tensor.axes)))
+
+
+def moved(found, values):
+    """What arrays of *values* become, by numpy alone."""
+    shapes = found.target_shapes
+    result = {key: np.full(shape, -1) for key, shape in shapes.items()}
+    for tensor in found.tensors:
+        whole = np.full(tensor.axes, -1)
+        for view in tensor.sources:
+            part = values[view.key][box(view)]
+            at(whole, view)[...] = part.reshape(at(whole, view).shape)
+        for view in tensor.targets:
+            result[view.key][box(view)] = at(whole, view).reshape(view.sizes)
+    return result
+
+
+def box(view):
+    return tuple(slice(o, o + s) for o, s in zip(view.origin, view.sizes))
+
+
+def at(whole, view):
+    """The part of a logical tensor that *view* stores, its axes in the order stored there."""
+    index = [slice(None)] * whole.ndim
+    for group, position in zip(view.dims, view.lead):
+        index[group[0]] = slice(position, position + 1)
+    return whole[tuple(index)].transpose([axis for group in view.dims for axis in group])
 
 
 @pytest.mark.parametrize(("name", "source", "target"), PAIRS)
 def test_there_and_back_is_the_identity(name, source, target):
     family = FAMILIES[name]
-    there = map_tensors(family, source, target, tiny(family, source), family.tiny)
-    back = map_tensors(family, target, source, there.target_shapes, family.tiny)
-    ours = {t.logical: (t.sources[0], t.targets[0], t.axes) for t in there.tensors}
-    for tensor in back.tensors:
-        if tensor.logical not in ours:
-            continue
-        source_view, target_view, axes = ours[tensor.logical]
-        theirs = tensor.targets[0]
-        assert [[tensor.axes[a] for a in group] for group in theirs.dims] == [
-            [axes[a] for a in group] for group in source_view.dims
-        ]
-        first = [a for group in target_view.dims for a in group]
-        second = [a for group in theirs.dims for a in group]
-        assert [first[a] for a in second] == list(range(len(axes)))
+    shapes = tiny(family, source)
+    there = mapped(family, source, target, shapes)
+    values, start = {}, 0
+    for key, shape in shapes.items():
+        values[key] = np.arange(start, start + math.prod(shape)).reshape(shape)
+        start += math.prod(shape)
+    for kept, other in there.must_equal:
+        values[other] = values[kept]
+    found = moved(there, values)
+    assert all((array >= 0).all() for array in found.values())
+    back = mapped(family, target, source, {k: v.shape for k, v in found.items()})
+    again = moved(back, found)
+    assert again.keys() | there.dropped.keys() == values.keys()
+    for key, array in again.items():
+        assert (array == values[key]).all(), key
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
@@ -144,7 +238,7 @@ def test_optional_tensors_are_mapped_or_refused(name, source, target):
     homeless = set(family.layout(source).leaves) - set(family.layout(target).leaves)
     if homeless:
         with pytest.raises(MappingError, match="no place"):
-            map_tensors(family, source, target, before, family.tiny)
+            mapped(family, source, target, before)
     else:
-        mapped = map_tensors(family, source, target, before, family.tiny)
-        assert set(mapped.target_shapes) <= set(after)
+        found = mapped(family, source, target, before)
+        assert set(found.target_shapes) <= set(after)

@@ -1,0 +1,151 @@
+"""Quantised tensors: which they are, and the plain ones that they stand for.
+
+Sources: DeepSeek-V3's ``inference/fp8_cast_bf16.py`` and ``transformers``'
+``integrations/finegrained_fp8.py`` for float8 with block scales; ``integrations/mxfp4.py`` and
+OpenAI's ``gpt_oss/torch/weights.py`` for MXFP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ckptctl import dtypes, formats
+from ckptctl.catalog import (
+    Box,
+    Catalog,
+    Computed,
+    Extent,
+    Input,
+    Path,
+    TensorEntry,
+    computed_name,
+)
+from ckptctl.errors import MappingError, UsageError, listed
+from ckptctl.ops.quantised import QUANTIZATION, Pair, orphans, pairs, quantised, unknown
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.storage.compare import row_major
+
+__all__ = ["dequantised", "quantised"]
+
+CONFIG = "config.json"
+
+
+def dequantised(catalog: Catalog, dtype: str) -> Catalog:
+    """Return *catalog* with a plain tensor in place of every quantised one and its scales.
+
+    The plain tensors are computed when they are read.
+
+    Args:
+        catalog: A checkpoint.
+        dtype: torch's name of the floating dtype that they get.
+
+    Raises:
+        UsageError: Nothing is quantised.
+        MappingError: Something is quantised in a way that is not understood.
+        DamagedError: A tensor has no scales, scales have no tensor, or the two do not fit.
+    """
+    found = _understood(catalog)
+    inputs = _inputs(catalog, found)
+    made = {pair.weight: pair for pair in found}
+    gone = {pair.scale for pair in found}
+    tensors: dict[str, TensorEntry] = {}
+    computed = dict(catalog.computed)
+    for name, entry in catalog.tensors.items():
+        if name in made:
+            pair = made[name]
+            computed[computed_name(pair.key)] = _computed(pair, inputs, dtype)
+            tensors[pair.key] = _entry(pair, inputs[pair.weight].entry, dtype)
+        elif name not in gone:
+            tensors[name] = replace(entry, alias_of=None) if entry.alias_of in gone else entry
+    return replace(
+        catalog,
+        tensors=tensors,
+        computed=computed,
+        documents=_documents(catalog.documents),
+        notes=(*catalog.notes, _note(found, dtype)),
+    )
+
+
+def _understood(catalog: Catalog) -> list[Pair]:
+    strange = unknown(catalog)
+    if strange:
+        ways = list(dict.fromkeys(strange.values()))
+        raise MappingError(
+            f"cannot dequantise {', '.join(ways)}",
+            where=catalog.path,
+            why=f"it is found in {listed(list(strange))}",
+            hint="fp8 with block scales and MXFP4 can be dequantised",
+        )
+    orphans(catalog)
+    found = list(pairs(catalog))
+    if not found:
+        raise UsageError(
+            "nothing here is quantised",
+            where=catalog.path,
+            why="no tensor has scales",
+            hint="leave `--dequantize` out; `--dtype` casts",
+        )
+    clash = [pair.key for pair in found if pair.key != pair.weight and pair.key in catalog.tensors]
+    if clash:
+        raise MappingError(f"{listed(clash)} is there already, unquantised", where=catalog.path)
+    return found
+
+
+def _inputs(catalog: Catalog, found: Iterable[Pair]) -> dict[str, Input]:
+    names = dict.fromkeys(name for pair in found for name in (pair.weight, pair.scale))
+    tensors = {name: catalog.tensors[name] for name in names}
+    for entry in tensors.values():
+        check_coverage(entry)
+    resolved = formats.resolve(replace(catalog, tensors=tensors, blobs={})).tensors
+    return {name: Input(catalog.root, entry) for name, entry in resolved.items()}
+
+
+def _computed(pair: Pair, inputs: Mapping[str, Input], dtype: str) -> Computed:
+    weight, scale = pair.roles
+    made_of = {weight: inputs[pair.weight], scale: inputs[pair.scale]}
+    return Computed(pair.kind, dtype, pair.shape, made_of, pair.parameters)
+
+
+def _entry(pair: Pair, weight: TensorEntry, dtype: str) -> TensorEntry:
+    shape, strides = pair.shape, row_major(pair.shape)
+    if pair.transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+        strides = (*strides[:-2], strides[-1], strides[-2])
+    entry = TensorEntry(
+        pair.key, dtype, shape, (), _path(weight.path, pair), requires_grad=weight.requires_grad
+    )
+    whole = Extent(
+        Box.whole(shape),
+        computed_name(pair.key),
+        0,
+        entry.numel * dtypes.itemsize(dtype),
+        strides=strides if pair.transposed else None,
+    )
+    return replace(entry, extents=(whole,))
+
+
+def _path(path: Path, pair: Pair) -> Path:
+    """Return the key path of the plain tensor: without the end that says it is quantised."""
+    suffix, last = pair.weight[len(pair.key) :], path[-1]
+    if suffix and isinstance(last, str):
+        if last == suffix.removeprefix("."):
+            return path[:-1]
+        return (*path[:-1], last.removesuffix(suffix))
+    return path
+
+
+def _documents(
+    documents: Mapping[str, Mapping[str, object]],
+) -> dict[str, Mapping[str, object]]:
+    return {
+        name: {key: value for key, value in content.items() if key != QUANTIZATION}
+        if name == CONFIG
+        else content
+        for name, content in documents.items()
+    }
+
+
+def _note(found: list[Pair], dtype: str) -> str:
+    ways = list(dict.fromkeys(pair.how for pair in found))
+    return f"dequantised to {dtype}: {len(found):,} of the tensors, {', '.join(ways)}"

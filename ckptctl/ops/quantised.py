@@ -1,0 +1,202 @@
+"""Which tensors of a checkpoint are quantised, and how, from names, dtypes and shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.errors import DamagedError, MappingError, listed
+
+QUANTIZATION = "quantization_config"
+FP8 = "float8_e4m3fn"
+SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+BLOCK = 32
+METHODS = ("fp8", "mxfp4")
+DEFAULT = (128, 128)
+STRANGE = {
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".SCB": "bitsandbytes int8",
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes nf4",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes fp4",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "compressed-tensors or scales of rows",
+    ".weight_scale_2": "NVFP4",
+    ".qscale_weight": "Mistral's fp8",
+    ".input_scale": "static scales of activations",
+    ".activation_scale": "static scales of activations",
+}
+INTEGERS = {"int8": "int8 weights", "uint32": "MLX", "float4_e2m1fn_x2": "packed fp4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A quantised tensor and its scales.
+
+    Attributes:
+        key: The plain tensor that they stand for.
+        weight: The tensor with the quantised elements.
+        scale: That with their scales.
+        how: For people, as in ``fp8 blocks of 128x128``.
+        kind: What computes it: a module of ``ckptctl/storage/kinds``.
+        roles: What that calls the two.
+        shape: What that computes.
+        parameters: What else it wants to know.
+        transposed: Whether the plain tensor has the last two dimensions in the other order.
+    """
+
+    key: str
+    weight: str
+    scale: str
+    how: str
+    kind: str
+    roles: tuple[str, str]
+    shape: tuple[int, ...]
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    transposed: bool = False
+
+
+def quantised(catalog: Catalog) -> Mapping[str, str]:
+    """Return what is quantised, by the name of the tensor that it stands for, and how.
+
+    Raises:
+        DamagedError: Scales do not fit what they scale.
+    """
+    return {**{pair.key: pair.how for pair in pairs(catalog)}, **unknown(catalog)}
+
+
+def pairs(catalog: Catalog) -> Iterator[Pair]:
+    """Yield the quantised tensors that are understood, in the checkpoint's order.
+
+    Raises:
+        DamagedError: Scales do not fit what they scale.
+    """
+    block = _block(catalog)
+    for name, entry in catalog.tensors.items():
+        scale = _scale_of(catalog, name)
+        if scale is None:
+            continue
+        if entry.dtype == FP8:
+            yield _fp8(entry, catalog.tensors[scale], block)
+        else:
+            yield _mxfp4(entry, catalog.tensors[scale])
+
+
+def unknown(catalog: Catalog) -> dict[str, str]:
+    """Return tensors that are quantised in a way that is not understood, and what it is called."""
+    found: dict[str, str] = {}
+    for name, entry in catalog.tensors.items():
+        end = next((end for end in STRANGE if name.endswith(end)), None)
+        if end is not None:
+            found[name] = STRANGE[end]
+        elif entry.dtype in INTEGERS and name.endswith(".weight"):
+            found[name] = INTEGERS[entry.dtype]
+    method = _described(catalog).get("quant_method", METHODS[0])
+    if not found and method not in METHODS:
+        found[QUANTIZATION] = f"`{method}`"
+    return found
+
+
+def orphans(catalog: Catalog) -> None:
+    """Refuse quantised tensors without scales, and scales without such.
+
+    Raises:
+        DamagedError: Naming them.
+    """
+    used = {_scale_of(catalog, name) for name in catalog.tensors}
+    for what, found in (
+        ("has no scales", [name for name in catalog.tensors if _bare(catalog, name)]),
+        ("has nothing to scale", [name for name in catalog.tensors if _lone(catalog, name, used)]),
+    ):
+        if found:
+            raise DamagedError(f"{listed(found)} {what}", where=catalog.path)
+
+
+def _scale_of(catalog: Catalog, name: str) -> str | None:
+    """Return the scales of *name*, if it is quantised and has any."""
+    entry = catalog.tensors[name]
+    candidates: tuple[str, ...] = ()
+    if entry.dtype == FP8:
+        candidates = (f"{name}_scale_inv",)
+        if name.endswith(".weight"):
+            candidates += (name.removesuffix("weight") + "scale",)
+    elif _packed(entry):
+        candidates = (name.removesuffix("blocks") + "scales",)
+    return next((found for found in candidates if found in catalog.tensors), None)
+
+
+def _packed(entry: TensorEntry) -> bool:
+    return entry.dtype == "uint8" and entry.name.endswith(("_blocks", ".blocks"))
+
+
+def _bare(catalog: Catalog, name: str) -> bool:
+    entry = catalog.tensors[name]
+    return (entry.dtype == FP8 or _packed(entry)) and _scale_of(catalog, name) is None
+
+
+def _lone(catalog: Catalog, name: str, used: set[str | None]) -> bool:
+    packed = catalog.tensors[name].dtype == "uint8" and name.endswith(("_scales", ".scales"))
+    return name not in used and (packed or name.endswith("_scale_inv"))
+
+
+def _fp8(weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]) -> Pair:
+    *lead, rows, columns = weight.shape if len(weight.shape) > 1 else (0, 0)
+    grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
+    single = scale.shape != grid and scale.numel == 1 and not lead
+    down, across = (rows, columns) if single else block
+    if scale.dtype not in SCALES or (scale.shape != grid and not single):
+        raise _unfit(weight, scale, f"blocks of {down}x{across} need floats {list(grid)}")
+    return Pair(
+        weight.name,
+        weight.name,
+        scale.name,
+        "fp8 with one scale" if single else f"fp8 blocks of {down}x{across}",
+        "block_fp8",
+        ("weight", "scale"),
+        weight.shape,
+        {"block_rows": down, "block_columns": across},
+    )
+
+
+def _mxfp4(blocks: TensorEntry, scales: TensorEntry) -> Pair:
+    *lead, count, width = blocks.shape if len(blocks.shape) > 2 else (0, 0)
+    if scales.dtype != "uint8" or scales.shape != blocks.shape[:-1] or width != BLOCK // 2:
+        raise _unfit(blocks, scales, "uint8 [..., n, 16] and uint8 [..., n] are needed")
+    return Pair(
+        blocks.name[: -len("_blocks")],
+        blocks.name,
+        scales.name,
+        f"MXFP4 blocks of {BLOCK}",
+        "mxfp4",
+        ("blocks", "scales"),
+        (*lead, count * BLOCK),
+        transposed=blocks.name.endswith("_blocks"),
+    )
+
+
+def _unfit(weight: TensorEntry, scale: TensorEntry, why: str) -> DamagedError:
+    shapes = f"{weight.dtype} {list(weight.shape)} and {scale.dtype} {list(scale.shape)}"
+    return DamagedError(
+        f"`{scale.name}` does not fit `{weight.name}`", where=weight.name, why=f"{shapes}: {why}"
+    )
+
+
+def _described(catalog: Catalog) -> Mapping[str, object]:
+    found = catalog.documents.get("config.json", {}).get(QUANTIZATION)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _block(catalog: Catalog) -> tuple[int, int]:
+    """Return the rows and columns of an fp8 block."""
+    stated = _described(catalog).get("weight_block_size")
+    if stated is None:
+        return DEFAULT
+    match stated:
+        case [int(down), int(across)] if down > 0 and across > 0:
+            return down, across
+    raise MappingError(
+        f"`weight_block_size` is {stated!r}",
+        where=f"{QUANTIZATION} in config.json",
+        why="two positive numbers are expected",
+    )

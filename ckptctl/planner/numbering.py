@@ -1,0 +1,120 @@
+"""Layer numbers of layouts that count layers of different kinds together.
+
+Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others and numbers the
+multi-token-prediction layers of DeepSeek-V3 after them; other layouts count each kind from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.layouts import Family, Shift
+from ckptctl.planner.templates import Template, TemplateTable
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """How one checkpoint numbers its layers.
+
+    Attributes:
+        inserted: For each index that is inserted into another one the numbers it has there,
+            ascending; ``into`` says which other one.
+        into: For each inserted index the one that it is inserted into.
+    """
+
+    inserted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    into: Mapping[str, str] = field(default_factory=dict)
+
+    def logical(self, values: Mapping[str, int]) -> dict[str, int] | None:
+        """Return the indices that stored numbers mean; None: they are of the other kind."""
+        if not self.inserted:
+            return dict(values)
+        found: dict[str, int] = {}
+        for index, number in values.items():
+            own = self.inserted.get(index)
+            others = self._among(index)
+            if (own is not None and number not in own) or number in others:
+                return None
+            below = own if own is not None else others
+            count = sum(1 for n in below if n < number)
+            found[index] = count if own is not None else number - count
+        return found
+
+    def stored(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Return the numbers under which a layout stores logical indices."""
+        if not self.inserted:
+            return dict(values)
+        return {index: self._stored(index, value) for index, value in values.items()}
+
+    def _stored(self, index: str, value: int) -> int:
+        own = self.inserted.get(index)
+        if own is not None:
+            return own[value] if value < len(own) else (own[-1] if own else -1) + 1 + value
+        for number in self._among(index):
+            value += number <= value
+        return value
+
+    def _among(self, index: str) -> Sequence[int]:
+        inside = (self.inserted[own] for own, other in self.into.items() if other == index)
+        return sorted(number for numbers in inside for number in numbers)
+
+
+def observed(family: Family, layout: str, keys: Iterable[str]) -> Numbering:
+    """Return the numbering of a checkpoint whose *keys* are in *layout*."""
+    shifts = _shifts(family, layout)
+    if not shifts:
+        return Numbering()
+    table = TemplateTable((Template.parse(shift.marker), shift) for shift in shifts)
+    found: dict[str, set[int]] = {shift.index: set() for shift in shifts}
+    for key in keys:
+        match = table.find(key)
+        if match:
+            found[match[0].index].add(match[1][match[0].index])
+    return Numbering(
+        {index: tuple(sorted(numbers)) for index, numbers in found.items()},
+        {shift.index: shift.into for shift in shifts},
+    )
+
+
+def planned(
+    family: Family,
+    layout: str,
+    counts: Mapping[str, int],
+    lists: Mapping[str, Sequence[int]],
+) -> Numbering:
+    """Return the numbering that *layout* has to have.
+
+    Args:
+        family: The model type.
+        layout: Layout to be written.
+        counts: For each index how many layers there are.
+        lists: Lists of numbers that config.json states, by name.
+
+    Raises:
+        MappingError: config.json has to say where layers are inserted, and does not.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    shifts = _shifts(family, layout)
+    for shift in shifts:
+        count = counts.get(shift.index, 0)
+        first = counts.get(shift.into, 0)
+        stated = lists.get(shift.place)
+        if shift.place == "after":
+            found[shift.index] = tuple(range(first, first + count))
+        elif count == 0:
+            found[shift.index] = ()
+        elif stated is None or len(stated) != count:
+            raise MappingError(
+                f"layout `{layout}` needs to know where {count} layers are inserted",
+                why=f"config.json has to list their numbers as `{shift.place}`",
+                hint="--assets DIR names a directory that holds config.json",
+            )
+        else:
+            found[shift.index] = tuple(sorted(stated))
+    return Numbering(found, {shift.index: shift.into for shift in shifts})
+
+
+def _shifts(family: Family, layout: str) -> list[Shift]:
+    return [shift for shift in family.shifts if shift.layout == layout]

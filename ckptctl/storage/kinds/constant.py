@@ -1,0 +1,18 @@
+"""Elements that are all the same: what a model type adds and no file holds.
+
+Parameters:
+    value: The element; 0 where it is not given.
+"""
+
+from __future__ import annotations
+
+from ckptctl.catalog import Computed
+from ckptctl.storage.arithmetic import elements
+from ckptctl.storage.computed import Inputs
+
+
+def compute(
+    _inputs: Inputs, computed: Computed, _rows: range, columns: range, out: memoryview
+) -> None:
+    """Fill *out*; see :class:`ckptctl.storage.kinds.Kind`."""
+    elements(out, computed.dtype, len(columns)).fill_(float(computed.parameters.get("value", 0)))

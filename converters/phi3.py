@@ -1,0 +1,53 @@
+"""Phi-3 and Phi-4: Llama's model with one tensor for queries, keys and values and one for both
+halves of the gated feed-forward.
+
+Sources: transformers' ``modeling_phi3.py`` (``qkv_proj``: queries, keys, values; ``gate_up_proj``:
+gate, up), torchtune's ``models/phi3/_convert_weights.py``. Both rotate halves: no axis moves.
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+
+BEFORE = """
+logical  axes  hf                         torchtune
+embed    v d   model.embed_tokens.weight  tok_embeddings.weight
+"""
+
+LAYER = """
+logical  axes   hf: model.layers.{i}.            torchtune: layers.{i}.
+q        (h e) d  self_attn.qkv_proj.weight#0      attn.q_proj.weight
+k        (k e) d  self_attn.qkv_proj.weight#1      attn.k_proj.weight
+v        (k e) d  self_attn.qkv_proj.weight#2      attn.v_proj.weight
+o        d (h e)  self_attn.o_proj.weight          attn.output_proj.weight
+w1       f d      mlp.gate_up_proj.weight#0        mlp.w1.weight
+w3       f d      mlp.gate_up_proj.weight#1        mlp.w3.weight
+w2       d f      mlp.down_proj.weight             mlp.w2.weight
+norm_1   d        input_layernorm.weight           sa_norm.scale
+norm_2   d        post_attention_layernorm.weight  mlp_norm.scale
+"""
+
+AFTER = """
+logical  axes  hf                 torchtune
+norm     d     model.norm.weight  norm.scale
+output   v d   lm_head.weight     output.weight
+"""
+
+FAMILY = Family(
+    name="phi3",
+    title="Phi-3, Phi-4, Phi-4-mini",
+    aliases=("phi3_mini", "phi4", "phi4_mini"),
+    layouts=("hf", "torchtune"),
+    tables=(BEFORE, LAYER, AFTER),
+    architecture="Phi3ForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "phi3"},),
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+)

@@ -1,0 +1,149 @@
+"""transformers' models at tiny size: made, saved, loaded strictly, run.
+
+They are built from the configurations in :mod:`tests.oracle.tiny`. The layout ``hf`` is what
+``save_pretrained`` writes; ``hf-v5`` is what ``model.state_dict()`` holds in memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.oracle.models import tokens
+
+State = dict[str, torch.Tensor]
+
+CLASSES = {
+    "llama4_text": "Llama4ForCausalLM",
+    "llama4": "Llama4ForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+def class_of(config: Any) -> Any:
+    """Return transformers' class for *config*: by ``architectures``, else its causal model."""
+    if config.architectures:
+        return getattr(transformers, config.architectures[0])
+    if config.model_type in CLASSES:
+        return getattr(transformers, CLASSES[config.model_type])
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """Return the fp32 model of *config* in which every saved float is random."""
+    torch.manual_seed(seed)
+    model = class_of(config)._from_config(config, dtype=torch.float32, **EAGER).eval()
+    randomise(model, has_zero_centred_norms(config), seed)
+    return model
+
+
+def randomise(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0) -> None:
+    """Fill every float of *model*'s state dict, norms around 1 and clearly apart.
+
+    Args:
+        model: Anybody's.
+        zero_centred: The norms multiply with ``1 + weight``.
+        seed: Same seed, same model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in _saved_floats(model):
+            centred = zero_centred and "linear_attn" not in name
+            value.copy_(_random(name, value.shape, generator, centred))
+
+
+def has_zero_centred_norms(config: Any) -> bool:
+    """Return whether the norms of *config*'s model multiply with ``1 + weight``."""
+    return str(config.model_type).startswith(("gemma", "qwen3_next"))
+
+
+def _saved_floats(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of the state dict that hold floats, tied ones once."""
+    seen: set[int] = set()
+    found = []
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and value.data_ptr() not in seen:
+            seen.add(value.data_ptr())
+            found.append((name, value))
+    return found
+
+
+def _random(
+    name: str, shape: torch.Size, generator: torch.Generator, zero_centred: bool
+) -> torch.Tensor:
+    values = torch.randn(shape, generator=generator)
+    if name.endswith("A_log"):
+        return values * 0.5
+    if len(shape) <= 1:
+        is_scale = name.endswith(("weight", "scale")) and not zero_centred
+        return (1.0 if is_scale else 0.0) + 0.3 * values
+    return values * (1.2 / shape[-1] ** 0.5)
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Write the layout ``hf``: safetensors and ``config.json``."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def in_memory(model: Any) -> State:
+    """Return the layout ``hf-v5``: what a trainer hands to ``torch.save``."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what the model says to :func:`tests.oracle.models.tokens`, in fp32.
+
+    Logits where it has a head, else the pooled or the last hidden states. Models with a vision
+    tower are asked about :func:`~tests.oracle.pictures.pictures` as well.
+    """
+    with torch.no_grad():
+        out = model.eval()(**inputs(model.config))
+    for name in ("logits", "text_embeds", "pooler_output", "last_hidden_state"):
+        if getattr(out, name, None) is not None:
+            return torch.as_tensor(out[name]).float()
+    raise AssertionError(f"{type(model).__name__} returns {list(out)}")
+
+
+def load_strict(folder: Path, config: Any = None) -> Any:
+    """Return transformers' model of *folder* in fp32.
+
+    Args:
+        folder: Holds ``config.json`` and safetensors.
+        config: Says which class; default: what the folder's ``config.json`` says.
+
+    Raises:
+        AssertionError: transformers reports missing, unexpected or mismatched keys.
+    """
+    wanted = config if config is not None else transformers.AutoConfig.from_pretrained(folder)
+    model, info = class_of(wanted).from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, **EAGER
+    )
+    problems = {kind: keys for kind, keys in info.items() if keys}
+    assert not problems, problems
+    return model.eval()
+
+
+def inputs(config: Any) -> dict[str, Any]:
+    """Return the keyword arguments of ``forward`` for the model of *config*."""
+    from tests.oracle.pictures import pictures
+
+    ids = tokens()
+    if config.model_type == "clip_text_model":
+        ids = ids % 126
+        ids[:, -1] = config.eos_token_id
+    elif "LlamaForSequenceClassification" in (config.architectures or ()):
+        ids = ids % config.pad_token_id
+    given: dict[str, Any] = {"input_ids": ids}
+    if hasattr(config, "vision_config"):
+        return pictures(config, ids)
+    return given

@@ -1,0 +1,79 @@
+"""Pictures for tiny multimodal models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def pictures(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Return the inputs of ``forward``: two sequences of text with one random picture each.
+
+    Args:
+        config: Of a model with a vision tower.
+        ids: Tokens of text, ``[2, length]``; some of them become tokens of the picture.
+    """
+    return _BUILDERS[config.model_type](config, ids.clone())
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(11))
+
+
+def _with_image_tokens(config: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
+    ids[:, 2 : 2 + count] = getattr(config, "image_token_id", None) or config.image_token_index
+    return ids
+
+
+def _mllama(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    side = config.vision_config.image_size
+    ids[:, 2] = config.image_token_index
+    return {
+        "input_ids": ids,
+        "pixel_values": _noise(2, 1, 4, 3, side, side),
+        "aspect_ratio_ids": torch.tensor([[4], [6]]),  # 1 x 4 and 2 x 2 tiles
+        "aspect_ratio_mask": torch.ones(2, 1, 4, dtype=torch.long),
+        "cross_attention_mask": torch.ones(2, ids.shape[1], 1, 4, dtype=torch.long),
+    }
+
+
+def _llama4(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    vision = config.vision_config
+    side = vision.image_size
+    count = int((side // vision.patch_size) ** 2 * vision.pixel_shuffle_ratio**2)
+    return {
+        "input_ids": _with_image_tokens(config, ids, count),
+        "pixel_values": _noise(2, 3, side, side),
+    }
+
+
+def _gemma3(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    side = config.vision_config.image_size
+    ids = _with_image_tokens(config, ids, config.mm_tokens_per_image)
+    return {
+        "input_ids": ids,
+        "pixel_values": _noise(2, 3, side, side),
+        "token_type_ids": (ids == config.image_token_id).long(),
+    }
+
+
+def _pixtral(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    vision = config.vision_config
+    merge = getattr(config, "spatial_merge_size", 1)
+    height, width = 2 * vision.patch_size * merge, 3 * vision.patch_size * merge
+    given = {
+        "input_ids": _with_image_tokens(config, ids, 6),
+        "pixel_values": _noise(2, 3, height, width),
+        "image_sizes": torch.tensor([[height, width]] * 2),
+    }
+    return given
+
+
+_BUILDERS = {
+    "mllama": _mllama,
+    "llama4": _llama4,
+    "gemma3": _gemma3,
+    "mistral3": _pixtral,
+    "llava": _pixtral,
+}

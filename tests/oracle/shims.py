@@ -1,0 +1,194 @@
+"""Stand-ins that let other people's packages be imported and run without a GPU.
+
+Each function puts modules into ``sys.modules`` and may be called twice. What is replaced is never
+what is being compared: names and shapes of parameters and the arithmetic stay the package's own.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class _Anything:
+    """Stands for any class, function or decorator of a package that is not there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+class _Stub(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+def stub(*names: str) -> None:
+    """Put empty modules of those names into ``sys.modules`` where they cannot be imported."""
+    for name in names:
+        if name in sys.modules or ("." not in name and importlib.util.find_spec(name)):
+            continue
+        module = _Stub(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        sys.modules[name] = module
+
+
+@contextmanager
+def stubbed(*names: str) -> Iterator[None]:
+    """As :func:`stub`, until the block ends: for packages whose presence others ask about."""
+    missing = [name for name in names if name not in sys.modules]
+    stub(*names)
+    try:
+        yield
+    finally:
+        for name in missing:
+            if isinstance(sys.modules.get(name), _Stub):
+                del sys.modules[name]
+
+
+def torchvision() -> Any:
+    """Return a context in which torchtune's vision models can be imported."""
+    return stubbed(
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    )
+
+
+def triton() -> Any:
+    """Return a context in which torchtitan can be imported."""
+    # torch asks once whether triton is there, and should learn the truth.
+    import torch._functorch.partitioners
+    import torch._inductor.runtime.triton_compat
+    import torch.utils._triton
+
+    torch.utils._triton.has_triton_package()
+    return stubbed("triton", "triton.language")
+
+
+_CAUSAL = [True]
+
+
+def xformers() -> None:
+    """Let mistral_inference be imported; its attention becomes torch's.
+
+    Without a cache mistral_inference hands over no mask, for text and for pictures alike. Text is
+    causal; see :func:`bidirectional`.
+    """
+    stub("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias")
+    module = sys.modules["xformers.ops.fmha"]
+    if isinstance(module, _Stub):
+        module.memory_efficient_attention = _attention  # type: ignore[attr-defined]
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=_CAUSAL[0])
+    return out.transpose(1, 2).contiguous()
+
+
+@contextmanager
+def bidirectional() -> Iterator[None]:
+    """Let every token see every other one in mistral_inference: one picture at a time."""
+    _CAUSAL[0] = False
+    try:
+        yield
+    finally:
+        _CAUSAL[0] = True
+
+
+@contextmanager
+def no_cuda() -> Iterator[None]:
+    """Let ``tensor.cuda()`` be the tensor: llama_models puts its caches on the GPU."""
+    with mock.patch.object(torch.Tensor, "cuda", lambda self: self):
+        yield
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Let ``tensor.bfloat16()`` be the tensor and grouped products loops of products.
+
+    torchtitan casts to bf16 before ``torch._grouped_mm``, whatever the model's dtype.
+    """
+    with (
+        mock.patch.object(torch.Tensor, "bfloat16", lambda self: self),
+        mock.patch.object(torch, "_grouped_mm", _grouped_mm),
+    ):
+        yield
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    out = a.new_zeros(a.shape[0], b.shape[-1])
+    for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        out[start:end] = a[start:end] @ b[expert]
+    return out
+
+
+def titan_eager() -> None:
+    """Let torchtitan 0.3 attend without compiling a kernel."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torchtitan.models.common import attention
+
+    attention.FlexAttention._compiled_flex_attn = flex_attention
+    attention._compiled_create_block_mask = create_block_mask
+
+
+@contextmanager
+def another_torchtitan(folder: Path) -> Iterator[None]:
+    """Let ``import torchtitan`` find the version in *folder* until the block ends."""
+    own = _pop_torchtitan()
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        _pop_torchtitan()
+        sys.modules.update(own)
+
+
+def _pop_torchtitan() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Initialise fairscale's model parallelism with a single process."""
+    import tempfile
+
+    import torch.distributed as dist
+    from fairscale.nn.model_parallel import initialize
+
+    with tempfile.TemporaryDirectory() as folder:
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            )
+        initialize.initialize_model_parallel(1)
+        try:
+            yield
+        finally:
+            initialize.destroy_model_parallel()
+            dist.destroy_process_group()

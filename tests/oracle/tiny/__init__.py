@@ -1,0 +1,30 @@
+"""Configurations of tiny models, one for each kind of layer and option that its family has.
+
+``TINY`` maps ``family`` or ``family.variant`` to a function that returns transformers' config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tests.oracle.tiny import dense, encoders, gemma, llama, mistral, moe, phi, qwen
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TINY: dict[str, Callable[[], PretrainedConfig]] = {
+    **llama.TINY,
+    **mistral.TINY,
+    **gemma.TINY,
+    **qwen.TINY,
+    **phi.TINY,
+    **moe.TINY,
+    **dense.TINY,
+    **encoders.TINY,
+}
+
+
+def family_of(name: str) -> str:
+    """Return the family of a key of ``TINY``."""
+    return name.partition(".")[0]

@@ -1,0 +1,130 @@
+"""Mistral AI's models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    LlavaConfig,
+    Ministral3Config,
+    Mistral3Config,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+)
+
+from tests.oracle.tiny.sizes import COMMON, MULTIMODAL_VOCAB, rope
+
+SIZES = COMMON | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+PIXTRAL_VISION: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 56,
+    "patch_size": 7,
+    "num_channels": 3,
+    "rope_parameters": rope(10000.0),
+}
+
+
+def mistral() -> PretrainedConfig:
+    """Mistral Nemo: ``heads * head_dim`` is not ``hidden_size``."""
+    return MistralConfig(
+        **SIZES,
+        head_dim=32,
+        rope_parameters=rope(1000000.0),
+        sliding_window=None,
+    )
+
+
+def mistral_7b() -> PretrainedConfig:
+    """Mistral 7B: the usual ``head_dim``."""
+    return MistralConfig(
+        **SIZES, rope_parameters=rope(10000.0), sliding_window=None
+    )
+
+
+ATTENTION_SCALE = {"original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+def ministral3() -> PretrainedConfig:
+    """The text half of Ministral 3: YaRN and Llama 4's attention scale."""
+    return Ministral3Config(**SIZES, head_dim=32, rope_parameters=YARN | ATTENTION_SCALE)
+
+
+def ministral3_unscaled() -> PretrainedConfig:
+    """The same without YaRN, which mistral-inference does not know."""
+    return Ministral3Config(
+        **SIZES, head_dim=32, rope_parameters=rope(1000000.0) | ATTENTION_SCALE
+    )
+
+
+def mixtral() -> PretrainedConfig:
+    """Mixtral: two of four experts for each token."""
+    return MixtralConfig(
+        **SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=rope(1000000.0),
+    )
+
+
+def _vlm(text: PretrainedConfig, kind: type[PretrainedConfig], **extra: Any) -> PretrainedConfig:
+    values = text.to_dict() | {"vocab_size": MULTIMODAL_VOCAB}
+    return kind(
+        text_config=values,
+        vision_config=dict(PIXTRAL_VISION),
+        image_token_index=128,
+        multimodal_projector_bias=False,
+        tie_word_embeddings=False,
+        **extra,
+    )
+
+
+def mistral3() -> PretrainedConfig:
+    """Mistral Small 3.1: patch merger between Pixtral's vision tower and Mistral."""
+    return _vlm(mistral(), Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1)
+
+
+def ministral3_vlm() -> PretrainedConfig:
+    """Ministral 3 with its vision tower."""
+    return _vlm(ministral3(), Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1)
+
+
+def pixtral() -> PretrainedConfig:
+    """Pixtral 12B, which transformers runs as LLaVA."""
+    config = LlavaConfig(
+        text_config=mistral().to_dict() | {"vocab_size": MULTIMODAL_VOCAB},
+        vision_config=dict(PIXTRAL_VISION),
+        image_token_index=128,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        projector_hidden_act="gelu",
+        tie_word_embeddings=False,
+    )
+    return config
+
+
+TINY = {
+    "mistral": mistral,
+    "mistral.7b": mistral_7b,
+    "ministral3": ministral3,
+    "ministral3.unscaled": ministral3_unscaled,
+    "ministral3.vlm": ministral3_vlm,
+    "mistral3": mistral3,
+    "pixtral": pixtral,
+    "mixtral": mixtral,
+}
