@@ -42,9 +42,7 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
         "--dtype and --dequantize name different dtypes": (
             asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
         ),
-        "--dequantize takes bf16 or fp32": (
-            asked.dequantize not in (None, "bfloat16", "float32")
-        ),
+        "--dequantize takes bf16 or fp32": (asked.dequantize not in (None, "bfloat16", "float32")),
         f"--to {target.name} always has layout {target.layout}": (
             target.layout is not None and asked.to_layout not in (None, target.layout)
         ),

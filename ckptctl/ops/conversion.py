@@ -31,6 +31,7 @@ class ConversionPlan:
         change: How the layout changes.
         output: The tensors that will be written, in order.
         plan: What the executor does.
+        must_equal: Names in the source, kept and left out, whose bytes have to be the same.
         dropped: Source keys that are left out by a rule of the family, and why.
         left_out: Other leaves that do not travel, and why.
         notes: What the user should know.
@@ -43,6 +44,7 @@ class ConversionPlan:
     change: Change
     output: tuple[OutputTensor, ...]
     plan: Plan
+    must_equal: tuple[tuple[str, str], ...]
     dropped: Mapping[str, str]
     left_out: Mapping[str, str]
     notes: tuple[str, ...]

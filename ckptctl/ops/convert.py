@@ -132,12 +132,21 @@ def _require_equal(plan: ConversionPlan) -> None:
                     why="leaving it out would change the model",
                     hint=f"`--exclude {name}` leaves it out all the same",
                 )
-        for kept, dropped in plan.change.must_equal:
-            pair = (plan.source.tensors[root + name] for name in (kept, dropped))
+        for kept, dropped in plan.must_equal:
+            pair = (plan.source.tensors[name] for name in (kept, dropped))
             if not equal(files, *pair):
-                raise MappingError(
-                    f"`{dropped}` is tied to `{kept}` but holds other values",
-                    where=plan.source.path,
-                    why="the configuration or the model type says that the two are one",
-                    hint="`--untie` keeps both",
-                )
+                raise _differ(plan, kept, dropped)
+
+
+def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
+    tied = dropped.removeprefix(plan.recognition.root) in plan.dropped
+    return MappingError(
+        f"`{dropped}` is tied to `{kept}` but holds other values"
+        if tied
+        else f"`{dropped}` and `{kept}` hold different values",
+        where=plan.source.path,
+        why="the configuration or the model type says that the two are one"
+        if tied
+        else f"in layout `{plan.to_layout}` one tensor stands for both",
+        hint="`--untie` keeps both" if tied else None,
+    )

@@ -15,6 +15,7 @@ from ckptctl.ops.conversion import ConversionPlan
 from ckptctl.ops.digest import digest_of
 from ckptctl.ops.documents import Assets, Papers, papers
 from ckptctl.ops.layout_change import Change, change_layout
+from ckptctl.ops.made import made
 from ckptctl.ops.manifest import manifest
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.output_tensors import in_checkpoint, main_dtype, output_tensors, paths, unrooted
@@ -73,7 +74,11 @@ class Draft:
         self.notes += change.notes
         rest = self._rest(selection, change)
         mapped = in_checkpoint(change.tensors, self.known.root, self.keep_root)
-        self._locate([*mapped, *rest.tensors], change)
+        prefix = self.known.root if self.keep_root else ""
+        self.catalog, zeros = made(self.catalog, change.zeros, prefix)
+        mapped += zeros
+        equal = self._equal(change, rest)
+        self._locate([*mapped, *rest.tensors], change, equal)
         tensors = self._tensors(mapped, change, rest)
         blobs = self._blobs(selection, change, rest)
         output = self.target.lay_out(self._request(tensors, blobs, change))
@@ -88,6 +93,7 @@ class Draft:
             change=change,
             output=tensors,
             plan=self._executable([*mapped, *rest.tensors], tensors, output, beside),
+            must_equal=equal,
             dropped=change.dropped,
             left_out=self.left_out,
             notes=tuple(dict.fromkeys(self.notes)),
@@ -124,11 +130,19 @@ class Draft:
         self.catalog = replace(self.catalog, blobs={**self.catalog.blobs, **read.blobs})
         return self.catalog
 
-    def _locate(self, mapped: Sequence[MappedTensor], change: Change) -> None:
+    def _equal(self, change: Change, rest: Rest) -> tuple[tuple[str, str], ...]:
+        """Names in the checkpoint, kept and left out, that have to hold the same."""
+        root = self.known.root
+        pairs = ((root + kept, root + dropped) for kept, dropped in change.must_equal)
+        return (*pairs, *rest.must_equal)
+
+    def _locate(
+        self, mapped: Sequence[MappedTensor], change: Change, equal: Sequence[tuple[str, str]]
+    ) -> None:
         """Prove coverage of what is needed, and find its bytes."""
         root = self.known.root
         needed = {view.key for item in mapped for view in item.sources}
-        needed |= {root + name for pair in change.must_equal for name in pair}
+        needed |= {name for pair in equal for name in pair}
         needed |= {root + name for name in change.must_be_zero}
         tensors = {name: t for name, t in self.catalog.tensors.items() if name in needed}
         for entry in tensors.values():

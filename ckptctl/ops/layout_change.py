@@ -11,7 +11,7 @@ from ckptctl.errors import MappingError, listed
 from ckptctl.ops.recognise import Recognition, require_one
 from ckptctl.planner.configs import contradictions, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping import MappedTensor, View, Zeros, map_tensors
+from ckptctl.planner.mapping import MappedTensor, Zeros, map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def _unchanged(
             why=f"no known family has keys such as {listed(list(tensors), 2)}",
             hint="without mapping, hf, dcp and torch keep the names as they are",
         )
-    mapped = tuple(_same(name, entry.shape) for name, entry in tensors.items())
+    mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
     notes: tuple[str, ...] = ()
     if known.candidates and not known.exact:
         notes = (f"names are kept; not all of them are those of {known.named}",)
@@ -172,12 +172,6 @@ def _unchanged(
         {},
         notes=notes,
     )
-
-
-def _same(name: str, shape: tuple[int, ...]) -> MappedTensor:
-    dims = tuple((axis,) for axis in range(len(shape)))
-    view = View(name, dims, (0,) * len(shape), shape)
-    return MappedTensor(name, shape, (view,), (view,))
 
 
 def _in_source_order(

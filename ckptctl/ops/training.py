@@ -1,13 +1,14 @@
 """What ``--only all`` adds: optimizer state, counters and other leaves around the model.
 
 A moment has its parameter's fully qualified name in its own (``optimizer.state.<fqn>.exp_avg``,
-``torch/distributed/checkpoint/state_dict.py``) and follows that parameter's mapping.
+``torch/distributed/checkpoint/state_dict.py``) and follows that parameter's mapping: moments are
+fused, split, stacked and permuted as the parameters are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError
@@ -16,7 +17,7 @@ from ckptctl.ops.layout_change import Change
 from ckptctl.planner.mapping import MappedTensor, View
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rest:
     """Leaves outside the model, under their names in the output.
 
@@ -24,11 +25,14 @@ class Rest:
         tensors: What becomes what; source keys are checkpoint-wide names.
         paths: Key path of each target.
         blobs: The leaves that are not tensors.
+        must_equal: Pairs of names, kept and left out, whose bytes have to be the same: counters of
+            parameters that become one.
     """
 
-    tensors: tuple[MappedTensor, ...]
-    paths: Mapping[str, Path]
-    blobs: tuple[Blob, ...]
+    tensors: list[MappedTensor] = field(default_factory=list)
+    paths: dict[str, Path] = field(default_factory=dict)
+    blobs: list[Blob] = field(default_factory=list)
+    must_equal: list[tuple[str, str]] = field(default_factory=list)
 
 
 def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
@@ -43,30 +47,32 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
     Raises:
         RefusedError: Optimizer state cannot follow its parameter.
     """
-    renames = _Renames(root, change)
-    tensors: list[MappedTensor] = []
-    paths: dict[str, Path] = {}
-    blobs: list[Blob] = []
+    run = _Follow(catalog, root, change)
     for name in names:
         if name in catalog.tensors:
-            entry = catalog.tensors[name]
-            mapped, path = renames.tensor(entry)
-            tensors.append(mapped)
-            paths[mapped.targets[0].key] = path
+            run.tensor(catalog.tensors[name])
         else:
-            blobs.append(renames.blob(catalog.blobs[name]))
-    return Rest(tuple(tensors), paths, tuple(blobs))
+            run.blob(catalog.blobs[name])
+    run.moments()
+    return run.rest
 
 
-class _Renames:
+class _Follow:
     """Finds parameter names inside other names and replaces them."""
 
-    def __init__(self, root: str, change: Change) -> None:
-        self.root = root
-        self.identity = change.identity
-        self.mapped = {m.sources[0].key: m for m in change.tensors}
+    def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
+        self.root, self.identity = root, change.identity
+        self.entries = catalog.tensors
+        self.rest = Rest()
+        self.mapped: dict[str, list[MappedTensor]] = {}
+        for item in change.tensors:
+            for key in dict.fromkeys(view.key for view in item.sources):
+                self.mapped.setdefault(key, []).append(item)
+        self.counters: dict[str, str] = {}
+        self.alike: dict[Path, dict[str, TensorEntry]] = {}
 
-    def tensor(self, entry: TensorEntry) -> tuple[MappedTensor, Path]:
+    def tensor(self, entry: TensorEntry) -> None:
+        """Take a tensor as it is, as a counter, or as a moment of a parameter."""
         found = None if self.identity else self._parameter(entry.name)
         if found is None:
             if not self.identity and entry.shape and _is_moment(entry.name):
@@ -76,51 +82,100 @@ class _Renames:
                     why="its name does not say whose it is, or that parameter is left out",
                     hint="`--only model`, or keep the layout",
                 )
-            return _plain(entry.name, entry.name, entry.shape), entry.path
-        mapped = self.mapped[found]
-        path = self._path(entry.path, found)
-        if not entry.shape or entry.shape == (1,):
-            return _plain(entry.name, join(path), entry.shape), path
-        if mapped.sources[0].sizes != entry.shape or len(mapped.targets) != 1:
+            self._keep(entry, entry.path, entry.name)
+        elif not entry.shape or entry.shape == (1,):
+            for path in self._targets(entry.path, found):
+                self._keep(entry, path, join(path))
+        else:
+            self._moment(entry, found)
+
+    def _keep(self, entry: TensorEntry, path: Path, name: str) -> None:
+        first = self.counters.setdefault(name, entry.name)
+        if first == entry.name:
+            self.rest.tensors.append(MappedTensor.same(entry.name, name, entry.shape))
+            self.rest.paths[name] = path
+        else:
+            self.rest.must_equal.append((first, entry.name))
+
+    def _moment(self, entry: TensorEntry, found: str) -> None:
+        shape = self.entries[self.root + found].shape
+        if shape != entry.shape:
             raise RefusedError(
                 "optimizer state has another shape than its parameter",
                 where=f"tensor `{entry.name}`",
-                why=f"{list(entry.shape)}, `{found}` has {list(mapped.sources[0].sizes)}",
+                why=f"{list(entry.shape)}, `{found}` has {list(shape)}",
                 hint="`--only model`, or keep the layout",
             )
-        source = replace(mapped.sources[0], key=entry.name)
-        target = replace(mapped.targets[0], key=join(path))
-        return replace(mapped, sources=(source,), targets=(target,)), path
+        pattern = _replaced(entry.path, found, "")
+        self.alike.setdefault(pattern, {})[found] = entry
 
-    def blob(self, blob: Blob) -> Blob:
+    def moments(self) -> None:
+        """Map the moments of one kind together, as their parameters are."""
+        for moments in self.alike.values():
+            wanted = {id(item): item for key in moments for item in self.mapped[key]}
+            for item in wanted.values():
+                self._follow(item, moments)
+
+    def _follow(self, item: MappedTensor, moments: Mapping[str, TensorEntry]) -> None:
+        lacking = [view.key for view in item.sources if view.key not in moments]
+        some = next(key for key in moments if any(v.key == key for v in item.sources))
+        if lacking:
+            raise RefusedError(
+                "optimizer state of some parts of a tensor is missing",
+                where=f"tensor `{moments[some].name}`",
+                why=f"`{some}` and `{lacking[0]}` become one tensor, and there is none for the "
+                "latter",
+                hint="`--only model`, or keep the layout",
+            )
+        targets: list[View] = []
+        for view in item.targets:
+            path = _replaced(moments[some].path, some, view.key)
+            self.rest.paths[join(path)] = path
+            targets.append(replace(view, key=join(path)))
+        sources = tuple(replace(view, key=moments[view.key].name) for view in item.sources)
+        self.rest.tensors.append(replace(item, sources=sources, targets=tuple(targets)))
+
+    def blob(self, blob: Blob) -> None:
+        """Take a leaf that is no tensor; lists of parameter names are translated."""
+        value = blob.value
         if self.identity:
-            return blob
-        value, known = blob.value, self.mapped
+            self.rest.blobs.append(blob)
+            return
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            names = [self._target(item) if item in known else item for item in value]
+            names = list(dict.fromkeys(name for item in value for name in self._renamed(item)))
             if names != value:
                 blob = replace(blob, value=names, file=None)
         found = self._parameter(blob.name)
-        if found is None:
-            return blob
-        path = self._path(blob.path, found)
-        return replace(blob, name=join(path), path=path)
+        paths = [blob.path] if found is None else self._targets(blob.path, found)
+        present = {one.name for one in self.rest.blobs}
+        self.rest.blobs += [
+            replace(blob, name=join(path), path=path)
+            for path in paths
+            if found is None or join(path) not in present
+        ]
+
+    def _renamed(self, name: str) -> list[str]:
+        """The target's names of a parameter; any other name as it is."""
+        items = self.mapped.get(name)
+        if items is None:
+            return [name]
+        return list(dict.fromkeys(view.key for item in items for view in item.targets))
 
     def _parameter(self, name: str) -> str | None:
         """The longest parameter name that stands in *name* between dots."""
         return next((part for part in _parts(name) if part in self.mapped), None)
 
-    def _target(self, name: str) -> str:
-        return self.mapped[name].targets[0].key
+    def _targets(self, path: Path, found: str) -> list[Path]:
+        return [_replaced(path, found, target) for target in self._renamed(found)]
 
-    def _path(self, path: Path, found: str) -> Path:
-        """Replace the parameter's name in the one component, or the components, that spell it."""
-        target = self._target(found)
-        for position, key in enumerate(path):
-            if isinstance(key, str) and found in _parts(key):
-                new = f".{key}.".replace(f".{found}.", f".{target}.").strip(".")
-                return (*path[:position], new, *path[position + 1 :])
-        return (f".{join(path)}.".replace(f".{found}.", f".{target}.").strip("."),)
+
+def _replaced(path: Path, found: str, target: str) -> Path:
+    """Replace the parameter's name in the one component, or the components, that spell it."""
+    for position, key in enumerate(path):
+        if isinstance(key, str) and found in _parts(key):
+            new = f".{key}.".replace(f".{found}.", f".{target}.").strip(".")
+            return (*path[:position], new, *path[position + 1 :])
+    return (f".{join(path)}.".replace(f".{found}.", f".{target}.").strip("."),)
 
 
 def _parts(name: str) -> Iterator[str]:
@@ -133,11 +188,3 @@ def _parts(name: str) -> Iterator[str]:
 
 def _is_moment(name: str) -> bool:
     return name.partition(".")[0].lower().startswith("opt") or ".state." in name
-
-
-def _plain(source: str, target: str, shape: tuple[int, ...]) -> MappedTensor:
-    dims = tuple((axis,) for axis in range(len(shape)))
-    origin = (0,) * len(shape)
-    return MappedTensor(
-        target, shape, (View(source, dims, origin, shape),), (View(target, dims, origin, shape),)
-    )

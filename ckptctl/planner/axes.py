@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Family, Stored
 
-
 Axes = tuple[str, ...]
 
 
@@ -28,7 +27,7 @@ class Observation:
     shape: tuple[int, ...]
 
     def equations(self, family: Family) -> Iterator[tuple[int, tuple[Axes, ...], int]]:
-        """Yield ``(dimension, terms, size)``: the products of the terms' axes add up to the size."""
+        """Yield ``(dimension, terms, size)``: the terms are products of axes and add up to it."""
         places = {leaf.part: leaf for _, leaf in self.stored.parts}
         leaves = list(places.values())
         for dim, size in enumerate(self.shape):

@@ -173,7 +173,7 @@ def _candidate(
         tuple(alike),
         (f"{len(shapes) - len(matched.unmatched):,} of {len(shapes):,} keys", *evidence),
         tuple(matched.unmatched[:5] or surplus),
-        tuple([*filter(None, [torn_apart]), *(key for key in absent if key not in tail)])[:5],
+        (*filter(None, [torn_apart]), *(key for key in absent if key not in tail))[:5],
         share,
     )
 

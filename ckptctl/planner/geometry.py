@@ -97,8 +97,8 @@ class _Geometry:
             tuple(self._size(atom) for atom in atoms),
             read,
             write,
-            self._extent(*self.source, read),
-            self._extent(*self.target, write),
+            self._extent(*self.source),
+            self._extent(*self.target),
         )
 
     def _size(self, group: Axes) -> int:
@@ -108,7 +108,7 @@ class _Geometry:
             raise self._unknown(group)
         return found
 
-    def _extent(self, layout: Layout, tensor: Tensor, dims: Dims) -> Extent:
+    def _extent(self, layout: Layout, tensor: Tensor) -> Extent:
         leaf = layout.leaves[tensor.name]
         sizes = tuple(self._size(self.family.expand(group)) for group in leaf.dims)
         origin = [0] * len(sizes)

@@ -64,6 +64,14 @@ class MappedTensor:
     sources: tuple[View, ...]
     targets: tuple[View, ...]
 
+    @classmethod
+    def same(cls, source: str, target: str, shape: tuple[int, ...]) -> MappedTensor:
+        """Return a stored tensor that keeps its axes, whatever they are."""
+        dims = tuple((axis,) for axis in range(len(shape)))
+        origin = (0,) * len(shape)
+        read, written = View(source, dims, origin, shape), View(target, dims, origin, shape)
+        return cls(target, shape, (read,), (written,))
+
     @property
     def renames(self) -> bool:
         """Return whether the bytes stay as they are."""
@@ -224,12 +232,12 @@ class _Run:
 
     def unchanged(self, partial: bool) -> TensorMap:
         """Return the map to the same layout, which keeps every tensor and may untie some."""
-        tensors = [_same(key, key, self.shapes[key]) for key in self.shapes]
+        tensors = [MappedTensor.same(key, key, self.shapes[key]) for key in self.shapes]
         for tie in self.family.ties if self.tied and self.untie and not partial else ():
             kept = self.matched.keys.get((tie.of, ()), {}).get(())
             if kept and (tie.tensor, ()) not in self.matched.keys:
                 name = self.target.leaves[tie.tensor].key.text
-                tensors.append(_same(kept, name, self.shapes[kept]))
+                tensors.append(MappedTensor.same(kept, name, self.shapes[kept]))
         return self._map(tensors, ())
 
     def result(self, partial: bool, lists: Mapping[str, Sequence[int]]) -> TensorMap:
@@ -379,14 +387,6 @@ def _pick(leaf: Leaf, lead: Lead, axes: Sequence[str]) -> Lead:
 
 def _own(leaf: Leaf, lead: Lead, shared: Sequence[str]) -> Lead:
     return tuple(n for axis, n in zip(leaf.spread, lead, strict=True) if axis not in shared)
-
-
-def _same(key: str, name: str, shape: tuple[int, ...]) -> MappedTensor:
-    dims = tuple((n,) for n in range(len(shape)))
-    origin = (0,) * len(shape)
-    return MappedTensor(
-        name, shape, (View(key, dims, origin, shape),), (View(name, dims, origin, shape),)
-    )
 
 
 def _shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:

@@ -23,7 +23,7 @@ from ckptctl.storage.kinds import kinds
 if TYPE_CHECKING:
     import torch
 
-RECTANGLE = 2 << 20
+RECTANGLE = 1 << 20
 KEPT = 32 << 20
 Piece = tuple[int, memoryview]
 """Where bytes begin in a virtual file, and the room for them."""

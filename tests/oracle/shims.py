@@ -6,8 +6,10 @@ what is being compared: names and shapes of parameters and the arithmetic stay t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,11 +81,11 @@ def triton() -> Any:
     """Return a context in which torchtitan can be imported."""
     # torch asks once whether triton is there, and should learn the truth.
     import torch._functorch.partitioners
-    import torch._inductor.runtime.triton_compat
+    import torch._inductor.compile_fx
     import torch.utils._triton
 
     torch.utils._triton.has_triton_package()
-    return stubbed("triton", "triton.language")
+    return stubbed("triton", "triton.language", "torch.utils.tensorboard")
 
 
 _CAUSAL = [True]
@@ -186,7 +188,8 @@ def one_rank() -> Iterator[None]:
             dist.init_process_group(
                 "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
             )
-        initialize.initialize_model_parallel(1)
+        with contextlib.redirect_stdout(io.StringIO()):
+            initialize.initialize_model_parallel(1)
         try:
             yield
         finally:

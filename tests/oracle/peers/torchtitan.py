@@ -45,8 +45,9 @@ def _llama3(config: Any) -> torch.nn.Module:
     with triton():
         from torchtitan.models import llama3
         from torchtitan.models.common import ComplexRoPE
-    scaled = config.rope_parameters["rope_type"] == "llama3"
-    scaling = {"scaling": "llama", "scaling_factor": config.rope_parameters["factor"]}
+    scaling: dict[str, Any] = {}
+    if config.rope_parameters["rope_type"] == "llama3":
+        scaling = {"scaling": "llama", "scaling_factor": config.rope_parameters["factor"]}
     layers = llama3._build_llama3_layers(
         n_layers=config.num_hidden_layers,
         dim=config.hidden_size,
@@ -57,7 +58,7 @@ def _llama3(config: Any) -> torch.nn.Module:
             dim=config.head_dim,
             max_seq_len=1024,
             theta=_theta(config),
-            **(scaling if scaled else {}),
+            **scaling,
         ),
         **BACKENDS,
     )

@@ -292,7 +292,7 @@ def test_an_absurd_layer_number_is_quick():
 def test_biases():
     bias = {f"model.layers.{i}.self_attn.q_proj.bias": (H * E,) for i in range(N)}
     same = map_tensors(family("llama3"), "hf", "hf", hf() | bias)
-    assert list(same.target_shapes)[2] == "model.layers.0.self_attn.q_proj.bias"
+    assert "model.layers.0.self_attn.q_proj.bias" in same.target_shapes
     with pytest.raises(MappingError, match="no place"):
         map_tensors(family("llama3"), "hf", "meta", hf() | bias, SIZES)
     bias.pop("model.layers.1.self_attn.q_proj.bias")
