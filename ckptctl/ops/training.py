@@ -68,7 +68,12 @@ class _Follow:
         for item in change.tensors:
             for key in dict.fromkeys(view.key for view in item.sources):
                 self.mapped.setdefault(key, []).append(item)
+        self.sharing: dict[str, list[MappedTensor]] = {}
+        for item in change.tensors:
+            for view in item.targets:
+                self.sharing.setdefault(view.key, []).append(item)
         self.counters: dict[str, str] = {}
+        self.leaves: dict[str, tuple[str, Blob]] = {}
         self.alike: dict[Path, dict[str, TensorEntry]] = {}
 
     def tensor(self, entry: TensorEntry) -> None:
@@ -117,14 +122,15 @@ class _Follow:
                 self._follow(item, moments)
 
     def _follow(self, item: MappedTensor, moments: Mapping[str, TensorEntry]) -> None:
-        lacking = [view.key for view in item.sources if view.key not in moments]
-        some = next(key for key in moments if any(v.key == key for v in item.sources))
-        if lacking:
+        some = next(view.key for view in item.sources if view.key in moments)
+        parts = (other for view in item.targets for other in self.sharing[view.key])
+        needed = (view.key for part in parts for view in part.sources)
+        lacking = next((key for key in needed if key not in moments), None)
+        if lacking is not None:
             raise RefusedError(
                 "optimizer state of some parts of a tensor is missing",
                 where=f"tensor `{moments[some].name}`",
-                why=f"`{some}` and `{lacking[0]}` become one tensor, and there is none for the "
-                "latter",
+                why=f"`{some}` and `{lacking}` become one tensor, and there is none for the latter",
                 hint="`--only model`, or keep the layout",
             )
         targets: list[View] = []
@@ -146,13 +152,21 @@ class _Follow:
             if names != value:
                 blob = replace(blob, value=names, file=None)
         found = self._parameter(blob.name)
-        paths = [blob.path] if found is None else self._targets(blob.path, found)
-        present = {one.name for one in self.rest.blobs}
-        self.rest.blobs += [
-            replace(blob, name=join(path), path=path)
-            for path in paths
-            if found is None or join(path) not in present
-        ]
+        for path in [blob.path] if found is None else self._targets(blob.path, found):
+            self._leaf(replace(blob, name=join(path), path=path), blob.name)
+
+    def _leaf(self, blob: Blob, source: str) -> None:
+        """Add a leaf; parameters that become one have to agree on it."""
+        origin, first = self.leaves.setdefault(blob.name, (source, blob))
+        if first is blob:
+            self.rest.blobs.append(blob)
+        elif (first.value, first.file is None) != (blob.value, blob.file is None):
+            raise RefusedError(
+                "optimizer settings of parameters that become one differ",
+                where=f"`{origin}` and `{source}`",
+                why=f"{first.value!r} and {blob.value!r}",
+                hint="`--only model`, or keep the layout",
+            )
 
     def _renamed(self, name: str) -> list[str]:
         """The target's names of a parameter; any other name as it is."""

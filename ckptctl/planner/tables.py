@@ -33,9 +33,23 @@ from dataclasses import dataclass, field
 
 from ckptctl.planner.templates import Template
 
+
+class TableError(ValueError):
+    """A table is not written as this module describes.
+
+    Attributes:
+        line: The line of the table that is wrong, as it stands there without blanks around it.
+    """
+
+    def __init__(self, message: str, line: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
 Dims = tuple[tuple[str, ...], ...]
 
 _GROUP = re.compile(r"\(([^()]*)\)|([a-z]+\*?)")
+_GAP = re.compile(r" {2,}")
 _NAME = re.compile(r"(\w+)(?:@(\w+))?(\?)?\Z")
 _CELL = re.compile(r"([^#\s]+)(?:#(\d)(?:\.(\d))?)?\Z")
 
@@ -185,22 +199,29 @@ def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor
         like: For a layout the one whose cells it has by default.
 
     Raises:
-        ValueError: A table is not written as the module describes.
+        TableError: A table is not written as the module describes.
     """
     rows: dict[str, _Row] = {}
     for block, table in enumerate(tables):
-        lines = [re.split(r" {2,}", line.strip()) for line in table.splitlines() if line.strip()]
-        header, *body = lines
-        if header[0] != "logical":
-            raise ValueError("a table begins with `logical`")
-        for cells in body:
-            if len(cells) != len(header):
-                raise ValueError(f"row `{cells[0]}` has {len(cells)} cells of {len(header)}")
-            _read_row(rows, block, header, cells)
+        lines = [line.strip() for line in table.splitlines() if line.strip()]
+        header = _split(lines[0]) if lines else []
+        if header[:1] != ["logical"]:
+            raise TableError("a table begins with `logical`", lines[0] if lines else "")
+        for line in lines[1:]:
+            try:
+                _read_row(rows, block, header, _split(line))
+            except ValueError as error:
+                raise TableError(str(error), line) from error
     return tuple(row.tensor(name, like) for name, row in rows.items())
 
 
+def _split(line: str) -> list[str]:
+    return _GAP.split(line)
+
+
 def _read_row(rows: dict[str, _Row], block: int, header: list[str], cells: list[str]) -> None:
+    if len(cells) != len(header):
+        raise ValueError(f"row `{cells[0]}` has {len(cells)} cells of {len(header)}")
     columns = [_Column.parse(text) for text in header if text not in ("logical", "axes")]
     prefix = columns[0].prefix if columns else ""
     indices = Template.parse(prefix.rstrip(".")).indices if prefix else ()

@@ -10,7 +10,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Computed, TensorEntry, is_computed, made_of
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 
 RECTANGLE = 1 << 20
 KEPT = 32 << 20
-Piece = tuple[int, memoryview]
-"""Where bytes begin in a virtual file, and the room for them."""
+Piece = tuple[int, int, int]
+"""Where bytes begin in a virtual file, how many they are, and where they go in a buffer."""
 
 
-class Rectangle(NamedTuple):
+@dataclass(slots=True)
+class Rectangle:
     """Equal parts of consecutive rows; all numbers but *row* and *rows* in bytes.
 
     Attributes:
@@ -37,14 +39,31 @@ class Rectangle(NamedTuple):
         rows: How many.
         start: Where the part of each row begins.
         nbytes: Its length.
-        views: Room for all of them, one after the other.
+        places: ``(start, bytes)`` in the buffer for all of them, one after the other.
     """
 
     row: int
     rows: int
     start: int
     nbytes: int
-    views: list[memoryview]
+    places: list[tuple[int, int]]
+
+    def take(self, row: int, rows: int, start: int, nbytes: int, limit: int) -> bool:
+        """Grow by other rows if they continue this rectangle; return whether they do."""
+        if row != self.row + self.rows or start != self.start or nbytes != self.nbytes:
+            return False
+        if (self.rows + rows) * nbytes > limit:
+            return False
+        self.rows += rows
+        return True
+
+    def place(self, start: int, nbytes: int) -> None:
+        """Say where the next bytes go."""
+        last = self.places[-1] if self.places else None
+        if last and last[0] + last[1] == start:
+            self.places[-1] = (last[0], last[1] + nbytes)
+        else:
+            self.places.append((start, nbytes))
 
 
 class ComputedFiles:
@@ -64,8 +83,8 @@ class ComputedFiles:
         self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
         self._scratch = memoryview(bytearray())
 
-    def gather(self, name: str, pieces: Iterable[Piece]) -> None:
-        """Fill pieces of the file called *name*; quickest when neighbours follow each other.
+    def gather(self, name: str, pieces: Iterable[Piece], buffer: memoryview) -> None:
+        """Read pieces of the file called *name*; quickest when neighbours follow each other.
 
         Raises:
             DamagedError: A file that it is made of is too short.
@@ -75,22 +94,20 @@ class ComputedFiles:
         item = dtypes.itemsize(computed.dtype)
         inputs = self._inputs.setdefault(name, Inputs(self, name, computed))
         compute = kinds()[computed.kind].compute
-        for found in rectangles(pieces, width(computed) * item):
+        for found in rectangles(pieces, _last(computed.shape) * item):
             rows = range(found.row, found.row + found.rows)
             columns = range(found.start // item, (found.start + found.nbytes) // item)
-            whole = len(found.views) == 1
-            out = found.views[0] if whole else self._room(found.rows * found.nbytes)
+            views = [buffer[start : start + nbytes] for start, nbytes in found.places]
+            out = views[0] if len(views) == 1 else self._room(found.rows * found.nbytes)
             compute(inputs, computed, rows, columns, out)
-            if not whole:
-                _scatter(out, found.views)
+            if len(views) > 1:
+                _scatter(out, views)
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
         """Fill *views*, one after the other, from *offset* of the virtual file *name* on."""
-        pieces: list[Piece] = []
         for view in views:
-            pieces.append((offset, view))
+            self.gather(name, [(offset, len(view), 0)], view)
             offset += len(view)
-        self.gather(name, pieces)
 
     def reader(self, root: str) -> Reader:
         """Return what reads the files below *root*, virtual ones included."""
@@ -175,11 +192,6 @@ class Inputs:
         return parts[0] if len(parts) == 1 else bytearray(b"".join(parts))
 
 
-def width(computed: Computed) -> int:
-    """Return the elements of a row of a virtual file."""
-    return _last(computed.shape)
-
-
 def _last(shape: tuple[int, ...]) -> int:
     return shape[-1] if shape else 1
 
@@ -202,32 +214,28 @@ def rectangles(pieces: Iterable[Piece], width: int, limit: int = RECTANGLE) -> I
         limit: Most bytes of a rectangle.
     """
     last: Rectangle | None = None
-    for one in (part for piece in pieces for part in _parts(*piece, width, limit)):
-        if last and _follows(last, one) and (last.rows + one.rows) * one.nbytes <= limit:
-            last.views.extend(one.views)
-            last = last._replace(rows=last.rows + one.rows)
-            continue
-        if last:
-            yield last
-        last = one
-    if last:
+    for offset, nbytes, place in pieces:
+        for row, rows, start, size in _parts(offset, nbytes, width, limit):
+            if last is None or not last.take(row, rows, start, size, limit):
+                if last is not None:
+                    yield last
+                last = Rectangle(row, rows, start, size, [])
+            last.place(place, rows * size)
+            place += rows * size
+    if last is not None:
         yield last
 
 
-def _follows(last: Rectangle, one: Rectangle) -> bool:
-    same = (last.start, last.nbytes) == (one.start, one.nbytes)
-    return same and last.row + last.rows == one.row
-
-
-def _parts(offset: int, view: memoryview, width: int, limit: int) -> Iterator[Rectangle]:
-    while len(view):
+def _parts(offset: int, nbytes: int, width: int, limit: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield ``(row, rows, start in a row, bytes of a row)`` for a range of bytes."""
+    while nbytes:
         row, start = divmod(offset, width)
-        rows, nbytes = min(len(view), limit) // width, width
+        rows, size = min(nbytes, limit) // width, width
         if start or not rows:
-            rows, nbytes = 1, min(width - start, len(view), limit)
-        total = rows * nbytes
-        yield Rectangle(row, rows, start, nbytes, [view[:total]])
-        offset, view = offset + total, view[total:]
+            rows, size = 1, min(width - start, nbytes, limit)
+        yield row, rows, start, size
+        offset += rows * size
+        nbytes -= rows * size
 
 
 def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:

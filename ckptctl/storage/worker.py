@@ -150,15 +150,15 @@ class Worker:
 
     def _compute(self, name: str, reads: Sequence[Read], buffer: memoryview) -> None:
         """Fill the buffer with all that a tile reads of one virtual file, in one go."""
-        pieces: list[tuple[int, memoryview]] = []
+        pieces: list[tuple[int, int, int]] = []
         for read in reads:
             if read.file != name:
                 continue
             offset = read.offset
             for start, nbytes in read.pattern.runs if read.pattern else ((0, read.nbytes),):
-                pieces.append((offset, buffer[start : start + nbytes]))
+                pieces.append((offset, nbytes, start))
                 offset += nbytes
-        self._computed().gather(name, pieces)
+        self._computed().gather(name, pieces, buffer)
 
     def _fill(
         self,
@@ -195,13 +195,13 @@ class Worker:
 
     def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
         staged = self._buffer("staging", move.staging)
-        pieces = [(offset, staged[start : start + size]) for offset, size, start in move.reads]
         if is_computed(move.file):
-            self._computed().gather(move.file, pieces)
+            self._computed().gather(move.file, move.reads, staged)
         else:
             descriptor = self._descriptors.source(unit.files, move.file)
-            for offset, view in pieces:
-                self._fill(unit.files, move.file, [view], offset, len(view), descriptor)
+            for offset, nbytes, start in move.reads:
+                views = [staged[start : start + nbytes]]
+                self._fill(unit.files, move.file, views, offset, nbytes, descriptor)
         item = dtypes.itemsize(self._transfers[unit.transfer].source_dtype)
         self._arithmetic().permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
 
@@ -246,7 +246,7 @@ class Worker:
             size = min(self._chunk, read.nbytes - done)
             view = buffer[:size]
             if is_computed(read.file):
-                self._computed().gather(read.file, [(read.offset + done, view)])
+                self._computed().gather(read.file, [(read.offset + done, size, 0)], view)
             else:
                 self._fill(unit.files, read.file, [view], read.offset + done, size)
             if self._checksum:

@@ -148,6 +148,18 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torc
     return out
 
 
+@contextmanager
+def integer_histograms() -> Iterator[None]:
+    """Let ``torch.histc`` count integers, as it does on a GPU: torchtitan 0.2 counts tokens."""
+    histc = torch.histc
+
+    def counted(values: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return histc(values.float(), **kwargs).to(values.dtype)
+
+    with mock.patch.object(torch, "histc", counted):
+        yield
+
+
 def titan_eager() -> None:
     """Let torchtitan 0.3 attend without compiling a kernel."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

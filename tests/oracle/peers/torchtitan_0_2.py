@@ -10,7 +10,7 @@ import torch
 
 from tests.oracle.hf_models import State
 from tests.oracle.models import tokens
-from tests.oracle.shims import another_torchtitan, triton
+from tests.oracle.shims import another_torchtitan, integer_histograms, triton
 
 REQUIRES = ("torchtitan_0_2",)
 LAYOUT = "torchtitan@0.2"
@@ -125,6 +125,7 @@ def _deepseek_v3(config: Any) -> torch.nn.Module:
             use_grouped_mm=False,
         ),
     )
+    args.moe_impl = "standard"  # set by update_from_config() otherwise
     return DeepSeekV3Model(args).eval()  # type: ignore[no-any-return]
 
 
@@ -143,5 +144,5 @@ BUILDERS = {
 def logits(model: torch.nn.Module, state: State, config: Any) -> torch.Tensor:
     """Return fp32 logits after a strict load of *state*."""
     model.load_state_dict({name: value.float() for name, value in state.items()}, strict=True)
-    with torch.no_grad():
+    with torch.no_grad(), integer_histograms():
         return torch.as_tensor(model(tokens(), attention_masks=None)).float()

@@ -2,7 +2,7 @@
 
 Known differences that are the peer's, not the mapping's: Gemma 2 caps hidden states where it
 should cap logits (off here), ``mistral()`` has no ``head_dim``, CLIP and T5 take exactly
-``max_seq_len`` tokens.
+``max_seq_len`` tokens, T5 has the exact GELU where T5 1.1 has its tanh approximation (mended here).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _clip_text(config: Any) -> torch.nn.Module:
 def _t5_encoder(config: Any) -> torch.nn.Module:
     from torchtune.models.t5 import t5_encoder
 
-    model: torch.nn.Module = t5_encoder(
+    model: Any = t5_encoder(
         embed_dim=config.d_model,
         mlp_dim=config.d_ff,
         num_heads=config.num_heads,
@@ -132,7 +132,9 @@ def _t5_encoder(config: Any) -> torch.nn.Module:
         norm_eps=config.layer_norm_epsilon,
         max_seq_len=48,
     )
-    return model
+    for layer in model.layers:
+        layer.mlp.activation = torch.nn.GELU(approximate="tanh")
+    return model  # type: ignore[no-any-return]
 
 
 def _llama3_vision(config: Any) -> torch.nn.Module:

@@ -26,6 +26,7 @@ PIXTRAL_VISION: dict[str, Any] = {
     "image_size": 56,
     "patch_size": 7,
     "num_channels": 3,
+    "hidden_act": "silu",  # as every published model has it; the default is gelu
     "rope_parameters": rope(10000.0),
 }
 
