@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
@@ -24,6 +24,8 @@ class Options(TypedDict, total=False):
     Keys:
         from_format: Format of the source; None: detect it.
         model_type: Model family; None: detect it.
+        converter: Python file that defines one more family, as ``FAMILY``; it is run.
+        sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
         from_layout: Layout of the source's tensors; None: detect it.
         to_layout: Layout to write; None: what the target format implies, else the source's.
         dtype: Cast floating tensors to this dtype; None: keep theirs.
@@ -47,6 +49,8 @@ class Options(TypedDict, total=False):
 
     from_format: str | None
     model_type: str | None
+    converter: AnyPath | None
+    sizes: Mapping[str, int]
     from_layout: str | None
     to_layout: str | None
     dtype: str | None
@@ -68,20 +72,31 @@ class Options(TypedDict, total=False):
     untie: bool
 
 
-def inspect(path: AnyPath, *, format: str | None = None, stats: bool = False) -> Inspection:
+def inspect(
+    path: AnyPath,
+    *,
+    format: str | None = None,
+    stats: bool = False,
+    model_type: str | None = None,
+    converter: AnyPath | None = None,
+) -> Inspection:
     """Say what the checkpoint at *path* holds and whether it is whole.
 
     Args:
         path: A directory or a file; a folder of checkpoints lists its members.
         format: Its format; None: detect it.
         stats: Read the data too and add statistics of every tensor; imports torch.
+        model_type: Model family; None: detect it.
+        converter: Python file that defines one more family, as ``FAMILY``; it is run.
 
     Raises:
         CkptError: It is missing, not recognised, or its index is damaged.
     """
+    from ckptctl import families
     from ckptctl.ops.inspect import inspect as run
 
-    return run(path, format, stats)
+    with families.using(converter):
+        return run(path, format, stats, model_type=model_type)
 
 
 def plan_conversion(
@@ -146,6 +161,8 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         to=to,
         from_format=options.get("from_format"),
         model_type=options.get("model_type"),
+        converter=_path(options.get("converter")),
+        sizes=_sizes(options.get("sizes", {})),
         from_layout=options.get("from_layout"),
         to_layout=options.get("to_layout"),
         dtype=_floating(options.get("dtype")),
@@ -176,6 +193,12 @@ def _floating(dtype: str | None, option: str = "dtype") -> str | None:
         known = ", ".join(found.name for found in dtypes.BY_NAME.values() if found.floating)
         raise UsageError(f"`{dtype}` is not a floating dtype", where=option, why=f"known: {known}")
     return name
+
+
+def _sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    for name, size in sizes.items():
+        _positive(f"sizes: {name}", size)
+    return dict(sizes)
 
 
 def _globs(globs: Sequence[str]) -> tuple[str, ...]:

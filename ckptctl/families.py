@@ -1,13 +1,17 @@
-"""Finds model families: the files of ``converters/`` and the entry points of other packages.
+"""Finds model families: ``converters/``, entry points of other packages, files that a user names.
 
 A third party adds a family with an entry point in the group ``ckptctl.converters`` whose name is
-the model type and whose object is a :class:`~ckptctl.planner.layouts.Family`.
+the model type and whose object is a :class:`~ckptctl.planner.layouts.Family`. A family in a file of
+its own is known within :func:`using` alone.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 
 PACKAGE = "converters"
 GROUP = "ckptctl.converters"
+
+_USER: ContextVar[Family | None] = ContextVar("user", default=None)
 
 
 @cache
@@ -49,6 +55,8 @@ def _entry_points() -> dict[str, EntryPoint]:
 def _load(name: str) -> Family:
     """Return the family of a name that is known to exist.
 
+    The tables of a family that ships with ckptctl are parsed when they are first needed.
+
     Raises:
         UsageError: Its module does not define a family, or its tables are malformed.
     """
@@ -61,8 +69,8 @@ def _load(name: str) -> Family:
             found = _entry_points()[name].load()
         if not isinstance(found, Family):
             raise TypeError(f"{found!r} is not a Family")
-        if not found.tensors:
-            raise ValueError("its tables are empty")
+        if name not in _built_in():
+            _require_sound(found)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(
             f"cannot load model type `{name}`",
@@ -72,9 +80,67 @@ def _load(name: str) -> Family:
     return found
 
 
+def _require_sound(found: Family) -> None:
+    from ckptctl.planner.soundness import flaws
+
+    flaw = next(flaws(found), None)
+    if flaw:
+        raise ValueError(flaw)
+
+
+@contextmanager
+def using(file: str | Path | None) -> Iterator[None]:
+    """Let the family that *file* defines be one of the known ones for a while.
+
+    This imports the file, that is, it runs code that the caller chose; nothing else does.
+
+    Args:
+        file: A Python file with a ``FAMILY``; None: only the families that are known anyway.
+
+    Raises:
+        SourceNotFoundError: There is no such file.
+        UsageError: It cannot be run, its tables are malformed, or its names are taken.
+    """
+    if file is None:
+        yield
+        return
+    from ckptctl.converter_file import load
+
+    token = _USER.set(None)
+    try:
+        found = load(Path(file))
+        _require_new(found, Path(file))
+        _USER.set(found)
+        yield
+    finally:
+        _USER.reset(token)
+
+
+def _require_new(found: Family, file: Path) -> None:
+    taken = {
+        name: known.name
+        for key, known in families().items()
+        for name in (key, known.name, *known.aliases)
+    }
+    for name in (found.name, *found.aliases):
+        if name in taken:
+            raise UsageError(
+                f"the name `{name}` is taken",
+                where=str(file),
+                why=f"model type `{taken[name]}` is called so",
+                hint="give the family of your file another `name` and other `aliases`",
+            )
+
+
 def names() -> tuple[str, ...]:
     """Return the known model types, without loading any."""
-    return tuple(sorted({*_built_in(), *_entry_points()}))
+    user = _USER.get()
+    return tuple(sorted({*_built_in(), *_entry_points(), *([user.name] if user else [])}))
+
+
+def _named(name: str) -> Family:
+    user = _USER.get()
+    return user if user and user.name == name else _load(name)
 
 
 def families() -> dict[str, Family]:
@@ -83,7 +149,7 @@ def families() -> dict[str, Family]:
     Raises:
         CkptError: One of them cannot be loaded.
     """
-    return {name: _load(name) for name in names()}
+    return {name: _named(name) for name in names()}
 
 
 def family(name: str) -> Family:

@@ -36,6 +36,8 @@ def convert(
     to: opt.To,
     from_format: opt.From = None,
     model_type: opt.ModelType = None,
+    converter: opt.Converter = None,
+    sizes: opt.Set = None,
     from_layout: Annotated[
         str | None,
         typer.Option(metavar="LAYOUT", help="How SRC names its tensors, if not detected."),
@@ -120,6 +122,8 @@ def convert(
         to=to,
         from_format=from_format,
         model_type=model_type,
+        converter=converter,
+        sizes=opt.sizes_of(sizes),
         from_layout=from_layout,
         to_layout=to_layout,
         dtype=dtype,

@@ -38,6 +38,8 @@ def inspect(
         ),
     ],
     from_format: opt.From = None,
+    model_type: opt.ModelType = None,
+    converter: opt.Converter = None,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor instead of the tree.")
     ] = False,
@@ -68,9 +70,11 @@ def inspect(
     """
     from ckptctl.ops import inspect as op
 
+    del converter  # known while the command runs
     output = Output(json, quiet)
     globs = include or []
-    found = op.inspect(path, from_format, stats, globs, partial(progress, output, "reading"))
+    watch = partial(progress, output, "reading")
+    found = op.inspect(path, from_format, stats, globs, watch, model_type)
     shown = op.select(found.tensors, globs)
     if json:
         output.document(SCHEMA, {**found.to_json(), "tensors": [t.to_json() for t in shown]})

@@ -81,6 +81,43 @@ def check_model_type(value: str | None) -> str | None:
     return value
 
 
+def known_layouts() -> list[str]:
+    """Return the layouts of all families."""
+    from ckptctl import families
+
+    return sorted({name for family in families.families().values() for name in family.layouts})
+
+
+def use_converter(context: typer.Context, value: Path | None) -> Path | None:
+    """Let the family in a file be known while the command runs, whatever the order of options."""
+    from ckptctl import families
+
+    context.with_resource(families.using(value))
+    return value
+
+
+def check_sizes(value: list[str] | None) -> list[str] | None:
+    """Refuse what is not ``NAME=VALUE`` with a positive number, and a name given twice."""
+    sizes_of(value)
+    return value
+
+
+def sizes_of(value: Sequence[str] | None) -> dict[str, int]:
+    """Return what ``--set`` says.
+
+    Raises:
+        typer.BadParameter: Something else than names, each once, and positive numbers.
+    """
+    sizes: dict[str, int] = {}
+    for text in value or ():
+        name, _, number = text.partition("=")
+        if not name or not (number.isascii() and number.isdigit()) or int(number[:19]) == 0:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE, as in n_heads=32")
+        if sizes.setdefault(name, int(number[:19])) != int(number[:19]):
+            raise typer.BadParameter(f"{name!r} is given twice")
+    return sizes
+
+
 def check_dtype(value: str | None) -> str | None:
     """Refuse what is no floating dtype."""
     from ckptctl import dtypes
@@ -172,6 +209,25 @@ ModelType = Annotated[
         callback=check_model_type,
         autocompletion=model_types,
         help="Model family, where it cannot be detected.",
+    ),
+]
+Converter = Annotated[
+    Path | None,
+    typer.Option(
+        "--converter",
+        metavar="FILE.py",
+        is_eager=True,
+        callback=use_converter,
+        help="Run this file and know its FAMILY as well.",
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        callback=check_sizes,
+        help="Size that no configuration states, as in n_heads=32; repeatable.",
     ),
 ]
 Include = Annotated[

@@ -18,6 +18,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import SHOWN, RefusedError, listed
+from ckptctl.planner.parallel import Share
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 
 GB = 1_000_000_000
@@ -71,7 +72,8 @@ class OutputRequest:
         blobs: Leaves that are not tensors.
         max_shard_size: Bytes of tensors per file.
         mp: Number of model-parallel shards.
-        rank_boxes: The box of a tensor that each model-parallel rank keeps; None: all of it.
+        rank_boxes: What each model-parallel rank keeps of a tensor, None where that is nothing;
+            None: every rank keeps all of all of them.
         like: For each tensor the index of its file, taken from a reference checkpoint.
         like_files: Names of those files, where the format keeps names.
         checksum: Whether the records will have checksums.
@@ -82,7 +84,7 @@ class OutputRequest:
     blobs: Sequence[Blob] = ()
     max_shard_size: int = 5 * GB
     mp: int = 1
-    rank_boxes: Callable[[OutputTensor], Sequence[Box]] | None = None
+    rank_boxes: Callable[[OutputTensor], Sequence[Share | None]] | None = None
     like: Mapping[str, int] | None = None
     like_files: tuple[str, ...] = ()
     checksum: bool = True
@@ -165,10 +167,12 @@ class WritableFormat(Format):
     Attributes:
         single_file: Whether the output is one file instead of a directory.
         nested: Whether it keeps the structure of nested dictionaries and other leaves.
+        parallel: Whether it has one file per model-parallel rank.
     """
 
     single_file: ClassVar[bool] = False
     nested: ClassVar[bool] = False
+    parallel: ClassVar[bool] = False
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> Output:

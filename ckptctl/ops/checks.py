@@ -24,9 +24,9 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
         UsageError: Naming the option.
     """
     problems = {
-        "--mp goes with --to meta": asked.mp > 1 and target.name != "meta",
+        "--mp goes with --to meta": asked.mp > 1 and not target.parallel,
         "--max-shard-size has no meaning for one file per rank": (
-            asked.max_shard_size != 5 * GB and target.name in ("meta", "torch")
+            asked.max_shard_size != 5 * GB and (target.parallel or target.name == "torch")
         ),
         "--like has no meaning for a single file": asked.like is not None and target.single_file,
         "--like and --mp both say how many shards": asked.like is not None and asked.mp > 1,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckptctl import formats
+from ckptctl import families, formats
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops import checks
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
@@ -47,6 +47,11 @@ def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions
     Raises:
         CkptError: The source is not whole or not understood, or the conversion would not be safe.
     """
+    with families.using(options.converter):
+        return _plan(src, dst, options)
+
+
+def _plan(src: str | Path, dst: str | Path, options: ConversionOptions) -> ConversionPlan:
     target = formats.target(options.to)
     checks.options(options, target)
     source = formats.existing(src)

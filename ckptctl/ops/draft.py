@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.catalog import Blob, Box, Catalog, Computed, TensorEntry, is_computed, made_of
+from ckptctl.catalog import Blob, Catalog, Computed, TensorEntry, is_computed, made_of
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.ops import checks
@@ -24,9 +24,10 @@ from ckptctl.ops.reference import reference, require_same_keys
 from ckptctl.ops.selection import Selection, chosen, select
 from ckptctl.ops.training import Rest, follow
 from ckptctl.ops.transfers import transfers
+from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping import MappedTensor
-from ckptctl.planner.parallel import split
+from ckptctl.planner.parallel import Share, divide
 from ckptctl.planner.plan import FileIdentity, Plan, RawCopy, Transfer
 from ckptctl.storage.files import SourceFiles
 
@@ -67,15 +68,16 @@ class Draft:
             self.options.to_layout or self.target.layout,
             self.catalog.path,
             source_layout=formats.get(self.catalog.format).layout,
-            described=self.target.layout == "meta",
+            described=self.target.parallel,
             untie=self.options.untie,
             partial=bool(self.options.include or self.options.exclude),
+            given=self.options.sizes,
         )
         self.notes += change.notes
         rest = self._rest(selection, change)
         mapped = in_checkpoint(change.tensors, self.known.root, self.keep_root)
         prefix = self.known.root if self.keep_root else ""
-        self.catalog, zeros = made(self.catalog, change.zeros, prefix)
+        self.catalog, zeros = made(self.catalog, change.zeros, self.known.root, prefix)
         mapped += zeros
         equal = self._equal(change, rest)
         self._locate([*mapped, *rest.tensors], change, equal)
@@ -203,20 +205,20 @@ class Draft:
             blobs=blobs,
             max_shard_size=self.options.max_shard_size,
             mp=self.ranks,
-            rank_boxes=_rank_boxes(change, self.ranks),
+            rank_boxes=_rank_boxes(change, self.target.layout, self.ranks),
             checksum=self.options.checksum,
         )
         if self.like is None:
             return request
         require_same_keys(self.like, [tensor.name for tensor in tensors])
-        if self.target.layout == "meta":
+        if self.target.parallel:
             return request
         return replace(request, like=self.like.file_of, like_files=self.like.files)
 
     @property
     def ranks(self) -> int:
         """Return the number of model-parallel shards: of the reference, or as asked for."""
-        if self.like is not None and self.target.layout == "meta":
+        if self.like is not None and self.target.parallel:
             return len(self.like.files)
         return self.options.mp
 
@@ -298,13 +300,10 @@ class Draft:
             return {name: files.identity(name) for name in names}
 
 
-def _rank_boxes(change: Change, ranks: int) -> Callable[[OutputTensor], Sequence[Box]] | None:
-    family = change.family
-    if family is None or ranks == 1:
+def _rank_boxes(
+    change: Change, layout: str | None, ranks: int
+) -> Callable[[OutputTensor], Sequence[Share | None]] | None:
+    family, sizes = change.family, Sizes(change.sizes or {}, {})
+    if family is None or layout is None or ranks == 1:
         return None
-
-    def boxes(tensor: OutputTensor) -> Sequence[Box]:
-        sizes = change.sizes or {}
-        return split(family, "meta", tensor.name, tensor.shape, sizes, ranks).boxes
-
-    return boxes
+    return lambda tensor: divide(family, layout, tensor.name, tensor.shape, sizes, ranks)

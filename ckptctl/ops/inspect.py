@@ -21,6 +21,7 @@ from ckptctl.planner.boxes import check_coverage
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
+    from ckptctl.ops.recognise import Recognition
     from ckptctl.storage.statistics import Statistics
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None] | None]]
@@ -38,6 +39,7 @@ def inspect(
     stats: bool = False,
     include: Sequence[str] = (),
     progress: Watch = unwatched,
+    model_type: str | None = None,
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
@@ -50,6 +52,7 @@ def inspect(
         stats: Read every value and add :class:`~ckptctl.storage.statistics.Statistics`.
         include: Globs; with *stats*, only tensors that match one are read.
         progress: Called with the bytes that *stats* is going to read; see :data:`Watch`.
+        model_type: Its family, where it cannot be detected.
 
     Raises:
         SourceNotFoundError: There is no such path.
@@ -57,14 +60,14 @@ def inspect(
         DamagedError: Its index cannot be read.
     """
     try:
-        catalog = formats.open_checkpoint(path, format)
+        catalog = formats.open_checkpoint(path, format, model_type)
     except FormatError:
         members = [] if format else formats.list_run(formats.existing(path))
         if not members:
             raise
         return _run(str(path), tuple(_member(member, path) for member in members))
     measured = _measure(catalog, include, progress) if stats else {}
-    return _describe(str(path), catalog, measured)
+    return _describe(str(path), catalog, measured, model_type)
 
 
 def _run(path: str, members: tuple[Member, ...]) -> Inspection:
@@ -120,22 +123,33 @@ def _short_files(catalog: Catalog, needed: Mapping[str, int]) -> Iterable[str]:
             yield f"file `{file}` is truncated: {needed[file]:,} bytes needed, {size:,} there"
 
 
-def _describe(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
+def _describe(
+    path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None
+) -> Inspection:
     from ckptctl.ops.recognise import recognise
     from ckptctl.ops.selection import select as select_model
 
     if not catalog.tensors:
         return _stored(path, catalog, measured)
-    known = recognise(catalog)
+    known = recognise(catalog, model_type)
     model = select_model(catalog, known.root).tensors.values()
     return replace(
         _stored(path, catalog, measured),
-        model_type=known.model_type,
+        model_type=known.model_type if known.candidates else None,
         candidates=known.candidates,
         layout=known.layout,
         root=known.root,
         parameters=sum(entry.numel for entry in model if entry.alias_of is None),
+        notes=(*catalog.notes, *(_fit(known, model_type) if model_type else ())),
     )
+
+
+def _fit(known: Recognition, model_type: str) -> Iterable[str]:
+    """Yield how badly the checkpoint fits the family that the user named."""
+    if not known.candidates:
+        yield f"no layout of `{model_type}` has these keys"
+    elif not known.exact:
+        yield f"not all keys are those of {' or '.join(known.evidence)}"
 
 
 def _stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptctl import families
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognise import Recognition, require_one
 from ckptctl.planner.configs import contradictions, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
@@ -60,6 +60,7 @@ def change_layout(
     described: bool = False,
     untie: bool = False,
     partial: bool = False,
+    given: Mapping[str, int] | None = None,
 ) -> Change:
     """Map the model's tensors to *target_layout*.
 
@@ -73,10 +74,12 @@ def change_layout(
             which the family has to be known even where no name changes.
         untie: Keep both of two tied tensors.
         partial: Only a part of the model was chosen.
+        given: Axis sizes that the user states.
 
     Raises:
         MappingError: The family is not known without doubt, or keys, shapes and configuration do
             not fit it.
+        UsageError: A given size has no such name, or contradicts the configuration.
     """
     target = target_layout or known.layout
     unknown = not known.candidates and target in (None, source_layout or "hf")
@@ -86,6 +89,12 @@ def change_layout(
     elif known.exact and known.model_type:
         family = families.family(known.model_type)
     else:
+        if given:
+            raise UsageError(
+                f"`--set {next(iter(given))}` needs a known model type",
+                where=where,
+                why="names and axes are kept: no size is needed",
+            )
         return _unchanged(known, tensors, target)
     _agree(family, known, where)
     shapes = {name: entry.shape for name, entry in tensors.items()}
@@ -96,7 +105,7 @@ def change_layout(
         source,
         source if same else target or source,
         shapes,
-        read_sizes(family, known.config, known.params),
+        read_sizes(family, known.config, known.params, given),
         tied=tied,
         untie=untie,
         partial=partial,

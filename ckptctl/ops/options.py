@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ class ConversionOptions:
         to: Format to write.
         from_format: Format of the source; None: detect.
         model_type: Family; None: detect.
+        converter: Python file that defines one more family.
+        sizes: Axis sizes that no configuration states, by any of their names.
         from_layout: Layout of the source; None: detect.
         to_layout: Layout to write; None: what the target format implies, else the source's.
         dtype: torch's name of the dtype that floating tensors are cast to; None: keep.
@@ -42,6 +45,8 @@ class ConversionOptions:
     to: str
     from_format: str | None = None
     model_type: str | None = None
+    converter: Path | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
     from_layout: str | None = None
     to_layout: str | None = None
     dtype: str | None = None

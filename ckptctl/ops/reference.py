@@ -40,7 +40,7 @@ def reference(path: Path | None, to_format: str) -> Reference | None:
             f"`--like` names a checkpoint in format {catalog.format}, the output is {to_format}",
             where=str(path),
         )
-    if catalog.format != "meta":
+    if not formats.target(to_format).parallel:
         _require_whole(catalog)
     files = tuple(sorted(catalog.files))
     index = {name: position for position, name in enumerate(files)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
@@ -29,8 +31,9 @@ def transfers(
         target_dtypes: Element type of each target tensor.
     """
     for mapped in tensors:
-        for boxes in _copies(mapped, output):
-            yield _transfer(mapped, boxes, entries, output, target_dtypes)
+        for copy in _copies(mapped, output):
+            for part, boxes in _tiled(mapped, copy):
+                yield _transfer(part, boxes, entries, output, target_dtypes)
 
 
 Boxes = list[tuple[View, Place]]
@@ -54,6 +57,29 @@ def _copies(mapped: MappedTensor, output: Output) -> list[Boxes]:
                 copies.append([])
             copies[nth].append((view, place))
     return copies
+
+
+def _tiled(mapped: MappedTensor, boxes: Boxes) -> Iterator[tuple[MappedTensor, Boxes]]:
+    """Yield what *boxes* are all of: the tensor, or each box by itself.
+
+    Of a tensor that keeps its name ranks may repeat some parts only: keys and values, not queries.
+    """
+    found = [
+        (view, place, _common(Box(view.origin, view.sizes), place.box)) for view, place in boxes
+    ]
+    filled = sum(part.numel for _, _, part in found if part)
+    if filled == sum(math.prod(view.sizes) for view in mapped.targets) or not mapped.renames:
+        yield mapped, boxes
+        return
+    source = mapped.sources[0]
+    for view, place, part in found:
+        if part:
+            held = replace(view, origin=part.offsets, sizes=part.sizes)
+            read = replace(source, origin=part.offsets, sizes=part.sizes)
+            yield (
+                replace(mapped, axes=part.sizes, sources=(read,), targets=(held,)),
+                [(held, place)],
+            )
 
 
 def _meets(region: Box, box: Box) -> bool:

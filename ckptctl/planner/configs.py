@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import TypeAlias
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, UsageError, nearest
 from ckptctl.planner.layouts import Family, holds
 
 Json: TypeAlias = Mapping[str, object]
@@ -93,7 +93,10 @@ def _number(value: object, name: str) -> float:
 
 
 def read_sizes(
-    family: Family, config: Json | None = None, params: Json | None = None
+    family: Family,
+    config: Json | None = None,
+    params: Json | None = None,
+    given: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
     """Return the axis sizes that a configuration states or implies.
 
@@ -101,8 +104,15 @@ def read_sizes(
     hidden size divided by the query heads. Where both files are given, config.json wins: compare
     them with :func:`contradictions`.
 
+    Args:
+        family: The model type.
+        config: config.json.
+        params: params.json.
+        given: Sizes that the user states, by any name that :func:`axis_called` understands.
+
     Raises:
         MappingError: A size is not a positive integer, or the hidden size is not divisible.
+        UsageError: A given size contradicts the configuration or another one.
     """
     sizes: dict[str, int] = {}
     for column, file in ((1, params), (0, config)):
@@ -114,7 +124,61 @@ def read_sizes(
             for axis, n in family.sizes.items()
         }
         sizes |= {axis: size for axis, size in named.items() if size is not None}
-    return _implied(family, sizes)
+    return _implied(family, _agreed(family, sizes, given or {}))
+
+
+def _agreed(family: Family, stated: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
+    """Return *stated* sizes together with those *given*; no two may disagree."""
+    sizes = dict(stated)
+    source = dict.fromkeys(stated, "the configuration")
+    for name, size in given.items():
+        axis = axis_called(family, name)
+        if sizes.setdefault(axis, size) != size:
+            raise UsageError(
+                f"`--set {name}={size}` contradicts {source[axis]}",
+                why=f"there, {family.called(axis)} is {sizes[axis]}",
+            )
+        source.setdefault(axis, f"`--set {name}={size}`")
+    return sizes
+
+
+def axis_called(family: Family, name: str) -> str:
+    """Return the axis, or counted index, whose size is called *name*.
+
+    Args:
+        family: The model type.
+        name: The axis itself, or its name in config.json or params.json; of a nested one its last
+            part is enough where no other axis has it.
+
+    Raises:
+        UsageError: There is none; constants cannot be given either.
+    """
+    called: dict[str, set[str]] = {}
+    for axis, names in family.sizes.items():
+        for whole in filter(None, (axis, *names)):
+            for spelling in {whole, whole.rpartition(".")[2]}:
+                called.setdefault(spelling, set()).add(axis)
+    axes = {a for t in family.tensors.values() for leaf in t.leaves.values() for a in leaf.axes}
+    bare = axes - family.sizes.keys() - family.constants.keys()
+    found = called.get(name) or ({name} & bare)
+    if name in family.sizes:
+        found = {name}
+    if len(found) == 1:
+        return next(iter(found))
+    known = [*(" or ".join(_spellings(a, family)) for a in family.sizes), *sorted(bare)]
+    close = nearest(name, [*called, *bare])
+    raise UsageError(
+        f"`{family.name}` has no size called `{name}`"
+        if not found
+        else f"`{name}` may be several sizes of `{family.name}`",
+        where="--set",
+        why=f"known: {', '.join(known)}",
+        hint=f"did you mean `{close}`?" if close and not found else None,
+    )
+
+
+def _spellings(axis: str, family: Family) -> list[str]:
+    return list(dict.fromkeys(f"`{name}`" for name in (axis, *family.sizes[axis]) if name))
 
 
 def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptctl.planner.configs import facts, is_tied
+from ckptctl.planner.joining import ranks_fit
 from ckptctl.planner.layouts import Family, holds
 from ckptctl.planner.matching import match, missing, tied_away, torn
-from ckptctl.planner.parallel import ranks_fit
 from ckptctl.planner.templates import skeleton
 
 ENOUGH = 0.5
@@ -92,11 +93,14 @@ def detect(
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
     found: list[Candidate] = []
-    kinds = Counter(map(skeleton, shapes))
+    kinds = [
+        _Kind(kind, frozenset(kind.split(".")) - {"#"}, count)
+        for kind, count in Counter(map(skeleton, shapes)).items()
+    ]
     for family in families.values():
         evidence = _evidence(family, *known)
-        if evidence is not None and _plausible(family, kinds):
-            found += _layouts(family, shapes, config, ranks, prefer, evidence)
+        names = [] if evidence is None else _plausible(family, kinds)
+        found += _layouts(family, names, shapes, config, ranks, prefer, evidence or ())
     fitting = [c for c in found if c.exact] or _closest(found)
     configured = any(item is not None for item in known)
     if configured:
@@ -104,13 +108,29 @@ def detect(
     return Detection(tuple(fitting), configured)
 
 
-def _plausible(family: Family, kinds: Counter[str]) -> bool:
-    """Whether some layout may know enough keys, judged by their skeletons alone."""
-    return any(
-        sum(n for kind, n in kinds.items() if family.layout(name).table.knows(kind))
-        >= ENOUGH * kinds.total()
-        for name in family.layouts
-    )
+class _Kind(NamedTuple):
+    """Keys that differ in their numbers alone."""
+
+    skeleton: str
+    words: frozenset[str]
+    count: int
+
+
+def _plausible(family: Family, kinds: Sequence[_Kind]) -> list[str]:
+    """Return the layouts that may know enough keys, judged by their skeletons alone.
+
+    The words of the keys come first: the tables of a family that lacks them are never parsed.
+    """
+    enough = ENOUGH * sum(kind.count for kind in kinds)
+    spelled = [kind for kind in kinds if kind.words <= family.words]
+    if sum(kind.count for kind in spelled) < enough:
+        return []
+    tables = {name: family.layout(name).table for name in family.layouts}
+    return [
+        name
+        for name, table in tables.items()
+        if sum(kind.count for kind in spelled if table.knows(kind.skeleton)) >= enough
+    ]
 
 
 def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple[str, ...] | None:
@@ -132,6 +152,7 @@ def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple
 
 def _layouts(
     family: Family,
+    plausible: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
     config: Json | None,
     ranks: int,
@@ -140,7 +161,7 @@ def _layouts(
 ) -> Iterable[Candidate]:
     tied = is_tied(family, config)
     seen: list[str] = []
-    for name in sorted(family.layouts, key=lambda n: n != prefer):
+    for name in sorted(plausible, key=lambda n: n != prefer):
         if any(family.layout(name).same_as(family.layout(other)) for other in seen):
             continue
         seen.append(name)

@@ -22,24 +22,55 @@ A tensor writes either ``e`` or its parts, the same in all layouts. ``(h p r)`` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
 from ckptctl.errors import UsageError, listed, nearest
+from ckptctl.planner.companions import Companion, with_companions
 from ckptctl.planner.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.templates import Template, TemplateTable
 
-__all__ = ["Drop", "Family", "Layout", "Leaf", "Shift", "Stored", "Tensor", "Tie"]
+__all__ = [
+    "PRESENT",
+    "Drop",
+    "Family",
+    "Layout",
+    "Leaf",
+    "ParamsStyle",
+    "Rule",
+    "Same",
+    "Shift",
+    "Stored",
+    "Tensor",
+    "Tie",
+]
+
+_WORD = re.compile(r"[^\s.,:#{}]+")
+
+class Present:
+    """The sign that a value is stated, whatever it is."""
+
+    def __eq__(self, other: object) -> bool:
+        return other is not None
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return "stated"
+
+
+PRESENT = Present()
 
 Signs: TypeAlias = Mapping[str, object]
-"""Values that all have to be found; None: the value has to be absent or null."""
+"""Values that all have to be found; None: absent or null; :data:`PRESENT`: not so."""
 
 
 def holds(signs: Signs, values: Mapping[str, object]) -> bool:
     """Return whether all of *signs* are found in *values*; a null there means absent."""
-    return all(values.get(key) == value for key, value in signs.items())
+    return all(sign == values.get(key) for key, sign in signs.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +85,7 @@ class Drop:
             is read, made when it is written. Empty: it is left out whatever it holds.
         dtype: Element type of the zeros.
         beside: Name, without indices, of the logical tensor next to which zeros are made.
+        same_as: Name of the logical tensor that it has to be the same as: checked when it is read.
     """
 
     layout: str
@@ -62,6 +94,7 @@ class Drop:
     zeros: str = ""
     dtype: str = "float32"
     beside: str = ""
+    same_as: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +201,8 @@ class Family:
             them) has exactly one: ``(("dense", "moe"),)``.
         free: Axes whose size may differ from tensor to tensor, each a dimension of its own.
         shifts: Layers of different kinds that a layout numbers together.
+        companions: Kinds of scales that are stored beside weights.
+        quantised: Variants that hold quantised elements or their scales.
         proofs: For each layout whose logits were compared, with what.
         refines: The family that this one is a special case of.
         config_signs: Alternatives, one of which must hold of a config.json; ``rope_theta`` and
@@ -196,6 +231,8 @@ class Family:
     variants: tuple[tuple[str, ...], ...] = ()
     free: tuple[str, ...] = ()
     shifts: tuple[Shift, ...] = ()
+    companions: tuple[Companion, ...] = ()
+    quantised: tuple[str, ...] = ()
     proofs: Mapping[str, str] = field(default_factory=dict)
     refines: str | None = None
     config_signs: tuple[Signs, ...] = ()
@@ -205,8 +242,24 @@ class Family:
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the logical tensors by name, in their natural order."""
-        return {tensor.name: tensor for tensor in parse_tables(self.tables, self.like)}
+        """Return the logical tensors by name, in their natural order.
+
+        Tables of another family may have columns of layouts that this one does not have.
+        """
+        found: dict[str, Tensor] = {}
+        parsed = parse_tables(self.tables, self.like)
+        for tensor in with_companions(parsed, self.companions):
+            leaves = {k: leaf for k, leaf in tensor.leaves.items() if k in self.layouts}
+            if leaves:
+                found[tensor.name] = replace(tensor, leaves=leaves)
+        return found
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Return the parts that keys of any layout are made of, without parsing the tables."""
+        endings = (scale for kind in self.companions for _, scale in kind.endings.values())
+        texts = (*self.tables, *(drop.key for drop in self.drops), *endings)
+        return frozenset(word for text in texts for word in _WORD.findall(text))
 
     @cached_property
     def _compiled(self) -> dict[str, Layout]:

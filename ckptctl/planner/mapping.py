@@ -83,19 +83,23 @@ class MappedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A stored tensor of the target that holds nothing but zeros.
+    """A stored tensor of the target, or a part of one, that holds nothing but zeros.
 
     Attributes:
         key: Its name.
         shape: Its shape.
-        dtype: torch's dtype name.
+        dtype: torch's dtype name; empty: that of *like*.
         after: The target's key that it stands behind.
+        origin: Where the part begins; ``()``: it is the whole tensor.
+        like: The source's key of the tensor that it is a part of.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: str
     after: str
+    origin: tuple[int, ...] = ()
+    like: str = ""
 
 
 @dataclass(frozen=True, slots=True)

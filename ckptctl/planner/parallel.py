@@ -1,4 +1,8 @@
-"""Model-parallel shards: which box of a tensor each rank keeps.
+"""Model-parallel shards: which boxes of a tensor each rank keeps.
+
+A stored tensor is one part or several that are concatenated. Ranks divide each part on the axis
+that its table marks, and a rank's tensor is the concatenation of its own parts: of ``[q; k; v]``
+rank r has ``[q_r; k_r; v_r]``, of ``(x f) d`` with ``f`` divided its rows of every expert.
 
 Source: ``fairscale/nn/model_parallel/layers.py`` (column: dimension 0, row: dimension 1), Meta's
 ``llama_models/checkpoint.py``; where there are fewer key/value heads than ranks each head is
@@ -7,84 +11,117 @@ repeated for neighbouring ranks (``repeat_interleave``), and params.json states 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError
-from ckptctl.planner.axes import Observation, solve
+from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import Drop, Family
-from ckptctl.planner.tables import Tensor
+from ckptctl.planner.tables import Leaf
 
 
 @dataclass(frozen=True, slots=True)
-class RankSplit:
-    """How one tensor is divided among ranks.
+class Cut:
+    """Where ranks divide one part of a stored tensor.
 
     Attributes:
-        dim: The dimension that is divided; None: every rank has the whole tensor.
-        repeats: How many neighbouring ranks have the same box.
-        boxes: For each rank its part of the whole tensor. ``boxes[n::repeats]`` tile it for
-            every n below *repeats*.
+        leaf: The part.
+        axis: The axis that is divided; None: every rank has all of it.
+        dim: The dimension with that axis; None: no dimension, but the keys are divided.
     """
 
+    leaf: Leaf
+    axis: str | None
     dim: int | None
-    repeats: int
-    boxes: tuple[Box, ...]
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """Return the axes of the dimension that are outside the divided one."""
+        if self.dim is None or self.axis is None:
+            return ()
+        group = self.leaf.dims[self.dim]
+        return group[: group.index(self.axis)]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadCopy:
-    """One key/value head that a checkpoint stores several times.
+class Piece:
+    """A box of a tensor inside what one rank holds of it.
 
     Attributes:
-        kept: Where the first copy lies in the stored tensor.
-        copies: Where the others lie; their bytes have to be the same.
-        place: Where it belongs in the tensor without repetitions.
+        box: The box.
+        offsets: Where it begins in the rank's tensor.
+        axis: The axis that was divided to get it.
     """
 
-    kept: Box
-    copies: tuple[Box, ...]
-    place: Box
+    box: Box
+    offsets: tuple[int, ...]
+    axis: str | None = None
 
 
-def _tensor(family: Family, layout: str, key: str) -> Tensor | None:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank holds of a tensor.
+
+    Attributes:
+        shape: Shape of the rank's tensor.
+        pieces: The boxes that tile it.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Share:
+        """Return the share of a rank that holds all of a tensor."""
+        return cls(shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
+
+
+def cuts(family: Family, layout: str, key: str) -> tuple[Cut, ...]:
+    """Return how ranks divide each part of *key*; ``()``: a tensor without information.
+
+    Raises:
+        MappingError: The layout has no such tensor.
+    """
     found = family.layout(layout).table.find(key)
     if found is None:
         raise MappingError(
             f"`{family.name}` has no such tensor in layout `{layout}`", where=f"tensor `{key}`"
         )
-    return None if isinstance(found[0], Drop) else found[0].parts[0][0]
+    if isinstance(found[0], Drop):
+        return ()
+    parts = {leaf.part: (tensor.split, leaf) for tensor, leaf in reversed(found[0].parts)}
+    return tuple(_cut(*parts[number]) for number in sorted(parts, key=lambda n: n or 0))
 
 
-def split_axis(family: Family, layout: str, key: str) -> tuple[int, str] | None:
-    """Return the dimension of *key* that ranks divide and the axis in it; None: replicated.
-
-    Raises:
-        MappingError: The layout has no such tensor.
-    """
-    tensor = _tensor(family, layout, key)
-    if tensor is None or tensor.split is None:
-        return None
-    for dim, group in enumerate(tensor.leaves[layout].dims):
-        if tensor.split == group[0]:
-            return dim, tensor.split
-    raise MappingError(
-        f"layout `{layout}` cannot be divided among ranks",
-        where=f"tensor `{key}`",
-        why=f"axis {tensor.split} is not the outermost of a dimension",
-    )
+def _cut(axis: str | None, leaf: Leaf) -> Cut:
+    dims = (dim for dim, group in enumerate(leaf.dims) if axis in group)
+    return Cut(leaf, axis, next(dims, None))
 
 
-def split(
+def divided_dim(family: Family, layout: str, key: str) -> int | None:
+    """Return the dimension of *key* that ranks divide; None: every rank has all of it."""
+    dims = {cut.dim for cut in cuts(family, layout, key)} - {None}
+    return dims.pop() if len(dims) == 1 else None
+
+
+def owned(family: Family, layout: str, key: str) -> str | None:
+    """Return the axis of which one rank has this entry alone: an index in the key; None: none."""
+    found = cuts(family, layout, key)
+    axis = found[0].axis if found else None
+    return axis if axis and axis in found[0].leaf.spread else None
+
+
+def divide(
     family: Family,
     layout: str,
     key: str,
     shape: tuple[int, ...],
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     ranks: int,
-) -> RankSplit:
-    """Return which part of a whole tensor each of *ranks* ranks keeps.
+    repeats: int | None = None,
+) -> tuple[Share | None, ...]:
+    """Return what each of *ranks* ranks keeps of a whole tensor; None: nothing.
 
     Args:
         family: The model type.
@@ -93,124 +130,191 @@ def split(
         shape: Its whole shape.
         sizes: Axis sizes, of which the numbers of heads are needed where there are several ranks.
         ranks: Number of shards, at least 1.
+        repeats: How many neighbouring ranks have the same key/value head, where that is known;
+            None: as few as the number of heads allows.
 
     Raises:
         MappingError: The axis cannot be divided, or its size is not known.
     """
-    found = split_axis(family, layout, key)
-    if found is None or ranks == 1:
-        return RankSplit(None, ranks, (Box.whole(shape),) * ranks)
-    dim, axis = found
-    tensor = _tensor(family, layout, key)
-    alone = tensor is not None and len(tensor.leaves[layout].dims[dim]) == 1
-    count = shape[dim] if alone else sizes.get(axis)
-    if count is None:
-        raise MappingError(
-            f"cannot divide a tensor among {ranks} ranks without {family.called(axis)}",
-            where=f"tensor `{key}`",
-            hint="--assets DIR names a directory that holds config.json or params.json",
+    if ranks == 1:
+        return (Share.whole(shape),)
+    axis = owned(family, layout, key)
+    if axis is not None:
+        owner = _owner(family, layout, key, axis, sizes, ranks)
+        return tuple(Share.whole(shape) if rank == owner else None for rank in range(ranks))
+    parts = cuts(family, layout, key)
+    if all(cut.dim is None for cut in parts):
+        return (Share.whole(shape),) * ranks
+    return _Division(family, key, shape, sizes, ranks, repeats).shares(parts)
+
+
+def _owner(family: Family, layout: str, key: str, axis: str, sizes: Sizes, ranks: int) -> int:
+    count = sizes.axes.get(axis)
+    found = family.layout(layout).table.find(key)
+    if count is None or found is None:
+        raise _unknown(family, key, (axis,), ranks)
+    _require_divisible(family, axis, count, ranks, key)
+    return found[1][axis] // (count // ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    family: Family
+    key: str
+    shape: tuple[int, ...]
+    sizes: Sizes
+    ranks: int
+    repeats: int | None
+
+    def shares(self, parts: Sequence[Cut]) -> tuple[Share, ...]:
+        lengths = part_lengths(self.family, self.key, parts, self.shape, self.sizes)
+        steps = [self._steps(cut, length) for cut, length in zip(parts, lengths, strict=True)]
+        return tuple(self._share(rank, parts, lengths, steps) for rank in range(self.ranks))
+
+    def _steps(self, cut: Cut, length: int) -> tuple[int, int, int]:
+        """Return how many blocks a part has, rows of a block, and neighbours with the same rows."""
+        if cut.axis is None or cut.dim is None:
+            return 1, 0, 1
+        group = cut.leaf.dims[cut.dim]
+        rows = length if cut.dim == cut.leaf.along else self.shape[cut.dim]
+        outer = self.sizes.of(self.family.expand(cut.before))
+        count = rows if len(group) == 1 else self.sizes.axes.get(cut.axis)
+        if outer is None:
+            raise _unknown(self.family, self.key, cut.before, self.ranks)
+        if self.repeats is not None:
+            repeats = self.repeats if cut.axis in self.family.repeated else 1
+        elif count is None:
+            raise _unknown(self.family, self.key, (cut.axis,), self.ranks)
+        else:
+            repeats = _repeats(self.family, cut.axis, count, self.ranks, self.key)
+        block, odd = divmod(rows, max(outer, 1))
+        if odd or block * repeats % self.ranks:
+            _require_divisible(self.family, cut.axis, block * repeats, self.ranks, self.key)
+        return outer, block, repeats
+
+    def _share(
+        self,
+        rank: int,
+        parts: Sequence[Cut],
+        lengths: Sequence[int],
+        steps: Sequence[tuple[int, int, int]],
+    ) -> Share:
+        along = parts[0].leaf.along
+        pieces: list[Piece] = []
+        shapes: list[tuple[int, ...]] = []
+        start = 0
+        for cut, length, step in zip(parts, lengths, steps, strict=True):
+            region = _replaced(self.shape, along, length) if self.shape else ()
+            origin = _replaced((0,) * len(self.shape), along, start) if self.shape else ()
+            put = _replaced((0,) * len(origin), along, sum(shape[along] for shape in shapes))
+            held, found = _part(Box(origin, region), put, cut, step, (rank, self.ranks))
+            shapes.append(held)
+            pieces += found
+            start += length
+        if len({_replaced(shape, along, 0) for shape in shapes}) > 1:
+            raise MappingError(
+                "the parts of a tensor are not divided alike", where=f"tensor `{self.key}`"
+            )
+        total = sum(shape[along] for shape in shapes)
+        return Share(_replaced(shapes[0], along, total), tuple(pieces))
+
+
+def _part(
+    region: Box,
+    put: tuple[int, ...],
+    cut: Cut,
+    step: tuple[int, int, int],
+    which: tuple[int, int],
+) -> tuple[tuple[int, ...], list[Piece]]:
+    """Return the shape of what a rank keeps of one part, and its boxes."""
+    if cut.dim is None:
+        return region.sizes, [Piece(region, put)]
+    (outer, block, repeats), (rank, ranks), dim = step, which, cut.dim
+    share = block * repeats // ranks
+    first = rank // repeats * share
+    pieces = [
+        Piece(
+            Box(
+                _replaced(region.offsets, dim, region.offsets[dim] + number * block + first),
+                _replaced(region.sizes, dim, share),
+            ),
+            _replaced(put, dim, put[dim] + number * share),
+            cut.axis,
         )
-    repeats = _repeats(family, axis, count, ranks, key)
-    step = shape[dim] * repeats // ranks
-    boxes = tuple(_part(shape, dim, rank // repeats * step, step) for rank in range(ranks))
-    return RankSplit(dim, repeats, boxes)
+        for number in range(outer)
+    ]
+    return _replaced(region.sizes, dim, outer * share), pieces
 
 
-def _part(shape: tuple[int, ...], dim: int, start: int, size: int) -> Box:
-    offsets = tuple(start if n == dim else 0 for n in range(len(shape)))
-    return Box(offsets, tuple(size if n == dim else whole for n, whole in enumerate(shape)))
+def part_lengths(
+    family: Family, key: str, parts: Sequence[Cut], shape: tuple[int, ...], sizes: Sizes
+) -> list[int]:
+    """Return how long each part of a tensor is along the dimension of the concatenation.
+
+    Args:
+        family: The model type.
+        key: The tensor, for errors.
+        parts: As :func:`cuts` returns them.
+        shape: The whole shape.
+        sizes: Axis sizes; needed where there are several parts.
+
+    Raises:
+        MappingError: A size is not known, or the parts do not add up to the shape.
+    """
+    along = parts[0].leaf.along
+    if len(parts) == 1:
+        return [shape[along]]
+    lengths = sum_parts(family, key, parts, sizes)
+    if sum(lengths) != shape[along]:
+        raise MappingError(
+            f"the parts of a tensor add up to {sum(lengths)}, not to {shape[along]}",
+            where=f"tensor `{key}`",
+            hint="do the configuration and all files belong to the same model?",
+        )
+    return lengths
+
+
+def sum_parts(family: Family, key: str, parts: Sequence[Cut], sizes: Sizes) -> list[int]:
+    """Return the lengths of concatenated parts by axis sizes alone.
+
+    Raises:
+        MappingError: A size is not known.
+    """
+    lengths: list[int] = []
+    for cut in parts:
+        group = cut.leaf.dims[cut.leaf.along]
+        length = sizes.of(family.expand(group))
+        if length is None:
+            raise _unknown(family, key, [a for a in group if a not in sizes.axes], 2)
+        lengths.append(length)
+    return lengths
+
+
+def _replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+def _unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> MappingError:
+    names = " and ".join(dict.fromkeys(map(family.called, axes)))
+    return MappingError(
+        f"cannot divide a tensor among {ranks} ranks without {names}",
+        where=f"tensor `{key}`",
+        hint="--assets DIR names a directory that holds config.json or params.json",
+    )
 
 
 def _repeats(family: Family, axis: str, count: int, ranks: int, key: str) -> int:
-    if count % ranks == 0:
-        return 1
     if axis in family.repeated and count and ranks % count == 0:
         return ranks // count
-    raise MappingError(
-        f"{family.called(axis)} = {count} cannot be divided among {ranks} ranks",
-        where=f"tensor `{key}`",
-        hint="--mp has to divide the numbers of heads, the feed-forward size and the vocabulary",
-    )
+    _require_divisible(family, axis, count, ranks, key)
+    return 1
 
 
-def repeated_heads(family: Family, sizes: Mapping[str, int], ranks: int) -> int:
-    """Return the number of key/value heads that params.json states for *ranks* shards."""
-    heads = sizes.get("k", 0)
-    return ranks if "k" in family.repeated and 0 < heads < ranks else heads
-
-
-def possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
-    """Return how often each key/value head may be repeated in *ranks* shards, largest first.
-
-    Only a head per rank can be a repeated one; which of the counts holds shows in the data.
-    """
-    heads = sizes.get("k", 0)
-    if heads != ranks or ranks < 2:
-        return ()
-    return tuple(n for n in range(heads, 1, -1) if heads % n == 0)
-
-
-def head_copies(
-    family: Family,
-    layout: str,
-    key: str,
-    shape: tuple[int, ...],
-    stored: int,
-    repeats: int,
-) -> tuple[HeadCopy, ...]:
-    """Return where the repeated heads of a tensor lie; ``()``: it has no repeated axis.
-
-    Args:
-        family: The model type.
-        layout: Layout of *key*.
-        key: The tensor's name.
-        shape: Its shape with the repetitions.
-        stored: Number of heads with the repetitions; *repeats* divides it.
-        repeats: How often each is stored.
-
-    Raises:
-        MappingError: The layout has no such tensor or its rows are not whole heads.
-    """
-    found = split_axis(family, layout, key)
-    if found is None or found[1] not in family.repeated:
-        return ()
-    dim = found[0]
-    rows, rest = divmod(shape[dim], stored)
-    if rest:
+def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: str) -> None:
+    if count % ranks:
         raise MappingError(
-            f"{shape[dim]} rows are not {stored} whole heads", where=f"tensor `{key}`"
+            f"{family.called(axis)} = {count} cannot be divided among {ranks} ranks",
+            where=f"tensor `{key}`",
+            hint="--mp has to divide the numbers of heads, of experts, the feed-forward size and "
+            "the vocabulary",
         )
-    parts = [_part(shape, dim, n * rows, rows) for n in range(stored)]
-    return tuple(
-        HeadCopy(parts[n * repeats], tuple(parts[n * repeats + 1 : (n + 1) * repeats]), parts[n])
-        for n in range(stored // repeats)
-    )
-
-
-def ranks_fit(
-    family: Family, layout: str, shapes: Mapping[str, tuple[int, ...]], ranks: int
-) -> bool:
-    """Return whether the shapes found on one rank are those of this family's division.
-
-    Llama 2 divides the embedding by columns, Llama 3 by rows; with the undivided norms the hidden
-    size is known, and only one of the two agrees.
-
-    Args:
-        family: The model type.
-        layout: Layout of the keys.
-        shapes: Shapes on one rank, by key.
-        ranks: Number of ranks.
-    """
-    seen: dict[str, Observation] = {}
-    for key, shape in shapes.items():
-        found = family.layout(layout).table.find(key)
-        if found is None or isinstance(found[0], Drop) or found[0].template.text in seen:
-            continue
-        part = split_axis(family, layout, key)
-        whole = tuple(n * ranks if part and part[0] == d else n for d, n in enumerate(shape))
-        seen[found[0].template.text] = Observation(key, found[0], whole)
-    try:
-        solve(family, seen.values(), {})
-    except MappingError:
-        return False
-    return True

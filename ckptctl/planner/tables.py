@@ -30,6 +30,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ckptctl.planner.templates import Template
 
@@ -98,6 +99,7 @@ class Tensor:
         optional: Whether a model may do without it.
         variant: The variant of the layer that has it; None: all of them.
         leaves: By layout.
+        scales: The weight that it holds the scales of; None: it is no companion.
     """
 
     name: str
@@ -107,8 +109,10 @@ class Tensor:
     optional: bool
     variant: str | None
     leaves: Mapping[str, Leaf]
+    scales: str | None = None
 
 
+@lru_cache(maxsize=4096)
 def parse_dims(text: str) -> tuple[Dims, str | None]:
     """Return the groups of axes written as *text*, and the axis marked with a star.
 
@@ -146,6 +150,7 @@ class _Cell:
         found = _CELL.match(name)
         if found is None:
             raise ValueError(f"cell `{text}`")
+        parse_dims(axes)
         part = None if found[2] is None else int(found[2])
         return cls(Template.parse(prefix + found[1]), part, int(found[3] or 0), axes)
 
@@ -232,6 +237,7 @@ def _read_row(rows: dict[str, _Row], block: int, header: list[str], cells: list[
     row = rows.setdefault(name, _Row(block, indices, bool(called[3]), called[2]))
     values = dict(zip(header, cells, strict=True))
     row.axes = values.get("axes", row.axes)
+    parse_dims(row.axes)
     for column, cell in zip(columns, cells[len(header) - len(columns) :], strict=True):
         for layout in column.layouts:
             row.cells[layout] = _Cell.parse(column.prefix, cell)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 _INDEX = re.compile(r"\{([a-z]+)\}\Z")
@@ -51,17 +52,7 @@ class Template:
         Raises:
             ValueError: An index does not fill a whole part of the key.
         """
-        slots, shown = [], []
-        for part in text.split("."):
-            index = _INDEX.match(part)
-            if index or _NUMBER.match(part):
-                slots.append(index[1] if index else part)
-                part = "#"
-            elif "{" in part or "}" in part or part in ("", "#"):
-                raise ValueError(f"`{part}` in the key template `{text}`")
-            shown.append(part)
-        indices = dict.fromkeys(slot for slot in slots if not slot.isdigit())
-        return cls(text, ".".join(shown), tuple(slots), tuple(indices))
+        return _parse(text)
 
     def read(self, numbers: tuple[str, ...]) -> dict[str, int] | None:
         """Return the indices that the numbers of a key stand for; None: they do not fit."""
@@ -79,6 +70,21 @@ class Template:
     def key(self, values: Mapping[str, int]) -> str:
         """Return the key with these indices filled in."""
         return self.text.format_map(values)
+
+
+@lru_cache(maxsize=16384)
+def _parse(text: str) -> Template:
+    slots, shown = [], []
+    for part in text.split("."):
+        index = _INDEX.match(part)
+        if index or _NUMBER.match(part):
+            slots.append(index[1] if index else part)
+            part = "#"
+        elif "{" in part or "}" in part or part in ("", "#"):
+            raise ValueError(f"`{part}` in the key template `{text}`")
+        shown.append(part)
+    indices = dict.fromkeys(slot for slot in slots if not slot.isdigit())
+    return Template(text, ".".join(shown), tuple(slots), tuple(indices))
 
 
 def skeleton(key: str) -> str:

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("formats",),
     ("families", "storage"),
+    ("converter_file",),
     ("planner",),
     ("catalog", "units"),
     ("dtypes", "errors"),

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tests.oracle.models import tokens
+from tests.oracle.pictures import consistent_tiles, invisible_padding
 
 State = dict[str, torch.Tensor]
 
@@ -43,6 +44,8 @@ def random_model(config: Any, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model = class_of(config)._from_config(config, dtype=torch.float32, **EAGER).eval()
     randomise(model, has_zero_centred_norms(config), seed)
+    if config.model_type == "mllama":
+        consistent_tiles(model, config.vision_config)
     return model
 
 
@@ -106,7 +109,7 @@ def logits(model: Any) -> torch.Tensor:
     Logits where it has a head, else the pooled or the last hidden states. Models with a vision
     tower are asked about :func:`~tests.oracle.pictures.pictures` as well.
     """
-    with torch.no_grad():
+    with torch.no_grad(), invisible_padding():
         out = model.eval()(**inputs(model.config))
     for name in ("logits", "text_embeds", "pooler_output", "last_hidden_state"):
         if getattr(out, name, None) is not None:

@@ -2,9 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+
+
+def consistent_tiles(model: torch.nn.Module, vision: Any) -> None:
+    """Derive mllama's embeddings of tiles from one table of places, as the real ones were.
+
+    transformers keeps a row for each aspect ratio, Meta one for each place in a grid, which
+    several ratios share.
+    """
+    tiles, ratios = vision.max_num_tiles, vision.supported_aspect_ratios
+    with torch.no_grad():
+        for name, rows in model.named_parameters():
+            if "tile" not in name or not name.endswith("embedding.weight"):
+                continue
+            places = _noise(tiles, tiles, rows.shape[1] // tiles) * rows.std()
+            rows.zero_()
+            for index, (height, width) in enumerate(ratios, start=1):
+                used = places[:height, :width].flatten()
+                rows[index, : len(used)] = used
+
+
+@contextmanager
+def invisible_padding() -> Iterator[None]:
+    """Let no token of mllama's vision tower see those that pad a tile to eight tokens.
+
+    Meta and transformers mask them only against each other; torchtune has none.
+    """
+    from transformers.models.mllama import modeling_mllama
+
+    name = "_prepare_aspect_ratio_attention_mask"
+    original = getattr(modeling_mllama, name)
+
+    def masked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        mask: torch.Tensor = original(*args, **kwargs).clone()
+        length = kwargs["target_length"]
+        columns = torch.arange(mask.shape[-1]) % length >= kwargs["num_patches"]
+        mask[..., columns] = torch.finfo(mask.dtype).min
+        return mask
+
+    with mock.patch.object(modeling_mllama, name, masked):
+        yield
 
 
 def pictures(config: Any, ids: torch.Tensor) -> dict[str, Any]:

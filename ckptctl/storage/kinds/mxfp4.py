@@ -5,7 +5,8 @@ Sources: OCP Microscaling Formats (MX) v1.0; ``convert_moe_packed_tensors`` in
 
 Inputs:
     blocks: uint8 ``[..., columns / 32, 16]``.
-    scales: uint8 ``[..., columns / 32]``; s stands for 2 to the power of s - 127.
+    scales: uint8 ``[..., columns / 32]``; s stands for 2 to the power of s - 127. That holds for
+        255 too, which the specification calls NaN: transformers and torch take it so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 32
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Twice the numbers, and half of every factor: 2 to the power of 128 is more than a float holds.
+DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 
 
 def compute(
@@ -47,7 +49,7 @@ def _pairs(dtype: str) -> torch.Tensor:
     """Return the two numbers of every byte, as one element twice as wide, ``[256]``."""
     import torch
 
-    table = torch.tensor([*VALUES, *(-value for value in VALUES)])
+    table = torch.tensor([*DOUBLED, *(-value for value in DOUBLED)])
     both = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1)
     both = both.to(getattr(torch, dtype))
     return both.view({2: torch.int32, 4: torch.int64}[both.element_size()]).view(-1)
@@ -55,7 +57,7 @@ def _pairs(dtype: str) -> torch.Tensor:
 
 @cache
 def _powers(dtype: str) -> torch.Tensor:
-    """Return the factor of every scale, ``[256]``; exact in any dtype with eight exponent bits."""
+    """Return half the factor of every scale, ``[256]``; exact with eight bits of exponent."""
     import torch
 
-    return torch.pow(2.0, torch.arange(256) - 127).to(getattr(torch, dtype))
+    return torch.pow(2.0, torch.arange(256) - 128).to(getattr(torch, dtype))

@@ -152,7 +152,8 @@ def _llama3_vision(config: Any) -> torch.nn.Module:
         num_heads=vision.attention_heads,
         clip_embed_dim=vision.hidden_size,
         clip_num_layers=vision.num_hidden_layers,
-        clip_hidden_states=vision.intermediate_layers_indices,
+        # transformers 5.23 counts what leaves a layer, Meta and torchtune what enters it.
+        clip_hidden_states=[index + 1 for index in vision.intermediate_layers_indices],
         num_layers_projection=vision.num_global_layers,
         decoder_embed_dim=text.hidden_size,
         tile_size=vision.image_size,

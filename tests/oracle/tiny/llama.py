@@ -80,7 +80,7 @@ def llama3_vision() -> PretrainedConfig:
         vision_config={
             "hidden_size": 32,
             "attention_heads": 2,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 3,
             "num_global_layers": 2,
             "intermediate_size": 128,
             "intermediate_layers_indices": [0, 1],

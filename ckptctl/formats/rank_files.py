@@ -1,0 +1,72 @@
+"""Formats with one file per model-parallel rank: what each file holds, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place
+from ckptctl.planner.parallel import Share
+from ckptctl.planner.plan import OutputFile, Record
+from ckptctl.storage.compare import row_major
+
+
+def lay_out(
+    request: OutputRequest, one: Callable[[int, Sequence[OutputTensor]], Output], reason: str
+) -> Output:
+    """Return the layout of one file per rank.
+
+    Args:
+        request: What is to be written.
+        one: Lays out the file of one rank, each tensor in one place.
+        reason: Why leaves that are not tensors are left out.
+    """
+    files: list[OutputFile] = []
+    records: list[Record] = []
+    boxes: dict[str, list[Place]] = {}
+    shares = {tensor.name: _shares_of(tensor, request) for tensor in request.tensors}
+    for rank in range(request.mp):
+        held = {name: found[rank] for name, found in shares.items()}
+        shard = one(rank, list(_parts(request.tensors, held)))
+        for name, share in held.items():
+            if share is not None and name in shard.boxes:
+                record = len(records) + shard.boxes[name][0].record
+                boxes.setdefault(name, []).extend(_places(share, record))
+        files += [_shifted(file, len(records)) for file in shard.files]
+        records += shard.records
+    return Output(
+        tuple(files),
+        tuple(records),
+        {name: tuple(found) for name, found in boxes.items()},
+        left_out={blob.name: reason for blob in request.blobs},
+    )
+
+
+def _shares_of(tensor: OutputTensor, request: OutputRequest) -> Sequence[Share | None]:
+    if request.rank_boxes is None:
+        return (Share.whole(tensor.shape),) * request.mp
+    return request.rank_boxes(tensor)
+
+
+def _parts(
+    tensors: Sequence[OutputTensor], held: Mapping[str, Share | None]
+) -> Iterator[OutputTensor]:
+    for tensor in tensors:
+        share = held[tensor.name]
+        if share is not None:
+            yield replace(tensor, shape=share.shape)
+
+
+def _places(share: Share, record: int) -> Iterator[Place]:
+    strides = row_major(share.shape)
+    for piece in share.pieces:
+        if piece.box.sizes == share.shape:
+            yield Place(piece.box, record)
+        else:
+            start = sum(n * step for n, step in zip(piece.offsets, strides, strict=True))
+            yield Place(piece.box, record, start, strides)
+
+
+def _shifted(file: OutputFile, by: int) -> OutputFile:
+    frame = file.frame
+    return replace(file, frame=lambda crc_of: frame(lambda record: crc_of(record + by)))

@@ -1,0 +1,318 @@
+"""Formats with one file per model-parallel rank: joining the shards.
+
+How ranks divide a tensor is the family's knowledge (:mod:`ckptctl.planner.parallel`), not the
+file's; what every rank has a copy of is proven to be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ckptctl import dtypes, families
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import DamagedError, MappingError, listed
+from ckptctl.formats.assets import amended
+from ckptctl.planner.axes import Observation, Sizes, solve
+from ckptctl.planner.configs import read_sizes
+from ckptctl.planner.detect import detect
+from ckptctl.planner.joining import possible_repeats, stored_sizes, whole_shape, without_repeats
+from ckptctl.planner.layouts import Family, Stored
+from ckptctl.planner.parallel import Piece, Share, cuts, divide, owned
+from ckptctl.storage.compare import equal, row_major
+from ckptctl.storage.files import SourceFiles
+
+Shard = Mapping[str, TensorEntry]
+Documents = Mapping[str, Mapping[str, object]]
+
+
+class Joined:
+    """Shards, and what the family says about joining them.
+
+    Args:
+        shards: The tensors of each rank.
+        names: The files, in the same order.
+        layout: Layout of the keys.
+        described: ``config.json`` and ``params.json``, parsed.
+        model_type: The family where the user named it.
+
+    Attributes:
+        documents: *described*; params as they hold for the joined tensors.
+        notes: What a reader should know.
+
+    Raises:
+        DamagedError: The ranks do not hold the same tensors.
+        MappingError: Several families are possible that divide tensors differently.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        names: Sequence[str],
+        layout: str,
+        described: Documents,
+        model_type: str | None,
+    ) -> None:
+        self.shards, self.names, self.layout = shards, names, layout
+        self.documents = dict(described)
+        self.notes: tuple[str, ...] = ()
+        self.ranks = len(shards)
+        self.first = {key: entry for shard in reversed(shards) for key, entry in shard.items()}
+        self.order = list(dict.fromkeys(key for shard in shards for key in shard))
+        self._require_alike()
+        self.known = self._known(model_type)
+        self._require_same_keys()
+
+    def tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
+        """Return the whole tensors.
+
+        Raises:
+            DamagedError: Copies differ, or the tensors do not add up to what the configuration
+                says.
+            MappingError: No known family can join the shards.
+        """
+        if self.ranks == 1:
+            joined = dict(self.shards[0])
+        else:
+            repeats = self._repeats(files)
+            sizes = without_repeats(self.family, self.stored, repeats)
+            joined = {key: self._join(files, key, sizes, repeats) for key in self.order}
+        if self.known:
+            self._check(joined)
+        return joined
+
+    @property
+    def family(self) -> Family:
+        """The family that says how to join the shards.
+
+        Raises:
+            MappingError: There is none.
+        """
+        if not self.known:
+            raise MappingError(
+                f"no known model type fits these {self.ranks} shards",
+                where=self.names[0],
+                why=f"their keys are {listed(self.order)}",
+                hint="name it with `--model-type`; a shard may be missing",
+            )
+        return self.known[0]
+
+    @cached_property
+    def stored(self) -> Sizes:
+        """Axis sizes, heads counted as often as they are stored."""
+        shapes = {key: self.first[key].shape for key in self.order}
+        try:
+            return stored_sizes(self.family, self.layout, shapes, self.ranks, self._configured)
+        except MappingError as error:
+            raise self._other_model(error) from error
+
+    @property
+    def _configured(self) -> dict[str, int]:
+        """Axis sizes as the configuration states them for what is stored."""
+        params, config = self.documents.get("params.json"), self.documents.get("config.json")
+        if params is not None or config is None:
+            return read_sizes(self.family, params=params)
+        repeated = self.family.repeated if self.ranks > 1 else ()
+        sizes = read_sizes(self.family, config)
+        return {axis: size for axis, size in sizes.items() if axis not in repeated}
+
+    def _known(self, model_type: str | None) -> tuple[Family, ...]:
+        """The families that the shards may be of; all of them divide tensors alike."""
+        if model_type:
+            return (families.family(model_type),)
+        shapes = {key: self.first[key].shape for key in self.order}
+        found = detect(
+            shapes,
+            families.families(),
+            self.documents.get("config.json"),
+            self.documents.get("params.json"),
+            ranks=self.ranks,
+            prefer=self.layout,
+        )
+        fitting = [c for c in found.candidates if self.layout in (c.layout, *c.alike)]
+        known = {c.family: families.family(c.family) for c in fitting}
+        splits = {tuple(self._division(f, key) for key in shapes) for f in known.values()}
+        if len(splits) > 1 and self.ranks > 1:
+            raise MappingError(
+                f"the shards could be {' or '.join(known)}, which divide tensors differently",
+                where=self.names[0],
+                hint=f"say which with `--model-type {next(iter(known))}`",
+            )
+        return tuple(known.values())
+
+    def _division(self, family: Family, key: str) -> str:
+        if family.layout(self.layout).table.find(key) is None:
+            return ""
+        return str([(cut.dim, len(cut.before)) for cut in cuts(family, self.layout, key)])
+
+    def _require_alike(self) -> None:
+        """Ranks that have a tensor have it in one dtype and shape; all or one of them have it."""
+        for shard, name in zip(self.shards, self.names, strict=True):
+            for key, entry in shard.items():
+                first = self.first[key]
+                if (entry.dtype, entry.shape) != (first.dtype, first.shape):
+                    kinds = f"{first.dtype} {list(first.shape)}, {entry.dtype} {list(entry.shape)}"
+                    raise DamagedError(
+                        f"the ranks disagree on `{key}`",
+                        where=f"{self.names[0]} and {name}",
+                        why=kinds,
+                    )
+
+    def _require_same_keys(self) -> None:
+        """Refuse ranks that lack a tensor, unless it is one of those that ranks share out."""
+        for shard, name in zip(self.shards, self.names, strict=True):
+            lacking = [key for key in self.order if key not in shard and not self._shared_out(key)]
+            if lacking:
+                raise DamagedError(
+                    f"`{name}` lacks tensors that other ranks hold", where=name, why=listed(lacking)
+                )
+
+    def _shared_out(self, key: str) -> bool:
+        if not self.known or self.known[0].layout(self.layout).table.find(key) is None:
+            return False
+        return owned(self.known[0], self.layout, key) is not None
+
+    def _repeats(self, files: SourceFiles) -> int:
+        """How many neighbouring ranks hold the same key/value head.
+
+        config.json says it where there is one; else the bytes do. When all of them are equal
+        (zeros, say) they say nothing.
+        """
+        params, config = self.documents.get("params.json"), self.documents.get("config.json")
+        if params is None:
+            return 1
+        possible = possible_repeats(read_sizes(self.family, params=params), self.ranks)
+        repeated = [key for key in self.order if self._is_repeated(key)]
+        if not repeated or not possible:
+            return 1
+        stated = read_sizes(self.family, config).get("k") if config else None
+        if stated is not None:
+            repeats = self.ranks // stated if self.ranks % stated == 0 else 1
+            self._require_copies(files, repeated, repeats)
+        else:
+            shown = (n for n in possible if all(self._copies(files, k, n) for k in repeated))
+            repeats = next(shown, 1)
+            if repeats == self.ranks:
+                self.notes += ("all key/value heads are equal; they are kept as stored",)
+                return 1
+        if repeats > 1:
+            self.notes += (f"each key/value head is stored {repeats} times; one is used",)
+            kept = self.ranks // repeats
+            self.documents["params.json"] = amended(params, "n_kv_heads", kept)
+        return repeats
+
+    def _require_copies(self, files: SourceFiles, repeated: Sequence[str], repeats: int) -> None:
+        differ = [key for key in repeated if not self._copies(files, key, repeats)]
+        if differ:
+            raise DamagedError(
+                f"the ranks disagree on `{differ[0]}`",
+                where=listed(self.names),
+                why=f"by config.json each {repeats} neighbours hold copies of one head",
+                hint="config.json may belong to another model",
+            )
+
+    def _is_repeated(self, key: str) -> bool:
+        return any(cut.axis in self.family.repeated for cut in cuts(self.family, self.layout, key))
+
+    def _copies(self, files: SourceFiles, key: str, repeats: int) -> bool:
+        """Whether neighbours hold the same in the parts that are repeated."""
+        shares = self._shares(key, self.stored, 1)
+        for rank, share in enumerate(shares):
+            kept = rank - rank % repeats
+            for n, piece in enumerate(share.pieces if share and rank != kept else ()):
+                first = shares[kept]
+                if piece.axis in self.family.repeated and first:
+                    one = _inside(self.shards[kept][key], first.pieces[n])
+                    if not _equal(files, one, _inside(self.shards[rank][key], piece)):
+                        return False
+        return True
+
+    def _shares(self, key: str, sizes: Sizes, repeats: int) -> tuple[Share | None, ...]:
+        held, shape = self.first[key].shape, self._whole(key, sizes, repeats)
+        shares = divide(self.family, self.layout, key, shape, sizes, self.ranks, repeats)
+        for share, name, shard in zip(shares, self.names, self.shards, strict=True):
+            if (share is None) != (key not in shard):
+                raise DamagedError(f"`{key}` is not with the rank that it belongs to", where=name)
+            if share and share.shape != held:
+                raise DamagedError(
+                    f"`{key}` has the shape {list(held)} where {list(share.shape)} is expected",
+                    where=name,
+                    hint="the configuration may belong to another model",
+                )
+        return shares
+
+    def _whole(self, key: str, sizes: Sizes, repeats: int) -> tuple[int, ...]:
+        held = self.first[key].shape
+        return whole_shape(self.family, self.layout, key, held, sizes, self.ranks, repeats)
+
+    def _join(self, files: SourceFiles, key: str, sizes: Sizes, repeats: int) -> TensorEntry:
+        found: dict[Box, TensorEntry] = {}
+        shares = self._shares(key, sizes, repeats)
+        for rank, share in enumerate(shares):
+            for piece in share.pieces if share else ():
+                part = _inside(self.shards[rank][key], piece)
+                if not _equal(files, found.setdefault(piece.box, part), part, piece.axis):
+                    raise DamagedError(
+                        f"the ranks disagree on `{key}`",
+                        where=f"{self.names[0]} and {self.names[rank]}",
+                        why="every rank holds a copy of it, and these two differ",
+                    )
+        first = self.first[key]
+        shape = self._whole(key, sizes, repeats)
+        extents = tuple(replace(part.extents[0], box=box) for box, part in found.items())
+        alias = first.alias_of if extents == first.extents else None
+        return replace(first, shape=shape, extents=extents, alias_of=alias)
+
+    def _check(self, joined: Shard) -> None:
+        """Compare the joined shapes with the configuration: a missing shard shows here."""
+        params = self.documents.get("params.json")
+        seen: dict[str, Observation] = {}
+        layout = self.family.layout(self.layout)
+        for key, entry in joined.items():
+            found = layout.table.find(key)
+            if found and isinstance(found[0], Stored):
+                seen.setdefault(found[0].template.text, Observation(key, found[0], entry.shape))
+        known = self._configured if params is None else read_sizes(self.family, params=params)
+        try:
+            solve(self.family, seen.values(), known)
+        except MappingError as error:
+            raise self._other_model(error) from error
+
+    def _other_model(self, error: MappingError) -> DamagedError:
+        file = "params.json" if "params.json" in self.documents else "config.json"
+        return DamagedError(
+            f"the tensors do not add up to the model that {file} describes",
+            where=f"{listed(self.names)}, {error.where}",
+            why=error.why or error.what,
+            hint=f"a shard may be missing, or {file} belongs to another model",
+        )
+
+
+def _inside(entry: TensorEntry, piece: Piece) -> TensorEntry:
+    """Return a piece of a rank's tensor as a tensor of its own."""
+    held = entry.extents[0]
+    if piece.box.sizes == entry.shape:
+        return entry
+    item = dtypes.itemsize(entry.dtype)
+    strides = held.strides or row_major(entry.shape)
+    start = sum(n * step for n, step in zip(piece.offsets, strides, strict=True))
+    last = sum((n - 1) * step for n, step in zip(piece.box.sizes, strides, strict=True))
+    extent = Extent(
+        Box.whole(piece.box.sizes),
+        held.file,
+        held.offset + start * item,
+        (last + 1) * item if piece.box.numel else 0,
+        strides=strides,
+    )
+    return replace(entry, shape=piece.box.sizes, extents=(extent,))
+
+
+def _equal(files: SourceFiles, a: TensorEntry, b: TensorEntry, axis: str | None = None) -> bool:
+    """Whether two pieces are the same; those of a divided axis are compared elsewhere."""
+    crcs = a.extents[0].crc32, b.extents[0].crc32
+    if axis is not None:
+        return True
+    if crcs[0] is not None and crcs[1] is not None and crcs[0] != crcs[1]:
+        return False
+    return equal(files, a, b)

@@ -1,0 +1,69 @@
+"""What is wrong with a family whose tables can be parsed: found before a checkpoint is mapped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckptctl.errors import listed
+from ckptctl.planner.layouts import Family, Layout
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+def flaws(family: Family) -> Iterator[str]:
+    """Yield what contradicts itself in *family*, for people.
+
+    Raises:
+        TableError: A table cannot be parsed.
+        ValueError: A key of :attr:`~ckptctl.planner.layouts.Family.drops` is no template.
+    """
+    if not _NAME.match(family.name):
+        yield f"the name `{family.name}` is not made of lower-case letters, digits and `_`"
+    if not family.tensors:
+        yield "the tables are empty"
+    yield from _layouts(family)
+    yield from _names(family)
+    for tensor in family.tensors.values():
+        axes = {layout: sorted(family.expand(leaf.axes)) for layout, leaf in tensor.leaves.items()}
+        first = next(iter(axes), "")
+        for layout in axes:
+            if axes[layout] != axes[first]:
+                yield (
+                    f"row `{tensor.name}` has the axes {' '.join(axes[layout])} in layout "
+                    f"`{layout}` and {' '.join(axes[first])} in `{first}`"
+                )
+        if tensor.split and any(tensor.split not in leaf.axes for leaf in tensor.leaves.values()):
+            yield f"row `{tensor.name}` divides `{tensor.split}`, which is not one of its axes"
+    for name in family.layouts:
+        yield from _stored(family.layout(name))
+
+
+def _layouts(family: Family) -> Iterator[str]:
+    used = {layout for tensor in family.tensors.values() for layout in tensor.leaves}
+    for name in family.layouts:
+        if name not in used:
+            yield f"`layouts` names `{name}`, which no table has"
+    for drop in family.drops:
+        if drop.layout not in family.layouts:
+            yield f"the drop of `{drop.key}` is for a layout `{drop.layout}` that is not there"
+
+
+def _names(family: Family) -> Iterator[str]:
+    for tie in family.ties:
+        for name in (tie.tensor, tie.of):
+            if name not in family.tensors:
+                yield f"a tie names `{name}`; rows are {listed(list(family.tensors))}"
+    declared = {variant for group in family.variants for variant in group}
+    for tensor in family.tensors.values():
+        if tensor.variant and tensor.variant not in declared:
+            yield f"row `{tensor.name}` is of variant `{tensor.variant}`, which is not declared"
+
+
+def _stored(layout: Layout) -> Iterator[str]:
+    for stored in layout.stored:
+        parts = {leaf.part for _, leaf in stored.parts}
+        if parts != {None} and parts != set(range(len(parts))):
+            yield f"the parts of `{stored.template.text}` in `{layout.name}` are not 0, 1, ..."
+        if len({(leaf.along, leaf.spread, len(leaf.dims)) for _, leaf in stored.parts}) > 1:
+            yield f"the rows of `{stored.template.text}` in `{layout.name}` have unlike dimensions"

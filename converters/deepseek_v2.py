@@ -1,0 +1,101 @@
+"""DeepSeek-V2 and V2-Lite: multi-head latent attention and experts.
+
+Source: transformers' ``modeling_deepseek_v2.py`` and ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory). DeepSeek's own code (``trust_remote_code``) has the same names.
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+
+BEFORE = """
+logical  axes  hf, hf-v5
+embed    v* d  model.embed_tokens.weight
+"""
+
+LAYER = """
+logical          axes        hf, hf-v5: model.layers.{i}.
+norm_1           d           input_layernorm.weight
+q@q              (h* qk) d   self_attn.q_proj.weight
+q_a@qlora        ql d        self_attn.q_a_proj.weight
+q_a_bias@qlora?  ql          self_attn.q_a_proj.bias
+q_a_norm@qlora   ql          self_attn.q_a_layernorm.weight
+q_b@qlora        (h* qk) ql  self_attn.q_b_proj.weight
+kv_a             kr d        self_attn.kv_a_proj_with_mqa.weight
+kv_a_bias?       kr          self_attn.kv_a_proj_with_mqa.bias
+kv_a_norm        kl          self_attn.kv_a_layernorm.weight
+kv_b             (h* kv) kl  self_attn.kv_b_proj.weight
+o                d (h* vd)   self_attn.o_proj.weight
+o_bias?          d           self_attn.o_proj.bias
+norm_2           d           post_attention_layernorm.weight
+w1@dense         f* d        mlp.gate_proj.weight
+w3@dense         f* d        mlp.up_proj.weight
+w2@dense         d f*        mlp.down_proj.weight
+router@moe       x d         mlp.gate.weight
+expert_w1@moe    x* m d      mlp.experts.{x}.gate_proj.weight
+expert_w3@moe    x* m d      mlp.experts.{x}.up_proj.weight
+expert_w2@moe    x* d m      mlp.experts.{x}.down_proj.weight
+shared_w1@moe    s* d        mlp.shared_experts.gate_proj.weight
+shared_w3@moe    s* d        mlp.shared_experts.up_proj.weight
+shared_w2@moe    d s*        mlp.shared_experts.down_proj.weight
+"""
+
+AFTER = """
+logical  axes  hf, hf-v5
+norm     d     model.norm.weight
+output   v* d  lm_head.weight
+"""
+
+HF_V5 = """
+logical    hf-v5: model.layers.{i}.
+expert_w1  mlp.experts.gate_up_proj#0.1
+expert_w3  mlp.experts.gate_up_proj#1.1
+expert_w2  mlp.experts.down_proj
+"""
+
+MLP_BIAS = """
+logical           axes  hf, hf-v5: model.layers.{i}.
+w1_bias@dense?    f     mlp.gate_proj.bias
+w3_bias@dense?    f     mlp.up_proj.bias
+w2_bias@dense?    d     mlp.down_proj.bias
+shared_w1_bias@moe?  s  mlp.shared_experts.gate_proj.bias
+shared_w3_bias@moe?  s  mlp.shared_experts.up_proj.bias
+shared_w2_bias@moe?  d  mlp.shared_experts.down_proj.bias
+"""
+
+FAMILY = Family(
+    name="deepseek_v2",
+    title="DeepSeek-V2, V2-Lite",
+    layouts=("hf", "hf-v5"),
+    tables=(BEFORE, LAYER, AFTER, HF_V5, MLP_BIAS),
+    architecture="DeepseekV2ForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    variants=(("dense", "moe"), ("q", "qlora")),
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "m": ("moe_intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "x": ("n_routed_experts", ""),
+        "ql": ("q_lora_rank", ""),
+        "kl": ("kv_lora_rank", ""),
+        "vd": ("v_head_dim", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "deepseek_v2"},),
+    tiny={
+        "v": 24,
+        "d": 16,
+        "f": 12,
+        "m": 6,
+        "s": 8,
+        "h": 4,
+        "x": 4,
+        "qk": 6,
+        "ql": 10,
+        "kl": 5,
+        "kr": 7,
+        "kv": 9,
+        "vd": 3,
+        "i": 2,
+    },
+)

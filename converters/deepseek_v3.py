@@ -1,0 +1,154 @@
+"""DeepSeek-V3 and R1, Kimi K2, Moonlight: latent attention, experts, multi-token prediction.
+
+Sources: transformers' ``modeling_deepseek_v3.py``, DeepSeek's ``inference/convert.py`` and
+``model.py`` (``deepseek``) and ``README_WEIGHTS.md``, torchtitan's ``models/deepseek_v3`` (0.2 and
+0.3). All of them rotate neighbouring pairs: no axis moves. Only ``hf`` and ``torchtitan@0.3`` keep
+the layers that predict further tokens; on disk those repeat the embedding and the head.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.companions import AXES, Companion
+from ckptctl.planner.layouts import Drop, Family, Shift, Tie
+from converters import deepseek_v2
+
+BEFORE = """
+logical  deepseek      torchtitan@0.2, torchtitan@0.3
+embed    embed.weight  tok_embeddings.weight
+"""
+
+CORRECTION = """
+logical          axes  hf, hf-v5: model.layers.{i}.
+router_bias@moe  x     mlp.gate.e_score_correction_bias
+"""
+
+DEEPSEEK = """
+logical      deepseek: layers.{i}.
+norm_1       attn_norm.weight
+q            attn.wq.weight
+q_a          attn.wq_a.weight
+q_a_norm     attn.q_norm.weight
+q_b          attn.wq_b.weight
+kv_a         attn.wkv_a.weight
+kv_a_norm    attn.kv_norm.weight
+kv_b         attn.wkv_b.weight
+o            attn.wo.weight
+norm_2       ffn_norm.weight
+w1           ffn.w1.weight
+w3           ffn.w3.weight
+w2           ffn.w2.weight
+router       ffn.gate.weight
+router_bias  ffn.gate.bias
+expert_w1    ffn.experts.{x}.w1.weight
+expert_w3    ffn.experts.{x}.w3.weight
+expert_w2    ffn.experts.{x}.w2.weight
+shared_w1    ffn.shared_experts.w1.weight
+shared_w3    ffn.shared_experts.w3.weight
+shared_w2    ffn.shared_experts.w2.weight
+"""
+
+TITAN = """
+logical      torchtitan@0.2, torchtitan@0.3: layers.{i}.
+norm_1       attention_norm.weight
+q            attention.wq.weight
+q_a          attention.wq_a.weight
+q_a_norm     attention.q_norm.weight
+q_b          attention.wq_b.weight
+kv_a         attention.wkv_a.weight
+kv_a_norm    attention.kv_norm.weight
+kv_b         attention.wkv_b.weight
+o            attention.wo.weight
+norm_2       ffn_norm.weight
+w1           feed_forward.w1.weight
+w3           feed_forward.w3.weight
+w2           feed_forward.w2.weight
+router       moe.router.gate.weight
+router_bias  moe.expert_bias_E
+expert_w1    moe.routed_experts.inner_experts.w1_EFD
+expert_w3    moe.routed_experts.inner_experts.w3_EFD
+expert_w2    moe.routed_experts.inner_experts.w2_EDF
+shared_w1    moe.shared_experts.w1.weight
+shared_w3    moe.shared_experts.w3.weight
+shared_w2    moe.shared_experts.w2.weight
+"""
+
+TITAN_02 = """
+logical      torchtitan@0.2: layers.{i}.
+router_bias  moe.expert_bias
+expert_w1    moe.experts.w1
+expert_w3    moe.experts.w3
+expert_w2    moe.experts.w2
+"""
+
+AFTER = """
+logical  deepseek     torchtitan@0.2  torchtitan@0.3
+norm     norm.weight  norm.weight     norm.weight
+output   head.weight  output.weight   lm_head.weight
+"""
+
+MTP = """
+logical   axes  hf: model.layers.{j}.    torchtitan@0.3: mtp_layers.{j}.
+enorm     d     enorm.weight             enorm.weight
+hnorm     d     hnorm.weight             hnorm.weight
+eh_proj   d dd  eh_proj.weight           eh_proj.weight
+mtp_norm  d     shared_head.norm.weight  mtp_norm.weight
+"""
+
+MTP_LAYER = deepseek_v2.LAYER.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}")
+MTP_CORRECTION = CORRECTION.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}")
+MTP_TITAN = TITAN.replace("torchtitan@0.2, ", "").replace("layers.{i}", "mtp_layers.{j}")
+
+FAMILY: Family = replace(
+    deepseek_v2.FAMILY,
+    name="deepseek_v3",
+    title="DeepSeek-V3, R1, Kimi K2, Moonlight",
+    aliases=("deepseek_r1", "kimi_k2"),
+    layouts=("hf", "hf-v5", "deepseek", "torchtitan@0.2", "torchtitan@0.3"),
+    tables=(
+        deepseek_v2.BEFORE,
+        BEFORE,
+        deepseek_v2.LAYER,
+        CORRECTION,
+        deepseek_v2.HF_V5,
+        DEEPSEEK,
+        TITAN,
+        TITAN_02,
+        MTP,
+        MTP_LAYER,
+        MTP_CORRECTION,
+        MTP_TITAN,
+        deepseek_v2.AFTER,
+        AFTER,
+    ),
+    architecture="DeepseekV3ForCausalLM",
+    drops=(
+        Drop(
+            "hf",
+            "model.layers.{j}.embed_tokens.weight",
+            "the same as the embedding",
+            same_as="embed",
+        ),
+        Drop(
+            "hf",
+            "model.layers.{j}.shared_head.head.weight",
+            "the same as the output",
+            same_as="output",
+        ),
+        Drop(
+            "hf",
+            "model.layers.{i}.self_attn.rotary_emb.inv_freq",
+            "rotary frequencies follow from rope_theta",
+        ),
+    ),
+    ties=(
+        Tie("output", of="embed", stored_in=("deepseek", "torchtitan@0.2", "torchtitan@0.3")),
+    ),
+    companions=(
+        Companion({"hf": (".weight", ".weight_scale_inv"), "deepseek": (".weight", ".scale")}),
+    ),
+    free=AXES,
+    pinned=("router_bias",),
+    shifts=(Shift("hf", index="j", into="i", marker="model.layers.{j}.eh_proj.weight"),),
+    config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),
+    tiny={**deepseek_v2.FAMILY.tiny, "dd": 32, "j": 2, "down": 4, "across": 8},
+)

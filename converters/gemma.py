@@ -1,0 +1,61 @@
+"""Gemma, Gemma 1.1, CodeGemma: Llama's model with an explicit head dimension and tied embeddings.
+
+Both layouts keep ``w`` of a norm that multiplies with ``1 + w``: no arithmetic.
+
+Sources: transformers' ``modeling_gemma.py`` (rotates halves), torchtune's ``models/gemma`` (rotates
+pairs) and ``models/convert_weights.py``.
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+
+BEFORE = """
+logical  axes  hf                         torchtune
+embed    v d   model.embed_tokens.weight  tok_embeddings.weight
+"""
+
+LAYER = """
+logical  axes       hf: model.layers.{i}.              torchtune: layers.{i}.
+q        (h r p) d  self_attn.q_proj.weight (h p r) d  attn.q_proj.weight
+q_bias?  (h r p)    self_attn.q_proj.bias (h p r)      -
+k        (k r p) d  self_attn.k_proj.weight (k p r) d  attn.k_proj.weight
+k_bias?  (k r p)    self_attn.k_proj.bias (k p r)      -
+v        (k e) d    self_attn.v_proj.weight            attn.v_proj.weight
+v_bias?  (k e)      self_attn.v_proj.bias              -
+o        d (h e)    self_attn.o_proj.weight            attn.output_proj.weight
+o_bias?  d          self_attn.o_proj.bias              -
+w1       f d        mlp.gate_proj.weight               mlp.w1.weight
+w3       f d        mlp.up_proj.weight                 mlp.w3.weight
+w2       d f        mlp.down_proj.weight               mlp.w2.weight
+norm_1   d          input_layernorm.weight             sa_norm.scale
+norm_2   d          post_attention_layernorm.weight    mlp_norm.scale
+"""
+
+AFTER = """
+logical  axes  hf                 torchtune
+norm     d     model.norm.weight  norm.scale
+output   v d   lm_head.weight     output.weight
+"""
+
+FAMILY = Family(
+    name="gemma",
+    title="Gemma, Gemma 1.1, CodeGemma",
+    aliases=("gemma1", "codegemma"),
+    layouts=("hf", "torchtune"),
+    tables=(BEFORE, LAYER, AFTER),
+    architecture="GemmaForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    tied=True,
+    constants={"p": 2},
+    composite={"e": ("r", "p")},
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "gemma"},),
+    tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+)

@@ -1,0 +1,32 @@
+"""Gemma 2: Gemma with a norm on either side of attention and of the feed-forward.
+
+Sources: transformers' ``modeling_gemma2.py``, torchtune's ``models/gemma2/_component_builders.py``
+and ``_attention.py``. torchtune's own converter (0.6.1, ``models/gemma2/_convert_weights.py``)
+exchanges the two norms of the feed-forward: github.com/meta-pytorch/torchtune/issues/2850.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family
+from converters import gemma
+
+NORMS = """
+norm_1_post  d  post_attention_layernorm.weight    sa_scale.scale
+norm_2       d  pre_feedforward_layernorm.weight   mlp_norm.scale
+norm_2_post  d  post_feedforward_layernorm.weight  mlp_scale.scale
+"""
+
+FINAL_NORM = """
+logical  torchtune
+norm     norm.rms_norm.scale
+"""
+
+FAMILY: Family = replace(
+    gemma.FAMILY,
+    name="gemma2",
+    title="Gemma 2",
+    aliases=("gemma_2",),
+    tables=(gemma.BEFORE, gemma.LAYER + NORMS, gemma.AFTER, FINAL_NORM),
+    architecture="Gemma2ForCausalLM",
+    config_signs=({"model_type": "gemma2"},),
+)

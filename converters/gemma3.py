@@ -1,0 +1,94 @@
+"""Gemma 3 with pictures, 4B to 27B: Gemma's text model behind a SigLIP tower.
+
+========  ======================================================================================
+layout    where it is found
+========  ======================================================================================
+hf        on the Hub; transformers 5 reads it, and saves a model again as it has read it
+hf-v5     what transformers 5 holds in memory
+hf-fresh  what transformers 5 saves of a model that never came from a file: it reads that as well
+========  ======================================================================================
+
+Sources: transformers' ``modeling_gemma3.py``, ``modeling_siglip.py`` and ``conversion_mapping.py``
+(``llava``, ``CLIPVisionModel``).
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family, Tie
+from converters import gemma3_text
+
+VISION_EMBED = """
+vision_patch           vd vc ph pw  embeddings.patch_embedding.weight
+vision_patch_bias      vd           embeddings.patch_embedding.bias
+vision_position        vp vd        embeddings.position_embedding.weight
+"""
+
+VISION_LAYER = """
+vision_q            va vd  self_attn.q_proj.weight
+vision_q_bias       va     self_attn.q_proj.bias
+vision_k            va vd  self_attn.k_proj.weight
+vision_k_bias       va     self_attn.k_proj.bias
+vision_v            va vd  self_attn.v_proj.weight
+vision_v_bias       va     self_attn.v_proj.bias
+vision_o            vd va  self_attn.out_proj.weight
+vision_o_bias       vd     self_attn.out_proj.bias
+vision_w1           vf vd  mlp.fc1.weight
+vision_w1_bias      vf     mlp.fc1.bias
+vision_w2           vd vf  mlp.fc2.weight
+vision_w2_bias      vd     mlp.fc2.bias
+vision_norm_1       vd     layer_norm1.weight
+vision_norm_1_bias  vd     layer_norm1.bias
+vision_norm_2       vd     layer_norm2.weight
+vision_norm_2_bias  vd     layer_norm2.bias
+"""
+
+VISION_NORM = """
+vision_norm       vd  post_layernorm.weight
+vision_norm_bias  vd  post_layernorm.bias
+"""
+
+PROJECTOR = """
+logical         axes  hf, hf-fresh: multi_modal_projector.  hf-v5: model.multi_modal_projector.
+projector       vd d  mm_input_projection_weight            mm_input_projection_weight
+projector_norm  vd    mm_soft_emb_norm.weight               mm_soft_emb_norm.weight
+"""
+
+OUTPUT = """
+logical  axes  hf, hf-fresh                   hf-v5
+output   v d   language_model.lm_head.weight  lm_head.weight
+"""
+
+FAMILY: Family = replace(
+    gemma3_text.FAMILY,
+    name="gemma3",
+    title="Gemma 3 4B, 12B, 27B",
+    aliases=("gemma3_vlm", "medgemma"),
+    layouts=("hf", "hf-v5", "hf-fresh"),
+    tables=(
+        "logical  axes  hf: vision_tower.vision_model." + VISION_EMBED,
+        "logical  axes  hf: vision_tower.vision_model.encoder.layers.{j}." + VISION_LAYER,
+        "logical  axes  hf: vision_tower.vision_model." + VISION_NORM,
+        "logical  axes  hf-v5: model.vision_tower." + VISION_EMBED + VISION_NORM,
+        "logical  axes  hf-v5: model.vision_tower.encoder.layers.{j}." + VISION_LAYER,
+        "logical  axes  hf-fresh: vision_tower." + VISION_EMBED + VISION_NORM,
+        "logical  axes  hf-fresh: vision_tower.encoder.layers.{j}." + VISION_LAYER,
+        PROJECTOR,
+        "logical  axes  hf, hf-fresh: language_model.model." + gemma3_text.EMBED,
+        "logical  axes  hf, hf-fresh: language_model.model.layers.{i}." + gemma3_text.LAYER,
+        "logical  axes  hf, hf-fresh: language_model.model." + gemma3_text.NORM,
+        OUTPUT,
+        "logical  axes  hf-v5: model.language_model." + gemma3_text.EMBED + gemma3_text.NORM,
+        "logical  axes  hf-v5: model.language_model.layers.{i}." + gemma3_text.LAYER,
+    ),
+    architecture="Gemma3ForConditionalGeneration",
+    ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
+    sizes={
+        **{axis: ("text_config." + n[0], "") for axis, n in gemma3_text.FAMILY.sizes.items()},
+        "vd": ("vision_config.hidden_size", ""),
+        "vf": ("vision_config.intermediate_size", ""),
+        "j": ("vision_config.num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "gemma3"},),
+    tiny=gemma3_text.FAMILY.tiny
+    | {"vd": 10, "va": 6, "vf": 14, "vc": 3, "ph": 2, "pw": 5, "vp": 9, "j": 2},
+)

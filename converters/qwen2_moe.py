@@ -1,0 +1,86 @@
+"""Qwen 1.5 MoE and Qwen 2 57B-A14B: Qwen 2 with experts and one expert that all tokens share.
+
+config.json may make some layers dense (``decoder_sparse_step``, ``mlp_only_layers``).
+
+Sources: transformers' ``modeling_qwen2_moe.py`` and its ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory).
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+
+BEFORE = """
+logical  axes  hf
+embed    v d   model.embed_tokens.weight
+"""
+
+LAYER = """
+logical  axes     hf: model.layers.{i}.
+q        (h e) d  self_attn.q_proj.weight
+k        (k e) d  self_attn.k_proj.weight
+v        (k e) d  self_attn.v_proj.weight
+o        d (h e)  self_attn.o_proj.weight
+q_bias?  (h e)    self_attn.q_proj.bias
+k_bias?  (k e)    self_attn.k_proj.bias
+v_bias?  (k e)    self_attn.v_proj.bias
+"""
+
+FEED_FORWARD = """
+w1@dense       f d    mlp.gate_proj.weight
+w3@dense       f d    mlp.up_proj.weight
+w2@dense       d f    mlp.down_proj.weight
+router@moe     x d    mlp.gate.weight
+expert_w1@moe  x m d  mlp.experts.{x}.gate_proj.weight
+expert_w3@moe  x m d  mlp.experts.{x}.up_proj.weight
+expert_w2@moe  x d m  mlp.experts.{x}.down_proj.weight
+"""
+
+SHARED = """
+shared_w1@moe    s d    mlp.shared_expert.gate_proj.weight
+shared_w3@moe    s d    mlp.shared_expert.up_proj.weight
+shared_w2@moe    d s    mlp.shared_expert.down_proj.weight
+shared_gate@moe  one d  mlp.shared_expert_gate.weight
+"""
+
+NORMS = """
+norm_1  d  input_layernorm.weight
+norm_2  d  post_attention_layernorm.weight
+"""
+
+AFTER = """
+logical  axes  hf
+norm     d     model.norm.weight
+output   v d   lm_head.weight
+"""
+
+PACKED = """
+logical    hf-v5: model.layers.{i}.
+expert_w1  mlp.experts.gate_up_proj#0.1
+expert_w3  mlp.experts.gate_up_proj#1.1
+expert_w2  mlp.experts.down_proj
+"""
+
+FAMILY = Family(
+    name="qwen2_moe",
+    title="Qwen 1.5 MoE, Qwen 2 57B-A14B",
+    aliases=("qwen1_5_moe",),
+    layouts=("hf", "hf-v5"),
+    tables=(BEFORE, LAYER + FEED_FORWARD + SHARED + NORMS, AFTER, PACKED),
+    like={"hf-v5": "hf"},
+    architecture="Qwen2MoeForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
+    variants=(("dense", "moe"),),
+    constants={"one": 1},
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "x": ("num_experts", ""),
+        "m": ("moe_intermediate_size", ""),
+        "s": ("shared_expert_intermediate_size", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "qwen2_moe"},),
+    tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "x": 4, "m": 10, "s": 14, "i": 2},
+)

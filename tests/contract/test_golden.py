@@ -1,0 +1,41 @@
+"""Every family, from real keys to every layout and back: nothing changes unnoticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.families import families
+from tests.checkpoints.golden import Golden, digest, family_of, names
+
+GOLDEN = {name: Golden.read(name) for name in names()}
+CASES = [(name, layout) for name, golden in GOLDEN.items() for layout in golden.digests]
+
+
+def test_every_family_has_a_golden_model() -> None:
+    lacking = families().keys() - {family_of(name) for name in GOLDEN}
+    assert not lacking, "add it to tests/oracle/tiny and run `python -m tests.oracle.make_golden`"
+
+
+def test_every_layout_has_a_golden_digest() -> None:
+    for name, family in families().items():
+        known = {layout for n, layout in CASES if family_of(n) == name}
+        assert known == set(family.layouts), "run `python -m tests.oracle.make_golden`"
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_there_and_back(tmp_path: Path, name: str, layout: str) -> None:
+    golden = GOLDEN[name]
+    source = golden.save(tmp_path / "source")
+    kind: Any = {"model_type": family_of(name)}
+    ckptctl.convert(source, tmp_path / "there.pt", to="torch", to_layout=layout, **kind)
+    there = torch.load(tmp_path / "there.pt", weights_only=True)
+    assert digest(there) == golden.digests[layout]
+    options: Any = kind | {"from_layout": layout, "to_layout": "hf", "assets": source}
+    ckptctl.convert(tmp_path / "there.pt", tmp_path / "back.pt", to="torch", **options)
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert digest(back) == digest(golden.state())

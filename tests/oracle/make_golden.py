@@ -1,0 +1,58 @@
+"""Write ``tests/data/golden`` from transformers' tiny models: run it after the logits agree.
+
+``python -m tests.oracle.make_golden [NAME...]``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import ckptctl
+from ckptctl.errors import CkptError
+from ckptctl.families import families
+from tests.checkpoints.golden import Golden, digest, family_of
+from tests.checkpoints.readers import load_any_reference
+from tests.oracle.hf_models import random_model, save
+from tests.oracle.tiny import TINY
+
+
+def main(chosen: list[str]) -> None:
+    known = families()
+    for name in chosen or TINY:
+        if family_of(name) in known:
+            with tempfile.TemporaryDirectory() as folder:
+                golden(name, Path(folder)).write(name)
+
+
+def golden(name: str, folder: Path) -> Golden:
+    """Return the golden model called *name*."""
+    save(random_model(TINY[name]()), folder / "model")
+    tensors = {
+        key: (str(value.dtype).removeprefix("torch."), list(value.shape))
+        for key, value in load_any_reference(folder / "model").items()
+    }
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config.pop("transformers_version", None)
+    found = Golden(config, tensors, {})
+    source = found.save(folder / "source")
+    for layout in families()[family_of(name)].layouts:
+        target = folder / f"{layout}.pt"
+        try:
+            ckptctl.convert(
+                source, target, to="torch", to_layout=layout, model_type=family_of(name)
+            )
+        except CkptError as error:
+            print(f"{name}: {layout}: {error}")
+            continue
+        found.digests[layout] = digest(torch.load(target, weights_only=True))
+        print(name, layout, found.digests[layout][:12])
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,120 @@
+import pytest
+
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
+from ckptctl.errors import DamagedError, MappingError, UsageError
+from ckptctl.ops.dequantise import dequantised, quantised
+
+
+def catalog(tensors, quantization=None):
+    """A checkpoint of *tensors*: dtype and shape by name."""
+    entries = {}
+    for name, (dtype, *shape) in tensors.items():
+        entry = TensorEntry(name, dtype, tuple(shape), (), (name,))
+        extent = Extent(Box.whole(tuple(shape)), "f", 0, entry.nbytes)
+        entries[name] = TensorEntry(name, dtype, tuple(shape), (extent,), (name,))
+    config = {"model_type": "x", **({"quantization_config": quantization} if quantization else {})}
+    return Catalog("/r", "/r", "hf", {"f": 1}, entries, documents={"config.json": config})
+
+
+WEIGHT = {"a.weight": ("float8_e4m3fn", 300, 200)}
+SCALE = {"a.weight_scale_inv": ("float32", 3, 2)}
+NORM = {"norm.weight": ("bfloat16", 7)}
+BLOCKS = {"m.experts.down_proj_blocks": ("uint8", 2, 5, 3, 16)}
+SCALES = {"m.experts.down_proj_scales": ("uint8", 2, 5, 3)}
+NATIVE = {
+    "b.mlp2_weight.blocks": ("uint8", 2, 5, 3, 16),
+    "b.mlp2_weight.scales": ("uint8", 2, 5, 3),
+}
+
+
+def test_a_pair_becomes_one_tensor_in_its_place():
+    source = catalog(WEIGHT | SCALE | NORM, {"quant_method": "fp8"})
+    found = dequantised(source, "bfloat16")
+    assert list(found.tensors) == ["a.weight", "norm.weight"]
+    assert found.tensors["norm.weight"] is source.tensors["norm.weight"]
+    entry = found.tensors["a.weight"]
+    assert (entry.dtype, entry.shape, entry.nbytes) == ("bfloat16", (300, 200), 120_000)
+    made = found.computed[entry.extents[0].file]
+    assert (made.kind, made.dtype, made.shape) == ("block_fp8", "bfloat16", (300, 200))
+    assert made.parameters == {"block_rows": 128, "block_columns": 128}
+    assert {key: item.entry.name for key, item in made.inputs.items()} == {
+        "weight": "a.weight",
+        "scale": "a.weight_scale_inv",
+    }
+    assert found.documents["config.json"] == {"model_type": "x"}
+    assert "quantization_config" in source.documents["config.json"]
+
+
+def test_hugging_face_experts_are_seen_transposed_and_native_ones_are_not():
+    found = dequantised(catalog(BLOCKS | SCALES | NATIVE), "float32").tensors
+    hf, native = found["m.experts.down_proj"], found["b.mlp2_weight"]
+    assert (hf.shape, hf.extents[0].strides) == ((2, 96, 5), (480, 1, 96))
+    assert (native.shape, native.extents[0].strides) == ((2, 5, 96), None)
+    assert hf.extents[0].file == computed_name("m.experts.down_proj")
+
+
+def test_deepseeks_own_names():
+    found = dequantised(catalog(WEIGHT | {"a.scale": ("float32", 3, 2)}), "float32")
+    assert list(found.tensors) == ["a.weight"]
+
+
+def test_the_block_size_comes_from_the_configuration():
+    source = catalog(
+        WEIGHT | {"a.weight_scale_inv": ("bfloat16", 5, 7)}, {"weight_block_size": [64, 32]}
+    )
+    assert quantised(source) == {"a.weight": "fp8 blocks of 64x32"}
+
+
+def test_what_is_quantised_is_named():
+    assert quantised(catalog(WEIGHT | SCALE | NORM | BLOCKS | SCALES)) == {
+        "a.weight": "fp8 blocks of 128x128",
+        "m.experts.down_proj": "MXFP4 blocks of 32",
+    }
+    assert quantised(catalog(NORM | WEIGHT)) == {}
+    assert quantised(catalog({"a.qweight": ("int32", 1, 1)})) == {"a.qweight": "GPTQ or AWQ"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        (WEIGHT | {"a.weight_scale_inv": ("float32", 2, 2)}, "a.weight_scale_inv` does not fit"),
+        (WEIGHT | {"a.weight_scale_inv": ("float32", 3)}, "does not fit"),
+        (WEIGHT | {"a.weight_scale_inv": ("uint8", 3, 2)}, "does not fit"),
+        (WEIGHT | NORM, "`a.weight` has no scales"),
+        (WEIGHT | SCALE | {"b.weight": ("float8_e4m3fn", 1, 1)}, "`b.weight` has no scales"),
+        (SCALE | {"a.weight": ("bfloat16", 300, 200)}, "_scale_inv` has nothing to scale"),
+        (SCALE, "_scale_inv` has nothing to scale"),
+        (BLOCKS, "_blocks` has no scales"),
+        (SCALES, "_scales` has nothing to scale"),
+        (BLOCKS | {"m.experts.down_proj_scales": ("uint8", 2, 5, 4)}, "does not fit"),
+        ({"k_blocks": ("uint8", 3, 16), "k_scales": ("uint8", 3)}, "does not fit"),
+    ],
+)
+def test_damage(tensors, named):
+    with pytest.raises(DamagedError) as caught:
+        dequantised(catalog(tensors), "bfloat16")
+    assert named in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("tensors", "quantization", "named"),
+    [
+        ({"a.qweight": ("int32", 4, 4)}, None, "GPTQ or AWQ"),
+        ({"a.weight": ("int8", 4, 4), "a.SCB": ("float32", 4)}, None, "bitsandbytes int8"),
+        ({"a.weight": ("uint8", 8, 1), "a.weight.quant_state.bitsandbytes__nf4": ("uint8", 9)},
+         None, "bitsandbytes nf4"),
+        (WEIGHT | {"a.weight_scale": ("bfloat16", 300, 1)}, None, "compressed-tensors"),
+        (NORM, {"quant_method": "hqq"}, "`hqq`"),
+        (WEIGHT | SCALE, {"weight_block_size": "big"}, "`weight_block_size` is 'big'"),
+        (BLOCKS | SCALES | {"m.experts.down_proj": ("bfloat16", 1)}, None, "is there already"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused_by_name(tensors, quantization, named):
+    with pytest.raises(MappingError) as caught:
+        dequantised(catalog(tensors, quantization), "bfloat16")
+    assert named in caught.value.what
+
+
+def test_nothing_quantised_is_a_mistake_of_the_call():
+    with pytest.raises(UsageError, match="nothing here is quantised"):
+        dequantised(catalog(NORM), "bfloat16")

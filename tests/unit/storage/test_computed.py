@@ -1,0 +1,208 @@
+"""Virtual files: rectangles, and every kind against implementations that are not ours."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl.errors import DamagedError
+from ckptctl.storage.computed import ComputedFiles, rectangles
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.kinds import kinds
+from tests.checkpoints.readers import raw_bytes
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NAME = computed_name("w")
+
+
+@pytest.fixture
+def files(tmp_path):
+    with SourceFiles(tmp_path) as found:
+        yield found
+
+
+def stored(files, name, tensor):
+    """Write *tensor* into a file of its own and return it as an input."""
+    (files.root / name).write_bytes(raw_bytes(tensor))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    extent = Extent(Box.whole(shape), name, 0, tensor.numel() * tensor.element_size())
+    return Input(str(files.root), TensorEntry(name, dtype, shape, (extent,), (name,)))
+
+
+def read(files, computed, spans, others=()):
+    """Return the bytes of *spans* of the virtual file."""
+    found = ComputedFiles({NAME: computed, **dict(others)}, lambda _: files)
+    buffer = memoryview(bytearray(sum(size for _, size in spans)))
+    pieces, start = [], 0
+    for offset, size in spans:
+        pieces.append((offset, size, start))
+        start += size
+    found.gather(NAME, pieces, buffer)
+    return bytes(buffer)
+
+
+def same_everywhere(files, computed, expected):
+    """Read the file whole, in random pieces and in columns."""
+    data, item = raw_bytes(expected), expected.element_size()
+    assert read(files, computed, [(0, len(data))]) == data
+    dice = random.Random(0)
+    for _ in range(12):
+        cuts = sorted(dice.randrange(0, len(data) // item) * item for _ in range(6))
+        spans = [(a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=True) if b > a]
+        dice.shuffle(spans)
+        wanted = b"".join(data[a : a + size] for a, size in spans)
+        assert read(files, computed, spans) == wanted
+    width = expected.shape[-1] * item
+    column = [(row * width + 5 * item, 7 * item) for row in range(len(data) // width)]
+    assert read(files, computed, column) == b"".join(data[a : a + size] for a, size in column)
+
+
+def fp8(files, weight, scale, dtype, block=(128, 128)):
+    inputs = {"weight": stored(files, "weight", weight), "scale": stored(files, "scale", scale)}
+    sizes = {"block_rows": block[0], "block_columns": block[1]}
+    return Computed("block_fp8", dtype, tuple(weight.shape), inputs, sizes)
+
+
+def every_fp8(*shape):
+    torch.manual_seed(1)
+    return torch.randint(0, 256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def deepseek(weight, scale, dtype, block=128):
+    """What ``weight_dequant_kernel`` of DeepSeek-V3 does, block by block."""
+    found = torch.empty(weight.shape, dtype=dtype)
+    for row in range(0, weight.shape[0], block):
+        for column in range(0, weight.shape[1], block):
+            part = slice(row, row + block), slice(column, column + block)
+            factor = scale[row // block, column // block].float()
+            found[part] = (weight[part].float() * factor).to(dtype)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_fp8_of_any_size(files, dtype, scales):
+    weight, scale = every_fp8(300, 200), (torch.rand(3, 2) * 3 + 0.01).to(scales)
+    computed = fp8(files, weight, scale, dtype)
+    same_everywhere(files, computed, deepseek(weight, scale, DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(256, 384), (3, 256, 128)])
+def test_fp8_as_transformers_does(files, dtype, shape):
+    weight = every_fp8(*shape)
+    scale = torch.rand(*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, DTYPES[dtype])
+    same_everywhere(files, fp8(files, weight, scale, dtype), theirs)
+
+
+def test_fp8_with_one_scale(files):
+    weight, scale = every_fp8(20, 30), torch.tensor(0.3)
+    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
+    same_everywhere(files, fp8(files, weight, scale, "bfloat16", (20, 30)), theirs)
+
+
+def test_every_byte_of_fp8_keeps_its_bits(files):
+    weight = torch.arange(256, dtype=torch.uint8).view(1, 256).view(torch.float8_e4m3fn)
+    computed = fp8(files, weight, torch.ones(1, 2), "float32")
+    assert read(files, computed, [(0, 1024)]) == raw_bytes(weight.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4_as_transformers_does(files, dtype):
+    torch.manual_seed(2)
+    blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(0, 256, (3, 40, 5), dtype=torch.uint8)
+    inputs = {"blocks": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=DTYPES[dtype]).transpose(1, 2)
+    same_everywhere(files, Computed("mxfp4", dtype, (3, 40, 160), inputs), theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
+    inputs = {"blocks": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
+    theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=DTYPES[dtype])
+    expected = theirs[0].transpose(0, 1)
+    computed = Computed("mxfp4", dtype, (256, 512), inputs)
+    found = read(files, computed, [(0, expected.numel() * expected.element_size())])
+    assert torch.equal(
+        torch.frombuffer(bytearray(found), dtype=DTYPES[dtype]).view(256, 512).nan_to_num(9.0),
+        expected.nan_to_num(9.0),
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (9,), (4, 6)])
+def test_constants(files, shape):
+    ones = Computed("constant", "bfloat16", shape, parameters={"value": 1.0})
+    expected = raw_bytes(torch.ones(shape, dtype=torch.bfloat16))
+    assert read(files, ones, [(0, len(expected))]) == expected
+    zeros = Computed("constant", "float32", shape)
+    assert not any(read(files, zeros, [(0, 2 * len(expected))]))
+
+
+def test_a_virtual_file_may_be_made_of_another(files):
+    weight = torch.ones(8, 8).to(torch.float8_e4m3fn)
+    inner = computed_name("scale")
+    whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
+    scale = Input("", TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
+    inputs = {"weight": stored(files, "w", weight), "scale": scale}
+    sizes = {"block_rows": 128, "block_columns": 128}
+    computed = Computed("block_fp8", "float32", (8, 8), inputs, sizes)
+    constant = Computed("constant", "float32", (1, 1), parameters={"value": 2.5})
+    found = read(files, computed, [(0, 256)], {inner: constant}.items())
+    assert found == raw_bytes(torch.full((8, 8), 2.5))
+
+
+def test_inputs_may_be_cut_into_boxes(files):
+    weight, scale = every_fp8(300, 200), torch.rand(3, 2)
+    computed = fp8(files, weight, scale, "float32")
+    (files.root / "left").write_bytes(raw_bytes(weight[:, :70]))
+    (files.root / "right").write_bytes(raw_bytes(weight[:, 70:]))
+    extents = (
+        Extent(Box((0, 0), (300, 70)), "left", 0, 300 * 70),
+        Extent(Box((0, 70), (300, 130)), "right", 0, 300 * 130),
+    )
+    entry = TensorEntry("weight", "float8_e4m3fn", (300, 200), extents, ("weight",))
+    computed.inputs["weight"] = Input(str(files.root), entry)
+    same_everywhere(files, computed, deepseek(weight, scale, torch.float32))
+
+
+def test_an_input_that_ends_early_is_damage(files):
+    computed = fp8(files, every_fp8(128, 128), torch.ones(1, 1), "float32")
+    (files.root / "weight").write_bytes(b"short")
+    with pytest.raises(DamagedError, match="truncated"):
+        read(files, computed, [(0, 128 * 128 * 4)])
+
+
+def test_rows_are_computed_together_and_within_the_limit():
+    column = [(row * 100 + 20, 10, row * 10) for row in range(50)]
+    found = list(rectangles(column, 100, limit=200))
+    assert [(one.row, one.rows, one.start, one.nbytes) for one in found] == [
+        (0, 20, 20, 10),
+        (20, 20, 20, 10),
+        (40, 10, 20, 10),
+    ]
+    assert [one.places for one in found] == [[(0, 200)], [(200, 200)], [(400, 100)]]
+
+
+def test_a_range_has_a_head_whole_rows_and_a_tail():
+    found = [(r.row, r.rows, r.start, r.nbytes) for r in rectangles([(30, 300, 0)], 100, 1000)]
+    assert found == [(0, 1, 30, 70), (1, 2, 0, 100), (3, 1, 0, 30)]
+
+
+def test_a_row_beyond_the_limit_is_cut():
+    found = [(r.row, r.rows, r.start, r.nbytes) for r in rectangles([(0, 250, 0)], 100, 64)]
+    assert found == [(0, 1, 0, 64), (0, 1, 64, 36), (1, 1, 0, 64), (1, 1, 64, 36), (2, 1, 0, 50)]
+
+
+def test_kinds_are_found():
+    assert {"block_fp8", "mxfp4", "constant"} <= kinds().keys()
+    assert all(callable(kind.compute) for kind in kinds().values())
