@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
@@ -13,6 +14,7 @@ from ckptctl.units import parse_bytes
 if TYPE_CHECKING:
     from ckptctl.ops.convert import ConversionOptions, ConversionPlan, ConversionResult
     from ckptctl.ops.inspection import Inspection
+    from ckptctl.ops.merge import MergePlan
 
 AnyPath = str | Path
 MAX_SHARD_SIZE = "5GB"
@@ -45,6 +47,7 @@ class Options(TypedDict, total=False):
         jobs: Threads that copy; None: one per core, at most four.
         memory: Budget for buffers: bytes, or text such as ``256MiB``; None: the default.
         untie: Write both of two tied tensors.
+        lora_alpha: Strength of an adapter, where no adapter_config.json says so.
     """
 
     from_format: str | None
@@ -70,6 +73,7 @@ class Options(TypedDict, total=False):
     jobs: int | None
     memory: int | str | None
     untie: bool
+    lora_alpha: float | None
 
 
 def inspect(
@@ -143,6 +147,64 @@ def convert(
     return run_conversion(plan_conversion(src, dst, to=to, **options), progress)
 
 
+def plan_merge(
+    base: AnyPath,
+    adapter: AnyPath,
+    dst: AnyPath,
+    *,
+    to: str | None = None,
+    scaling: float | None = None,
+    **options: Unpack[Options],
+) -> MergePlan:
+    """Decide everything about merging an adapter into its model, without writing a byte.
+
+    Args:
+        base: The model's checkpoint.
+        adapter: The adapter: PEFT's directory, torchtune's or Mistral's file, ...
+        dst: Where the merged model would appear.
+        to: Format to write; None: that of *base*.
+        scaling: The factor of B A, where it does not follow from an adapter_config.json.
+        options: See :class:`Options`; they are those of the model.
+
+    Raises:
+        CkptError: The merge would fail or would not be safe.
+    """
+    from ckptctl.ops.merge import plan_merge as plan
+
+    asked = conversion_options(to or "", **options)
+    return plan(base, adapter, dst, asked, _factor("scaling", scaling))
+
+
+def merge(
+    base: AnyPath,
+    adapter: AnyPath,
+    dst: AnyPath,
+    *,
+    to: str | None = None,
+    scaling: float | None = None,
+    progress: Callable[[int], None] | None = None,
+    **options: Unpack[Options],
+) -> ConversionResult:
+    """Merge a LoRA or DoRA adapter into its model and publish the result as *dst*.
+
+    Args:
+        base: The model's checkpoint; it is never changed.
+        adapter: The adapter: PEFT's directory, torchtune's or Mistral's file, ...
+        dst: Must not exist, unless ``overwrite=True`` and it is a checkpoint.
+        to: Format to write; None: that of *base*.
+        scaling: The factor of B A, where it does not follow from an adapter_config.json.
+        progress: Called with the bytes done since the last call, from this thread.
+        options: See :class:`Options`; they are those of the model.
+
+    Raises:
+        CkptError: Nothing was published, unless ``verify`` is what failed.
+    """
+    from ckptctl.ops.merge import run_merge
+
+    plan = plan_merge(base, adapter, dst, to=to, scaling=scaling, **options)
+    return run_merge(plan, progress)
+
+
 def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions:
     """Return *options* checked and in the form that the operation takes.
 
@@ -182,6 +244,7 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         jobs=_positive("jobs", options.get("jobs")),
         memory=None if memory is None else parse_bytes(memory),
         untie=options.get("untie", False),
+        lora_alpha=_factor("lora_alpha", options.get("lora_alpha")),
     )
 
 
@@ -211,6 +274,12 @@ def _only(value: str) -> Literal["model", "all"]:
     if value == "all":
         return "all"
     raise UsageError(f"`{value}` is neither `model` nor `all`", where="only")
+
+
+def _factor(name: str, value: float | None) -> float | None:
+    if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+        raise UsageError(f"{value} is not a positive number", where=name)
+    return value
 
 
 def _path(path: AnyPath | None) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -152,13 +152,27 @@ def families() -> dict[str, Family]:
     return {name: _named(name) for name in names()}
 
 
+def adapters(known: Iterable[Family]) -> dict[str, Family]:
+    """Return the families of the adapters of *known* ones, by name."""
+    from ckptctl.planner.adapters import adapter_family
+
+    found = (one if one.partial else adapter_family(one) for one in known)
+    return {one.name: one for one in found if one.layouts}
+
+
 def family(name: str) -> Family:
     """Return the family that a user calls *name*: a model type or one of its aliases.
+
+    With ``-lora`` behind it, the family of its adapters.
 
     Raises:
         UsageError: There is none.
         CkptError: It cannot be loaded.
     """
+    from ckptctl.planner.adapters import SUFFIX, adapter_family
+
+    if name.endswith(SUFFIX):
+        return adapter_family(family(name.removesuffix(SUFFIX)))
     plain = name.strip().lower().replace("-", "_").replace(".", "_")
     for exact in (name, plain):
         if exact in _built_in():

@@ -98,6 +98,11 @@ MTP_LAYER = deepseek_v2.LAYER.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}")
 MTP_CORRECTION = CORRECTION.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}")
 MTP_TITAN = TITAN.replace("torchtitan@0.2, ", "").replace("layers.{i}", "mtp_layers.{j}")
 
+REPEATED = (
+    Drop("hf", "model.layers.{j}.embed_tokens.weight", "it repeats the embedding", same_as="embed"),
+    Drop("hf", "model.layers.{j}.shared_head.head.weight", "it repeats the head", same_as="output"),
+)
+
 FAMILY: Family = replace(
     deepseek_v2.FAMILY,
     name="deepseek_v3",
@@ -122,27 +127,14 @@ FAMILY: Family = replace(
     ),
     architecture="DeepseekV3ForCausalLM",
     drops=(
-        Drop(
-            "hf",
-            "model.layers.{j}.embed_tokens.weight",
-            "the same as the embedding",
-            same_as="embed",
-        ),
-        Drop(
-            "hf",
-            "model.layers.{j}.shared_head.head.weight",
-            "the same as the output",
-            same_as="output",
-        ),
+        *REPEATED,
         Drop(
             "hf",
             "model.layers.{i}.self_attn.rotary_emb.inv_freq",
             "rotary frequencies follow from rope_theta",
         ),
     ),
-    ties=(
-        Tie("output", of="embed", stored_in=("deepseek", "torchtitan@0.2", "torchtitan@0.3")),
-    ),
+    ties=(Tie("output", of="embed", stored_in=("deepseek", "torchtitan@0.2", "torchtitan@0.3")),),
     companions=(
         Companion({"hf": (".weight", ".weight_scale_inv"), "deepseek": (".weight", ".scale")}),
     ),
@@ -150,5 +142,5 @@ FAMILY: Family = replace(
     pinned=("router_bias",),
     shifts=(Shift("hf", index="j", into="i", marker="model.layers.{j}.eh_proj.weight"),),
     config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),
-    tiny={**deepseek_v2.FAMILY.tiny, "dd": 32, "j": 2, "down": 4, "across": 8},
+    tiny={**deepseek_v2.FAMILY.tiny, "dd": 32, "down": 4, "across": 8},
 )

@@ -88,6 +88,11 @@ FAMILY: Family = replace(
         "vf": ("vision_config.intermediate_size", ""),
         "j": ("vision_config.num_hidden_layers", ""),
     },
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "hf-fresh": "transformers 5.23",
+    },
     config_signs=({"model_type": "gemma3"},),
     tiny=gemma3_text.FAMILY.tiny
     | {"vd": 10, "va": 6, "vf": 14, "vc": 3, "ph": 2, "pw": 5, "vp": 9, "j": 2},

@@ -60,6 +60,7 @@ FAMILY = Family(
         "h": ("num_attention_heads", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "gemma3_text"},),
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

@@ -58,6 +58,7 @@ FAMILY = Family(
         "e": ("head_dim", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "phi"},),
     tiny={"v": 24, "d": 20, "f": 12, "h": 10, "k": 5, "e": 2, "i": 2},
 )

@@ -38,7 +38,7 @@ FAMILY = Family(
     layouts=("hf", "torchtune"),
     tables=(BEFORE, LAYER, AFTER),
     architecture="Phi3ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed", stored_in=("torchtune",)),),
     sizes={
         "v": ("vocab_size", ""),
         "d": ("hidden_size", ""),
@@ -48,6 +48,7 @@ FAMILY = Family(
         "e": ("head_dim", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "phi3"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

@@ -13,9 +13,9 @@ from converters import qwen2
 NORMS = """
 q_norm   e      self_attn.q_norm.weight  attn.q_norm.scale
 k_norm   e      self_attn.k_norm.weight  attn.k_norm.scale
-q_bias?  (h e)  self_attn.q_proj.bias    -
-k_bias?  (k e)  self_attn.k_proj.bias    -
-v_bias?  (k e)  self_attn.v_proj.bias    -
+q_bias?  (h e)  self_attn.q_proj.bias    attn.q_proj.bias
+k_bias?  (k e)  self_attn.k_proj.bias    attn.k_proj.bias
+v_bias?  (k e)  self_attn.v_proj.bias    attn.v_proj.bias
 o_bias?  d      self_attn.o_proj.bias    -
 """
 
@@ -81,6 +81,11 @@ FAMILY: Family = replace(
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3", "torchtitan@0.2")),),
     # The head dimension follows from the norms; where config.json leaves it out, it is not d / h.
     sizes={axis: names for axis, names in qwen2.FAMILY.sizes.items() if axis != "e"},
+    proofs={
+        "hf": "transformers 5.23",
+        "torchtitan@0.3": "torchtitan 0.3.0",
+        "torchtitan@0.2": "torchtitan 0.2.2",
+    },
     config_signs=({"model_type": "qwen3"},),
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "i": 2},
 )

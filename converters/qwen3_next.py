@@ -14,55 +14,55 @@ from ckptctl.planner.layouts import Family
 from converters import qwen2_moe
 
 LINEAR = """
-logical               axes          hf: model.layers.{i}.
-linear_qkvz@linear    qkvz d        linear_attn.in_proj_qkvz.weight
-linear_ba@linear      ba d          linear_attn.in_proj_ba.weight
-linear_conv@linear    qkv one taps  linear_attn.conv1d.weight
-linear_dt_bias@linear lh            linear_attn.dt_bias
-linear_a_log@linear   lh            linear_attn.A_log
-linear_norm@linear    le            linear_attn.norm.weight
-linear_o@linear       d (lh le)     linear_attn.out_proj.weight
+logical                axes          hf: model.layers.{i}.
+linear_qkvz@linear     qkvz d        linear_attn.in_proj_qkvz.weight
+linear_ba@linear       ba d          linear_attn.in_proj_ba.weight
+linear_conv@linear     qkv one taps  linear_attn.conv1d.weight
+linear_dt_bias@linear  lh            linear_attn.dt_bias
+linear_a_log@linear    lh            linear_attn.A_log
+linear_norm@linear     le            linear_attn.norm.weight
+linear_o@linear        d (lh le)     linear_attn.out_proj.weight
 """
 
 FULL = """
-q@full                (h g e) d     self_attn.q_proj.weight
-k@full                (k e) d       self_attn.k_proj.weight
-v@full                (k e) d       self_attn.v_proj.weight
-o@full                d (h e)       self_attn.o_proj.weight
-q_norm@full           e             self_attn.q_norm.weight
-k_norm@full           e             self_attn.k_norm.weight
-q_bias@full?          (h g e)       self_attn.q_proj.bias
-k_bias@full?          (k e)         self_attn.k_proj.bias
-v_bias@full?          (k e)         self_attn.v_proj.bias
-o_bias@full?          d             self_attn.o_proj.bias
+q@full                 (h g e) d     self_attn.q_proj.weight
+k@full                 (k e) d       self_attn.k_proj.weight
+v@full                 (k e) d       self_attn.v_proj.weight
+o@full                 d (h e)       self_attn.o_proj.weight
+q_norm@full            e             self_attn.q_norm.weight
+k_norm@full            e             self_attn.k_norm.weight
+q_bias@full?           (h g e)       self_attn.q_proj.bias
+k_bias@full?           (k e)         self_attn.k_proj.bias
+v_bias@full?           (k e)         self_attn.v_proj.bias
+o_bias@full?           d             self_attn.o_proj.bias
 """
 
 MTP = """
-logical         axes   hf: mtp.
-mtp_fc?         d dd   fc.weight
-mtp_embed_norm? d      pre_fc_norm_embedding.weight
-mtp_norm_1?     d      pre_fc_norm_hidden.weight
-mtp_norm?       d      norm.weight
+logical          axes  hf: mtp.                      hf-v5: mtp.
+mtp_fc?          d dd  fc.weight                     -
+mtp_embed_norm?  d     pre_fc_norm_embedding.weight  -
+mtp_norm_1?      d     pre_fc_norm_hidden.weight     -
+mtp_norm?        d     norm.weight                   -
 """
 
 MTP_LAYER = """
-logical       axes       hf: mtp.layers.{j}.
-q?            (h g e) d  self_attn.q_proj.weight
-k?            (k e) d    self_attn.k_proj.weight
-v?            (k e) d    self_attn.v_proj.weight
-o?            d (h e)    self_attn.o_proj.weight
-q_norm?       e          self_attn.q_norm.weight
-k_norm?       e          self_attn.k_norm.weight
-router?       x d        mlp.gate.weight
-expert_w1?    x m d      mlp.experts.{x}.gate_proj.weight
-expert_w3?    x m d      mlp.experts.{x}.up_proj.weight
-expert_w2?    x d m      mlp.experts.{x}.down_proj.weight
-shared_w1?    s d        mlp.shared_expert.gate_proj.weight
-shared_w3?    s d        mlp.shared_expert.up_proj.weight
-shared_w2?    d s        mlp.shared_expert.down_proj.weight
-shared_gate?  one d      mlp.shared_expert_gate.weight
-norm_1?       d          input_layernorm.weight
-norm_2?       d          post_attention_layernorm.weight
+logical       axes       hf: mtp.layers.{j}.                 hf-v5: mtp.layers.{j}.
+q?            (h g e) d  self_attn.q_proj.weight             -
+k?            (k e) d    self_attn.k_proj.weight             -
+v?            (k e) d    self_attn.v_proj.weight             -
+o?            d (h e)    self_attn.o_proj.weight             -
+q_norm?       e          self_attn.q_norm.weight             -
+k_norm?       e          self_attn.k_norm.weight             -
+router?       x d        mlp.gate.weight                     -
+expert_w1?    x m d      mlp.experts.{x}.gate_proj.weight    -
+expert_w3?    x m d      mlp.experts.{x}.up_proj.weight      -
+expert_w2?    x d m      mlp.experts.{x}.down_proj.weight    -
+shared_w1?    s d        mlp.shared_expert.gate_proj.weight  -
+shared_w3?    s d        mlp.shared_expert.up_proj.weight    -
+shared_w2?    d s        mlp.shared_expert.down_proj.weight  -
+shared_gate?  one d      mlp.shared_expert_gate.weight       -
+norm_1?       d          input_layernorm.weight              -
+norm_2?       d          post_attention_layernorm.weight     -
 """
 
 FAMILY: Family = replace(

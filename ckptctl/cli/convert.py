@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import typer
 
@@ -38,71 +39,25 @@ def convert(
     model_type: opt.ModelType = None,
     converter: opt.Converter = None,
     sizes: opt.Set = None,
-    from_layout: Annotated[
-        str | None,
-        typer.Option(metavar="LAYOUT", help="How SRC names its tensors, if not detected."),
-    ] = None,
-    to_layout: Annotated[
-        str | None,
-        typer.Option(metavar="LAYOUT", help="How DST is to name them: hf, meta, torchtune, ..."),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            callback=opt.check_dtype,
-            autocompletion=opt.dtype_names,
-            help="Cast floating tensors, as in bf16; those pinned to fp32 stay.",
-        ),
-    ] = None,
-    dequantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            callback=opt.check_dequantize,
-            autocompletion=opt.dequantize_names,
-            help="Turn quantised tensors into bf16 or fp32.",
-        ),
-    ] = None,
+    from_layout: opt.FromLayout = None,
+    to_layout: opt.ToLayout = None,
+    dtype: opt.DType = None,
+    dequantize: opt.Dequantize = None,
     include: opt.Include = None,
     exclude: opt.Exclude = None,
-    only: Annotated[
-        str,
-        typer.Option(
-            metavar="PART", callback=opt.check_only, help="model, or all: optimizer state too."
-        ),
-    ] = "model",
-    root: Annotated[
-        str | None,
-        typer.Option(metavar="PREFIX", help="Where the model is inside SRC, if not detected."),
-    ] = None,
-    max_shard_size: Annotated[
-        str,
-        typer.Option(metavar="SIZE", callback=opt.check_size, help="Bytes of tensors per file."),
-    ] = "5GB",
-    mp: Annotated[
-        int, typer.Option(metavar="N", callback=opt.check_positive, help="Number of Meta shards.")
-    ] = 1,
-    assets: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where configuration and tokenizer come from."),
-    ] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Put the same keys in the same files as this one."),
-    ] = None,
-    untie: Annotated[bool, typer.Option("--untie", help="Write both of two tied tensors.")] = False,
+    only: opt.Only = "model",
+    root: opt.Root = None,
+    max_shard_size: opt.MaxShardSize = "5GB",
+    mp: opt.MP = 1,
+    assets: opt.Assets = None,
+    like: opt.Like = None,
+    untie: opt.Untie = False,
+    lora_alpha: opt.LoraAlpha = None,
     dry_run: opt.DryRun = False,
     overwrite: opt.Overwrite = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted run.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read DST again and compare its checksums.")
-    ] = False,
-    no_checksum: Annotated[
-        bool, typer.Option("--no-checksum", help="Compute no checksums; may be faster.")
-    ] = False,
+    resume: opt.Resume = False,
+    verify: opt.Verify = False,
+    no_checksum: opt.NoChecksum = False,
     jobs: opt.Jobs = None,
     memory: opt.Memory = None,
     json: opt.Json = False,
@@ -113,8 +68,8 @@ def convert(
     SRC is never changed. DST appears whole, in one step, or not at all.
     """
     from ckptctl import api
-    from ckptctl.ops.convert import run_conversion
 
+    del converter  # known while the command runs
     output = Output(json, quiet)
     plan = api.plan_conversion(
         src,
@@ -122,7 +77,6 @@ def convert(
         to=to,
         from_format=from_format,
         model_type=model_type,
-        converter=converter,
         sizes=opt.sizes_of(sizes),
         from_layout=from_layout,
         to_layout=to_layout,
@@ -143,25 +97,62 @@ def convert(
         jobs=jobs,
         memory=memory,
         untie=untie,
+        lora_alpha=lora_alpha,
     )
+    carry_out(context, output, plan, dst, dry_run, Published(SCHEMA))
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What ``--json`` prints.
+
+    Attributes:
+        schema: Its schema.
+        more: Fields beside those of the conversion.
+    """
+
+    schema: str
+    more: Mapping[str, object] = field(default_factory=dict)
+
+
+def carry_out(
+    context: typer.Context,
+    output: Output,
+    plan: ConversionPlan,
+    dst: Path,
+    dry_run: bool,
+    published: Published,
+) -> None:
+    """Show *plan*, or carry it out and show the result.
+
+    Args:
+        context: The command line.
+        output: Where to print.
+        plan: What to do.
+        dst: The destination as it was typed.
+        dry_run: Whether nothing is to be done.
+        published: What ``--json`` prints.
+    """
+    from ckptctl.ops.convert import run_conversion
+
     output.statement(plan.statement)
     for note in plan.notes:
         output.note(note)
     if dry_run:
-        _print_plan(output, plan, dst)
+        _print_plan(output, plan, dst, published)
         output.hint(f"run it with `{_without_dry_run(context)}`")
         return
     for reason, names in _by_reason(plan.left_out):
         output.note(f"left out, {reason}: {_in_short(names)}")
     with progress(output, "copying", plan.nbytes, "syncing") as advance:
         result = run_conversion(plan, advance)
-    _print_result(output, result, dst)
+    _print_result(output, result, dst, published)
     output.hint(f"look at it with `{shlex.join(['ckptctl', 'inspect', str(dst)])}`")
 
 
-def _print_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
+def _print_plan(output: Output, plan: ConversionPlan, dst: Path, published: Published) -> None:
     if output.mode == "json":
-        output.document(SCHEMA, {"dry_run": True, **plan.to_json()})
+        output.document(published.schema, {"dry_run": True, **plan.to_json(), **published.more})
     elif output.mode == "quiet":
         output.line(str(dst))
     elif output.mode == "plain":
@@ -224,9 +215,11 @@ def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
             output.line(f"  and {len(names) - SHOWN:,} more")
 
 
-def _print_result(output: Output, result: ConversionResult, dst: Path) -> None:
+def _print_result(
+    output: Output, result: ConversionResult, dst: Path, published: Published
+) -> None:
     if output.mode == "json":
-        output.document(SCHEMA, {"dry_run": False, **result.to_json()})
+        output.document(published.schema, {"dry_run": False, **result.to_json(), **published.more})
         return
     for note in result.notes:
         output.note(note)

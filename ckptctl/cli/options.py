@@ -161,6 +161,13 @@ def check_positive(value: int | None) -> int | None:
     return value
 
 
+def check_factor(value: float | None) -> float | None:
+    """Refuse what is no finite number above 0."""
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{value} is not a positive number")
+    return value
+
+
 def check_only(value: str) -> str:
     """Refuse what is neither ``model`` nor ``all``."""
     among(value, "part", ("model", "all"))
@@ -255,4 +262,67 @@ Memory = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print names or paths alone, one per line.")
+]
+FromLayout = Annotated[
+    str | None,
+    typer.Option(metavar="LAYOUT", help="How SRC names its tensors, if not detected."),
+]
+ToLayout = Annotated[
+    str | None,
+    typer.Option(metavar="LAYOUT", help="How DST is to name them: hf, meta, torchtune, ..."),
+]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        callback=check_dtype,
+        autocompletion=dtype_names,
+        help="Cast floating tensors, as in bf16; those pinned to fp32 stay.",
+    ),
+]
+Dequantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        callback=check_dequantize,
+        autocompletion=dequantize_names,
+        help="Turn quantised tensors into bf16 or fp32.",
+    ),
+]
+Only = Annotated[
+    str,
+    typer.Option(metavar="PART", callback=check_only, help="model, or all: optimizer state too."),
+]
+Root = Annotated[
+    str | None,
+    typer.Option(metavar="PREFIX", help="Where the model is inside SRC, if not detected."),
+]
+MaxShardSize = Annotated[
+    str,
+    typer.Option(metavar="SIZE", callback=check_size, help="Bytes of tensors per file."),
+]
+MP = Annotated[
+    int, typer.Option(metavar="N", callback=check_positive, help="Number of Meta shards.")
+]
+Assets = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Where configuration and tokenizer come from."),
+]
+Like = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Put the same keys in the same files as this one."),
+]
+Untie = Annotated[bool, typer.Option("--untie", help="Write both of two tied tensors.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Read DST again and compare its checksums.")]
+NoChecksum = Annotated[
+    bool, typer.Option("--no-checksum", help="Compute no checksums; may be faster.")
+]
+LoraAlpha = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        callback=check_factor,
+        help="Strength of an adapter, where no adapter_config.json says so.",
+    ),
 ]

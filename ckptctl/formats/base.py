@@ -133,12 +133,16 @@ class Format(ABC):
     Attributes:
         name: What ``--from`` and ``--to`` call it.
         title: One line for ``--help`` and lists.
-        layout: The layout that its tensors always have; None: any.
+        layout: The layout that its tensors have; None: any.
+        other_layouts: Whether they have another one where the user asks for it.
+        adapters: Whether it holds adapters and no models.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     layout: ClassVar[str | None] = None
+    other_layouts: ClassVar[bool] = False
+    adapters: ClassVar[bool] = False
 
     @abstractmethod
     def sniff(self, path: Path) -> Sniff | None:
@@ -168,11 +172,13 @@ class WritableFormat(Format):
         single_file: Whether the output is one file instead of a directory.
         nested: Whether it keeps the structure of nested dictionaries and other leaves.
         parallel: Whether it has one file per model-parallel rank.
+        described: Whether ``params.json`` describes the model in it.
     """
 
     single_file: ClassVar[bool] = False
     nested: ClassVar[bool] = False
     parallel: ClassVar[bool] = False
+    described: ClassVar[bool] = False
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> Output:

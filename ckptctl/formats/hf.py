@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
@@ -45,10 +46,14 @@ class HfFormat(WritableFormat):
     name = "hf"
     title = "Hugging Face: safetensors (or pytorch_model*.bin, read only) with config.json"
     layout = "hf"
+    other_layouts = True
+    stem: ClassVar[str] = "model"
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if path.is_file():
+            if path.name.startswith(("adapter_model", "consolidated")):
+                return None
             named = path.name.endswith((".safetensors", INDEX)) or path.name in BIN
             return Sniff(path.name) if named or torch_file.HF_BIN.fullmatch(path.name) else None
         if not path.is_dir():
@@ -64,7 +69,7 @@ class HfFormat(WritableFormat):
             if main.endswith("index.json"):
                 return self._read_index(files, path, main)
             if main.endswith(".bin"):
-                whole = _read_bin(files, main)
+                whole = read_bin(files, main)
                 return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
             names = _set_of(path, main)
             return self._read_safetensors(files, path, names)
@@ -74,7 +79,7 @@ class HfFormat(WritableFormat):
         metadata: dict[str, str] = {}
         for name in names:
             found, strings = _read_shard(files, name)
-            _merge(tensors, found, name)
+            merge(tensors, found, name)
             metadata |= strings
         notes = () if len(names) == 1 else (f"{len(names)} shards without an index",)
         return self._catalog(files, path, tensors, metadata, names, notes, None)
@@ -91,7 +96,7 @@ class HfFormat(WritableFormat):
             if name.endswith(".safetensors"):
                 found, more = _read_shard(files, name)
             else:
-                contents = _read_bin(files, name)
+                contents = read_bin(files, name)
                 found, more = contents.tensors, {}
                 notes |= dict.fromkeys(contents.notes)
             _agree(weight_map, found, name, str(files.root / main))
@@ -142,12 +147,13 @@ class HfFormat(WritableFormat):
         shards = _shards(kept, request)
         names = request.like_files
         if not names or not all(name.endswith(".safetensors") for name in names):
-            names = _shard_names(len(shards))
+            names = _shard_names(self.stem, len(shards))
         writer = _Writer(aliases if len(shards) == 1 else {})
         for file, shard in zip(names, shards, strict=True):
             writer.add(file, [by_name[name] for name in shard])
         if len(names) > 1:
-            writer.files.append(_index(kept, zip(names, shards, strict=True), aliases))
+            placed = zip(names, shards, strict=True)
+            writer.files.append(_index(self.stem, kept, placed, aliases))
         left_out = {blob.name: "a safetensors file holds tensors only" for blob in request.blobs}
         return Output(tuple(writer.files), tuple(writer.records), writer.boxes, (), left_out)
 
@@ -179,13 +185,14 @@ def _shards(kept: Sequence[OutputTensor], request: OutputRequest) -> list[list[s
     return fill(((t.name, t.nbytes) for t in kept), request.max_shard_size)
 
 
-def _shard_names(count: int) -> tuple[str, ...]:
+def _shard_names(stem: str, count: int) -> tuple[str, ...]:
     if count == 1:
-        return ("model.safetensors",)
-    return tuple(f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
+        return (f"{stem}.safetensors",)
+    return tuple(f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
 
 
 def _index(
+    stem: str,
     kept: Sequence[OutputTensor],
     shards: Iterator[tuple[str, list[str]]],
     aliases: Mapping[str, str],
@@ -194,7 +201,7 @@ def _index(
         "metadata": {"total_size": sum(tensor.nbytes for tensor in kept), **aliases},
         "weight_map": {name: file for file, shard in shards for name in shard},
     }
-    return document(f"model{INDEX}", json.dumps(content, indent=2).encode() + b"\n")
+    return document(f"{stem}{INDEX}", json.dumps(content, indent=2).encode() + b"\n")
 
 
 def _read_shard(files: SourceFiles, name: str) -> tuple[dict[str, TensorEntry], Mapping[str, str]]:
@@ -208,7 +215,12 @@ def _read_shard(files: SourceFiles, name: str) -> tuple[dict[str, TensorEntry], 
     return tensors, header.metadata
 
 
-def _read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
+def read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
+    """Return what a ``torch.save`` file holds, which has to be tensors only.
+
+    Raises:
+        DamagedError: It holds something else, or is damaged.
+    """
     found = torch_file.read_contents(files, name)
     if found.blobs:
         raise DamagedError(
@@ -258,14 +270,14 @@ def _chosen(path: Path) -> str:
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
             raise _no_weights("this is no weight file", path)
-        _require_whole(path, [path.name], f"name the directory `{path.parent}`, or its index")
+        require_whole(path, [path.name], f"name the directory `{path.parent}`, or its index")
         return path.name
     main = _main_files(path)
     if not main:
         raise _no_weights("there are no weight files here", path)
     if _complete_set(main):
         return main[0]
-    _require_whole(path, main, "download the missing shards, and the index")
+    require_whole(path, main, "download the missing shards, and the index")
     if len(main) == 1:
         return main[0]
     raise FormatError(
@@ -284,7 +296,7 @@ def _no_weights(what: str, path: Path) -> FormatError:
     )
 
 
-def _require_whole(path: Path, names: Sequence[str], hint: str) -> None:
+def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
     """Refuse some shards of a set; they are told by their names."""
     matches = [match for name in names if (match := _PART.fullmatch(name))]
     kinds = {(match[1], match[3], match[4]) for match in matches}
@@ -338,7 +350,12 @@ def _weights(root: Path) -> list[str]:
     return sorted(n for n in found if n.endswith((".safetensors", ".bin", ".pth", ".pt")))
 
 
-def _merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], name: str) -> None:
+def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], name: str) -> None:
+    """Add to *tensors* what was *found* in the shard called *name*.
+
+    Raises:
+        DamagedError: A tensor is there already.
+    """
     twice = [key for key in found if key in tensors]
     if twice:
         other = tensors[twice[0]].extents[0].file

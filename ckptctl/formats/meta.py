@@ -22,6 +22,7 @@ from ckptctl.formats.base import (
     WritableFormat,
     absent,
 )
+from ckptctl.formats.mistral_params import is_mistral
 from ckptctl.formats.rank_files import lay_out
 from ckptctl.formats.ranks import Joined
 from ckptctl.storage.files import SourceFiles
@@ -36,12 +37,15 @@ class MetaFormat(WritableFormat):
     name = "meta"
     title = "Meta: consolidated.NN.pth with params.json"
     layout = LAYOUT
+    described = True
     parallel = True
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         folder = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
+            return None
+        if is_mistral(folder):
             return None
         shards = [item for item in folder.glob("consolidated*.pth") if _SHARD.fullmatch(item.name)]
         return Sniff(f"{len(shards)} consolidated.*.pth") if shards else None

@@ -253,16 +253,22 @@ class Joined:
             for piece in share.pieces if share else ():
                 part = _inside(self.shards[rank][key], piece)
                 if not _equal(files, found.setdefault(piece.box, part), part, piece.axis):
-                    raise DamagedError(
-                        f"the ranks disagree on `{key}`",
-                        where=f"{self.names[0]} and {self.names[rank]}",
-                        why="every rank holds a copy of it, and these two differ",
-                    )
+                    self._disagree(key, rank)
         first = self.first[key]
         shape = self._whole(key, sizes, repeats)
         extents = tuple(replace(part.extents[0], box=box) for box, part in found.items())
         alias = first.alias_of if extents == first.extents else None
         return replace(first, shape=shape, extents=extents, alias_of=alias)
+
+    def _disagree(self, key: str, rank: int) -> None:
+        """Refuse copies that differ; of what carries no information one is as good as another."""
+        if cuts(self.family, self.layout, key):
+            raise DamagedError(
+                f"the ranks disagree on `{key}`",
+                where=f"{self.names[0]} and {self.names[rank]}",
+                why="every rank holds a copy of it, and these two differ",
+            )
+        self.notes += (f"`{key}` differs between ranks; that of the first is used",)
 
     def _check(self, joined: Shard) -> None:
         """Compare the joined shapes with the configuration: a missing shard shows here."""

@@ -44,7 +44,9 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
         ),
         "--dequantize takes bf16 or fp32": (asked.dequantize not in (None, "bfloat16", "float32")),
         f"--to {target.name} always has layout {target.layout}": (
-            target.layout is not None and asked.to_layout not in (None, target.layout)
+            target.layout is not None
+            and not target.other_layouts
+            and asked.to_layout not in (None, target.layout)
         ),
     }
     found = next((problem for problem, holds in problems.items() if holds), None)

@@ -7,19 +7,21 @@ exactly that plan and publishes the result in one step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckptctl import families, formats
+from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops import checks
+from ckptctl.ops.adapter_files import beside
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.documents import gather, unquantised
 from ckptctl.ops.draft import Draft
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.overwrite import replaceable
-from ckptctl.ops.recognise import recognise
+from ckptctl.ops.recognise import Json, Recognition, recognise
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.executor import execute
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 Progress = Callable[[int], None]
+Change = Callable[[Catalog, Recognition, Mapping[str, Json]], Catalog]
 
 
 def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions) -> ConversionPlan:
@@ -48,23 +51,37 @@ def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions
         CkptError: The source is not whole or not understood, or the conversion would not be safe.
     """
     with families.using(options.converter):
-        return _plan(src, dst, options)
+        return plan_changed(src, dst, options, lambda catalog, _, __: catalog)
 
 
-def _plan(src: str | Path, dst: str | Path, options: ConversionOptions) -> ConversionPlan:
+def plan_changed(
+    src: str | Path, dst: str | Path, options: ConversionOptions, change: Change
+) -> ConversionPlan:
+    """Decide everything about the conversion of what *change* makes of a checkpoint.
+
+    Args:
+        src: The checkpoint.
+        dst: Where the output will appear.
+        options: What is asked for.
+        change: Takes the checkpoint, what it is, and its documents; returns what is converted.
+
+    Raises:
+        CkptError: See :func:`plan_conversion`.
+    """
     target = formats.target(options.to)
     checks.options(options, target)
     source = formats.existing(src)
     destination = checks.destination(source, Path(dst), options.overwrite, replaceable)
     catalog = formats.open_checkpoint(source, options.from_format, options.model_type)
-    assets = gather(catalog, options.assets)
+    assets = beside(catalog, gather(catalog, options.assets))
     if options.dequantize:
         catalog = dequantised(catalog, options.dequantize)
         assets = unquantised(assets)
     known = recognise(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
-    return Draft(catalog, known, options, target, destination, assets).plan()
+    changed = change(catalog, known, assets.documents)
+    return Draft(changed, known, options, target, destination, assets).plan()
 
 
 def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> ConversionResult:

@@ -78,7 +78,7 @@ def _understood(catalog: Catalog) -> list[Pair]:
             hint="fp8 with block scales and MXFP4 can be dequantised",
         )
     orphans(catalog)
-    found = list(pairs(catalog))
+    found = pairs(catalog)
     if not found:
         raise UsageError(
             "nothing here is quantised",
@@ -147,5 +147,5 @@ def _documents(
 
 
 def _note(found: list[Pair], dtype: str) -> str:
-    ways = list(dict.fromkeys(pair.how for pair in found))
-    return f"dequantised to {dtype}: {len(found):,} of the tensors, {', '.join(ways)}"
+    ways = ", ".join(dict.fromkeys(pair.how for pair in found))
+    return f"dequantised to {dtype}: {len(found):,} tensors, {ways}"

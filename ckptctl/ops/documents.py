@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
 from ckptctl.formats.assets import amended, documents, left_behind, side_files
 from ckptctl.formats.base import copied, document
 from ckptctl.ops.layout_change import Change
-from ckptctl.planner.configs import config_to_params, params_to_config, plain
+from ckptctl.planner.configs import plain
+from ckptctl.planner.params import config_to_params, params_to_config
 from ckptctl.planner.plan import OutputFile, RawCopy
 
 CONFIG, PARAMS = "config.json", "params.json"
@@ -120,8 +122,8 @@ def papers(
     notes: tuple[str, ...] = ()
     if to_format == "hf" and CONFIG not in assets.documents:
         notes = (_about_config(change) if CONFIG in written else NO_CONFIG,)
-    if to_format == "meta" and PARAMS not in written:
-        raise _no_params(change)
+    if formats.target(to_format).described and PARAMS not in written:
+        raise _no_params(to_format, change)
     carried = {name: size for name, size in assets.sizes.items() if name not in written}
     return Papers(
         tuple(document(name, content) for name, content in written.items())
@@ -159,7 +161,7 @@ def _written(
         written[CONFIG] = dumped(made)
     if to_format == "dcp" and params is not None:
         written[PARAMS] = dumped(params)
-    if to_format == "meta":
+    if formats.target(to_format).described:
         found = _params(config, params, change, ranks)
         if found is not None:
             written[PARAMS] = dumped(found)
@@ -176,13 +178,14 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
         return amended(params, "n_kv_heads", stated) if stated and known else params
     if config is None:
         return None
-    return config_to_params(change.family, config, change.sizes or {}, ranks=ranks)
+    told = _untied(config, change)
+    return config_to_params(change.family, told, change.sizes or {}, ranks=ranks)
 
 
-def _no_params(change: Change) -> MappingError:
+def _no_params(to_format: str, change: Change) -> MappingError:
     known = "the model type is not known" if change.family is None else "there is no config.json"
     return MappingError(
-        "Meta's format needs params.json, and it cannot be written",
+        f"format {to_format} needs params.json, and it cannot be written",
         why=known,
         hint="--assets DIR names a directory that holds config.json or params.json",
     )

@@ -11,6 +11,7 @@ from ckptctl.catalog import Blob, Catalog, Computed, TensorEntry, is_computed, m
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.ops import checks
+from ckptctl.ops.adapter_files import adapter_papers
 from ckptctl.ops.conversion import ConversionPlan
 from ckptctl.ops.digest import digest_of
 from ckptctl.ops.documents import Assets, Papers, papers
@@ -24,6 +25,7 @@ from ckptctl.ops.reference import reference, require_same_keys
 from ckptctl.ops.selection import Selection, chosen, select
 from ckptctl.ops.training import Rest, follow
 from ckptctl.ops.transfers import transfers
+from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping import MappedTensor
@@ -68,7 +70,7 @@ class Draft:
             self.options.to_layout or self.target.layout,
             self.catalog.path,
             source_layout=formats.get(self.catalog.format).layout,
-            described=self.target.parallel,
+            described=self.target.parallel or self.target.described,
             untie=self.options.untie,
             partial=bool(self.options.include or self.options.exclude),
             given=self.options.sizes,
@@ -223,6 +225,10 @@ class Draft:
         return self.options.mp
 
     def _papers(self, change: Change, tensors: tuple[OutputTensor, ...]) -> Papers:
+        if is_adapter(self.catalog.tensors):
+            return adapter_papers(
+                self.catalog, self.assets, change, self.target, self.options.lora_alpha
+            )
         found = papers(
             self.assets,
             self.options.to,

@@ -9,9 +9,10 @@ from ckptctl import families
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognise import Recognition, require_one
-from ckptctl.planner.configs import contradictions, is_tied, read_lists, read_sizes
+from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping import MappedTensor, Zeros, map_tensors
+from ckptctl.planner.params import contradictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def change_layout(
     unknown = not known.candidates and target in (None, source_layout or "hf")
     same = unknown or target is None or target == known.layout or target in known.alike
     if not same or (described and known.candidates):
-        family = _family(known, target, where)
+        family = chosen_family(known, target, where)
     elif known.exact and known.model_type:
         family = families.family(known.model_type)
     else:
@@ -99,7 +100,7 @@ def change_layout(
     _agree(family, known, where)
     shapes = {name: entry.shape for name, entry in tensors.items()}
     source = known.layout or ""
-    tied = is_tied(family, known.config)
+    tied = is_tied(family, known.config, known.params)
     found = map_tensors(
         family,
         source,
@@ -126,8 +127,17 @@ def change_layout(
     )
 
 
-def _family(known: Recognition, target: str | None, where: str) -> Family:
-    """The family for a change of names; several are as good as one where they say the same."""
+def chosen_family(known: Recognition, target: str | None, where: str) -> Family:
+    """Return the family for a change of names; several that say the same are as good as one.
+
+    Args:
+        known: What the checkpoint is.
+        target: The layout that is wanted.
+        where: The checkpoint, for errors.
+
+    Raises:
+        MappingError: None is known, or several that differ.
+    """
     if known.model_type is None and known.layout and target and _interchangeable(known, target):
         return families.family(known.candidates[0])
     require_one(known, where)

@@ -40,6 +40,7 @@ class ConversionOptions:
         jobs: Threads; None: one per core, at most four.
         memory: Bytes of buffers; None: 64 MiB.
         untie: Keep both of two tied tensors.
+        lora_alpha: The strength of an adapter, where nothing beside it says so.
     """
 
     to: str
@@ -66,6 +67,7 @@ class ConversionOptions:
     jobs: int | None = None
     memory: int | None = None
     untie: bool = False
+    lora_alpha: float | None = None
 
     def execution(self) -> ExecutionOptions:
         """Return how the plan is to be carried out."""

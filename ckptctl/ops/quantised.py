@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import DamagedError, MappingError, listed
+from ckptctl.errors import CkptError, DamagedError, MappingError, listed
 
 QUANTIZATION = "quantization_config"
 FP8 = "float8_e4m3fn"
@@ -58,29 +58,37 @@ class Pair:
 
 
 def quantised(catalog: Catalog) -> Mapping[str, str]:
-    """Return what is quantised, by the name of the tensor that it stands for, and how.
-
-    Raises:
-        DamagedError: Scales do not fit what they scale.
-    """
-    return {**{pair.key: pair.how for pair in pairs(catalog)}, **unknown(catalog)}
-
-
-def pairs(catalog: Catalog) -> Iterator[Pair]:
-    """Yield the quantised tensors that are understood, in the checkpoint's order.
-
-    Raises:
-        DamagedError: Scales do not fit what they scale.
-    """
-    block = _block(catalog)
-    for name, entry in catalog.tensors.items():
-        scale = _scale_of(catalog, name)
-        if scale is None:
-            continue
-        if entry.dtype == FP8:
-            yield _fp8(entry, catalog.tensors[scale], block)
+    """Return what is quantised, by the name of the tensor that it stands for, and how."""
+    found: dict[str, str] = {}
+    for name in catalog.tensors:
+        try:
+            pair = _pair(catalog, name)
+        except CkptError:
+            found[name] = "scales that do not fit"
         else:
-            yield _mxfp4(entry, catalog.tensors[scale])
+            found |= {pair.key: pair.how} if pair else {}
+    return {**found, **unknown(catalog)}
+
+
+def pairs(catalog: Catalog) -> list[Pair]:
+    """Return the quantised tensors that are understood, in the checkpoint's order.
+
+    Raises:
+        DamagedError: Scales do not fit what they scale.
+        MappingError: The configuration does not say how large a block is.
+    """
+    found = (_pair(catalog, name) for name in catalog.tensors)
+    return [pair for pair in found if pair]
+
+
+def _pair(catalog: Catalog, name: str) -> Pair | None:
+    scale = _scale_of(catalog, name)
+    if scale is None:
+        return None
+    entry = catalog.tensors[name]
+    if entry.dtype == FP8:
+        return _fp8(entry, catalog.tensors[scale], _block(catalog))
+    return _mxfp4(entry, catalog.tensors[scale])
 
 
 def unknown(catalog: Catalog) -> dict[str, str]:

@@ -9,6 +9,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, UsageError, nearest
 from ckptctl.ops.selection import Selection, checked_root, containers, roots, select
+from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.detect import Candidate, Detection, detect
 from ckptctl.planner.layouts import Family
 
@@ -70,6 +71,10 @@ def recognise(
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
     known = {model_type: families.family(model_type)} if model_type else families.families()
+    adapted = is_adapter(catalog.tensors)
+    if adapted:
+        known = families.adapters(known.values())
+        model_type = next(iter(known), None) if model_type else None
     _check_layout(layout, known)
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     prefer = layout or formats.get(catalog.format).layout
@@ -83,6 +88,9 @@ def recognise(
     best = max(tried.items(), key=lambda item: _rank(item[1]))
     _require_one_root(best, {p: d for p, d in tried.items() if p in named}, catalog.path)
     recognition = _recognition(best[0], best[1], model_type, layout, config, params)
+    if adapted and recognition.layout is None and best[1].exact:
+        # Layouts that differ only in layers that are not adapted: any of them is right.
+        recognition = replace(recognition, layout=best[1].candidates[0].layout)
     if model_type is None and config is None:
         recognition = _perhaps_tied(recognition, select(catalog, best[0]), known)
     if layout is not None and not recognition.candidates:

@@ -149,7 +149,7 @@ def _operand(
 ) -> Iterator[Operand]:
     """Yield the part of *box* that belongs to the logical tensor; all of it in most layouts."""
     region = Box(view.origin, view.sizes)
-    part = box if region.sizes == box.sizes == view.sizes else _common(region, box)
+    part = box if region == box else _common(region, box)
     if part is None:
         return
     whole = part == box

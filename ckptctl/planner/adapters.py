@@ -31,9 +31,17 @@ RANK = "R"
 PREFIX = "base_model.model."
 PEFT = {"hf": "peft", "hf-v5": "peft-v5"}
 ROLES = ("lora_a", "lora_b", "magnitude")
+COPIES = {"saved": "", "beneath": ".base_layer"}
+"""Roles of whole tensors of the model: one that replaces it, one that the factors change."""
 _PLAIN = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _PEFT = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
-_SUFFIXES = {"hf": _PEFT, "hf-v5": _PEFT, "mistral": (".lora_A.weight", ".lora_B.weight", "")}
+_SUFFIXES = {
+    "hf": _PEFT,
+    "hf-v5": _PEFT,
+    "torchtune": _PLAIN,
+    "torchtitan@0.3": (*_PLAIN[:2], ""),
+    "mistral": (*_PEFT[:2], ""),
+}
 _ADAPTED = re.compile(r"\.lora_(?:[abAB]|embedding_[AB])(?:\.|\Z)")
 _WEIGHT = ".weight"
 
@@ -59,11 +67,11 @@ def module_of(name: str) -> str:
 def adapter_family(base: Family) -> Family:
     """Return the family of the adapters of *base*.
 
-    Its layouts are called as those of *base*, but ``peft`` for ``hf``. Layouts that insert layers
-    at places which only a configuration says are left out.
+    Its layouts are those of *base* in which programs write adapters, called alike, but ``peft`` for
+    ``hf``. Layouts that insert layers at places which only a configuration says are left out.
     """
     placed = {shift.layout for shift in base.shifts if shift.place != "after"}
-    layouts = [name for name in base.layouts if name not in placed]
+    layouts = [name for name in base.layouts if name in _SUFFIXES and name not in placed]
     return _family(base, {name: PEFT.get(name, name) for name in layouts})
 
 
@@ -76,7 +84,7 @@ def adapters_apart(base: Family, layout: str) -> Family:
     for tensor in family.rows:
         head, role = tensor.name.partition(".")[0].rsplit("-", 1)
         found = leaves.get(".".join([head, *tensor.name.split(".")[1:]]))
-        if found is not None and (role == "saved" or _linear(found)):
+        if found is not None and (role in COPIES or _linear(found)):
             leaf = replace(_leaf(found, role, found.key), part=None, along=0)
             rows.append(_with(tensor, {**tensor.leaves, APART: _named(tensor, leaf)}))
         else:
@@ -101,6 +109,7 @@ def models_apart(base: Family, layout: str) -> Family:
         drops=tuple(drop for drop in base.drops if drop.layout == layout),
         shifts=tuple(shift for shift in base.shifts if shift.layout == layout),
         ties=(),
+        companions=(),
     )
 
 
@@ -134,17 +143,18 @@ def _rows(tensor: Tensor, layouts: Mapping[str, str]) -> Iterator[Tensor]:
             found = {
                 layouts[name]: _leaf(leaf, role, _key(name, leaf, suffix))
                 for name, leaf in alike.items()
-                if (suffix := _SUFFIXES.get(name, _PLAIN)[number])
+                if (suffix := _SUFFIXES[name][number])
             }
             if found:
                 yield _row(tensor, role, found)
-    saved = {
-        layouts[name]: replace(leaf, key=Template.parse(PREFIX + leaf.key.text))
-        for name, leaf in tensor.leaves.items()
-        if name in layouts and name in PEFT
-    }
-    if saved:
-        yield _row(tensor, "saved", saved)
+    for role, infix in COPIES.items():
+        copies = {
+            layouts[name]: replace(leaf, key=_copy(leaf, infix))
+            for name, leaf in tensor.leaves.items()
+            if name in layouts and name in PEFT
+        }
+        if copies:
+            yield _row(tensor, role, copies)
 
 
 def _linear(leaf: Leaf) -> bool:
@@ -162,9 +172,14 @@ def _key(layout: str, leaf: Leaf, suffix: str) -> Template:
     return Template.parse(prefix + leaf.key.text.removesuffix(_WEIGHT) + suffix)
 
 
+def _copy(leaf: Leaf, infix: str) -> Template:
+    module, dot, last = leaf.key.text.rpartition(".")
+    return Template.parse(PREFIX + module + infix + dot + last)
+
+
 def _leaf(leaf: Leaf, role: str, key: Template) -> Leaf:
     """Return how a layout keeps one factor of what it keeps as *leaf*."""
-    if role == "saved":
+    if role in COPIES:
         return replace(leaf, key=key)
     rows: Dims = (leaf.dims[0],)
     if role == "lora_a":

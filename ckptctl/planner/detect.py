@@ -100,7 +100,7 @@ def detect(
     for family in families.values():
         evidence = _evidence(family, *known)
         names = [] if evidence is None else _plausible(family, kinds)
-        found += _layouts(family, names, shapes, config, ranks, prefer, evidence or ())
+        found += _layouts(family, names, shapes, (config, params), ranks, prefer, evidence or ())
     fitting = [c for c in found if c.exact] or _closest(found)
     configured = any(item is not None for item in known)
     if configured:
@@ -154,18 +154,18 @@ def _layouts(
     family: Family,
     plausible: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
-    config: Json | None,
+    files: tuple[Json | None, Json | None],
     ranks: int,
     prefer: str | None,
     evidence: tuple[str, ...],
 ) -> Iterable[Candidate]:
-    tied = is_tied(family, config)
+    tied = is_tied(family, *files)
     seen: list[str] = []
     for name in sorted(plausible, key=lambda n: n != prefer):
         if any(family.layout(name).same_as(family.layout(other)) for other in seen):
             continue
         seen.append(name)
-        candidate = _candidate(family, name, shapes, tied, config is not None, evidence)
+        candidate = _candidate(family, name, shapes, tied, files[0] is not None, evidence)
         if candidate and (ranks == 1 or ranks_fit(family, name, shapes, ranks)):
             yield candidate
 

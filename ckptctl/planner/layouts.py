@@ -30,10 +30,12 @@ from typing import TypeAlias
 
 from ckptctl.errors import UsageError, listed, nearest
 from ckptctl.planner.companions import Companion, with_companions
+from ckptctl.planner.statements import META, NEEDED, ParamsStyle, Rule, Same, looked_up
 from ckptctl.planner.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.templates import Template, TemplateTable
 
 __all__ = [
+    "NEEDED",
     "PRESENT",
     "Drop",
     "Family",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _WORD = re.compile(r"[^\s.,:#{}]+")
+
 
 class Present:
     """The sign that a value is stated, whatever it is."""
@@ -70,7 +73,7 @@ Signs: TypeAlias = Mapping[str, object]
 
 def holds(signs: Signs, values: Mapping[str, object]) -> bool:
     """Return whether all of *signs* are found in *values*; a null there means absent."""
-    return all(sign == values.get(key) for key, sign in signs.items())
+    return all(sign == looked_up(values, key) for key, sign in signs.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +211,13 @@ class Family:
         config_signs: Alternatives, one of which must hold of a config.json; ``rope_theta`` and
             ``rope_type`` are found in either spelling of transformers.
         params_signs: The same for params.json.
+        params: How its params.json is written.
         presets: What config.json says beyond params.json: pairs of signs (of params.json) and
             values; later ones win.
         tiny: Axis sizes of the smallest model that shows every axis.
+        rows: Logical tensors that are not written as tables but given as they are.
+        partial: Whether it holds any part of what the tables say, as an adapter does: nothing is
+            ever missing.
     """
 
     name: str
@@ -237,8 +244,11 @@ class Family:
     refines: str | None = None
     config_signs: tuple[Signs, ...] = ()
     params_signs: tuple[Signs, ...] = ()
+    params: ParamsStyle = META
     presets: tuple[tuple[Signs, Mapping[str, object]], ...] = ()
     tiny: Mapping[str, int] = field(default_factory=dict)
+    rows: tuple[Tensor, ...] = ()
+    partial: bool = False
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -247,7 +257,7 @@ class Family:
         Tables of another family may have columns of layouts that this one does not have.
         """
         found: dict[str, Tensor] = {}
-        parsed = parse_tables(self.tables, self.like)
+        parsed = (*parse_tables(self.tables, self.like), *self.rows)
         for tensor in with_companions(parsed, self.companions):
             leaves = {k: leaf for k, leaf in tensor.leaves.items() if k in self.layouts}
             if leaves:
@@ -258,7 +268,8 @@ class Family:
     def words(self) -> frozenset[str]:
         """Return the parts that keys of any layout are made of, without parsing the tables."""
         endings = (scale for kind in self.companions for _, scale in kind.endings.values())
-        texts = (*self.tables, *(drop.key for drop in self.drops), *endings)
+        keys = (leaf.key.text for row in self.rows for leaf in row.leaves.values())
+        texts = (*self.tables, *(drop.key for drop in self.drops), *endings, *keys)
         return frozenset(word for text in texts for word in _WORD.findall(text))
 
     @cached_property

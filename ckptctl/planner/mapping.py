@@ -249,25 +249,45 @@ class _Run:
         counts = dict(self.sizes.axes)
         self.numbering = planned(self.family, self.target.name, self.counts, lists)
         tensors: list[MappedTensor] = []
-        homeless: list[str] = []
+        homeless: dict[str, Tensor] = {}
         for tensor, values in self._wanted():
             origin = self._origin(tensor, values, partial)
             if origin and tensor.name not in self.target.leaves:
-                homeless.append(next(iter(origin[1].values())))
+                homeless[next(iter(origin[1].values()))] = tensor
             elif origin:
                 tensors += self._mapped(tensor, values, *origin)
         if homeless:
-            raise MappingError(
-                f"layout `{self.target.name}` of `{self.family.name}` has no place for "
-                f"{len(homeless):,} tensors",
-                where=f"tensor `{homeless[0]}`",
-                why=f"among them {listed(homeless)}",
-                hint="a model with these cannot be expressed there; keep its layout",
-            )
-        self.dropped |= {key: rule.reason for key, rule in self.matched.dropped.items()}
+            raise self._homeless(homeless)
+        self._dropped()
         tensors = self._once(tensors)
         _require_covered(tensors, _shapes(tensors))
         return self._map(tensors, () if partial else tuple(self._zeros(counts)))
+
+    def _homeless(self, found: Mapping[str, Tensor]) -> MappingError:
+        keys = list(found)
+        quantised = [t for t in found.values() if t.scales or t.variant in self.family.quantised]
+        hints = ["--dequantize writes the plain tensors that they stand for"] if quantised else []
+        if len(quantised) < len(found):
+            hints += ["a model with these cannot be expressed there", "--exclude leaves them out"]
+        return MappingError(
+            f"layout `{self.target.name}` of `{self.family.name}` has no place for "
+            f"{len(keys):,} tensors",
+            where=f"tensor `{keys[0]}`",
+            why=f"among them {listed(keys)}",
+            hint="; ".join(hints),
+        )
+
+    def _dropped(self) -> None:
+        """Note the keys without information, and what those that repeat a tensor have to equal."""
+        for key, rule in self.matched.dropped.items():
+            self.dropped[key] = rule.reason
+            kept = self._found(rule.same_as) or self._found(self._tied_to(rule.same_as))
+            if kept:
+                self.must_equal.append((kept[1][()], key))
+
+    def _tied_to(self, name: str) -> str:
+        ties = self.family.ties if self.tied else ()
+        return next((tie.of for tie in ties if tie.tensor == name), "")
 
     def _map(self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...]) -> TensorMap:
         checked = [] if self.source is self.target else self.matched.dropped.items()

@@ -20,6 +20,10 @@ Lead: TypeAlias = tuple[int, ...]
 """Position along the axes that a layout spreads over several keys; ``()``: one key."""
 
 
+Kind: TypeAlias = tuple[str, tuple[str, ...]]
+"""A variant, and the indices of the layers that are of it."""
+
+
 @dataclass(slots=True)
 class Matched:
     """The keys of a checkpoint, understood.
@@ -73,7 +77,28 @@ def match(family: Family, layout: Layout, keys: Collection[str]) -> Matched:
             break
         else:
             matched.unmatched.append(key)
+    _settle(family, layout, matched)
     return matched
+
+
+def _settle(family: Family, layout: Layout, matched: Matched) -> None:
+    """Where one key may be a tensor of either variant, choose the one its layer shows elsewhere."""
+    shared = [
+        [tensor for tensor, _ in item.parts]
+        for item in layout.stored
+        if len({tensor.variant for tensor, _ in item.parts}) > 1
+    ]
+    doubtful = {tensor.name for tensors in shared for tensor in tensors}
+    shown = {
+        (family.tensors[name].variant, values)
+        for name, values in (matched.keys if shared else ())
+        if name not in doubtful
+    }
+    for tensors in shared:
+        for name, values in list(matched.keys):
+            fits = [t.name for t in tensors if (t.variant, values) in shown]
+            if fits and name in {t.name for t in tensors} and name not in fits:
+                del matched.keys[name, values]
 
 
 def key_of(
@@ -122,6 +147,8 @@ def missing(
     An optional tensor is expected of every layer as soon as one layer has it, one of a variant of
     the layers that are of that variant. The list ends after one that nobody would read to the end.
     """
+    if family.partial:
+        return []
     limit = len(matched.stored) + 1
     counts = {index: min(count, limit) for index, count in counts.items()}
     expected = Expected(family, layout, matched, counts)
@@ -165,11 +192,11 @@ class Expected:
     ) -> None:
         self._counts = counts
         self._present = {name for name, _ in matched.keys}
-        self._layers: dict[str, set[tuple[int, ...]]] = {}
+        self._layers: dict[Kind, set[tuple[int, ...]]] = {}
         for name, values in matched.keys:
-            variant = family.tensors[name].variant
-            if variant:
-                self._layers.setdefault(variant, set()).add(values)
+            tensor = family.tensors[name]
+            if tensor.variant:
+                self._layers.setdefault((tensor.variant, tensor.indices), set()).add(values)
         known = {family.tensors[name].variant for name in layout.leaves}
         for group in family.variants:
             self._complete([variant for variant in group if variant in known], family)
@@ -179,35 +206,36 @@ class Expected:
         if tensor.optional and tensor.name not in self._present:
             return ()
         if tensor.variant:
-            return sorted(self._layers.get(tensor.variant, ()))
+            return sorted(self._layers.get((tensor.variant, tensor.indices), ()))
         return slots(tensor, self._counts)
 
     def _complete(self, group: Sequence[str], family: Family) -> None:
         """Expect the most frequent variant where a layer has none of a group."""
-        shown = max(group, key=lambda v: len(self._layers.get(v, ())), default=None)
-        if shown is None:
-            return
-        sample = next(t for t in family.tensors.values() if t.variant == shown)
-        covered = set().union(*(self._layers.get(variant, set()) for variant in group))
-        self._layers.setdefault(shown, set()).update(
-            values for values in slots(sample, self._counts) if values not in covered
-        )
+        samples = {t.indices: t for t in family.tensors.values() if t.variant in group}
+        for indices, sample in samples.items():
+            layers = {variant: self._layers.get((variant, indices), set()) for variant in group}
+            shown = max(group, key=lambda variant: len(layers[variant]))
+            covered = set().union(*layers.values())
+            self._layers.setdefault((shown, indices), set()).update(
+                values for values in slots(sample, self._counts) if values not in covered
+            )
 
 
 def torn(family: Family, matched: Matched) -> str | None:
     """Return what is wrong with layers that have tensors of two variants; None: nothing."""
-    layers: dict[str, dict[tuple[int, ...], str]] = {}
+    layers: dict[Kind, dict[tuple[int, ...], str]] = {}
     for (name, values), keys in matched.keys.items():
-        variant = family.tensors[name].variant
-        if variant:
-            layers.setdefault(variant, {}).setdefault(values, next(iter(keys.values())))
+        tensor = family.tensors[name]
+        if tensor.variant:
+            kind = tensor.variant, tensor.indices
+            layers.setdefault(kind, {}).setdefault(values, next(iter(keys.values())))
     for group in family.variants:
-        seen: dict[tuple[int, ...], str] = {}
-        for variant in group:
-            for values, key in layers.get(variant, {}).items():
-                if values in seen:
-                    return f"`{seen[values]}` and `{key}` exclude each other"
-                seen[values] = key
+        seen: dict[object, str] = {}
+        for (variant, indices), found in layers.items():
+            for values, key in found.items() if variant in group else ():
+                if (indices, values) in seen:
+                    return f"`{seen[indices, values]}` and `{key}` exclude each other"
+                seen[indices, values] = key
     return None
 
 
@@ -227,7 +255,7 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: list
         return
     lines = []
     for key in matched.unmatched[:5]:
-        close = nearest(key, _candidates(layout, key, absent))
+        close = nearest(key, near(layout, key, absent))
         lines.append(f"`{key}`" + (f" (near: `{close}`)" if close else ""))
     more = len(matched.unmatched) - len(lines)
     raise MappingError(
@@ -240,7 +268,7 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: list
     )
 
 
-def _candidates(layout: Layout, key: str, absent: list[str]) -> list[str]:
+def near(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
     """Return keys that *key* may have been meant to be: those missing, those of its indices."""
     numbers = [part for part in key.split(".") if part.isdigit()]
     known = []

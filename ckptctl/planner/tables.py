@@ -31,6 +31,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from ckptctl.planner.templates import Template
 
@@ -155,12 +156,21 @@ class _Cell:
         return cls(Template.parse(prefix + found[1]), part, int(found[3] or 0), axes)
 
     def leaf(self, indices: tuple[str, ...], axes: str) -> Leaf:
-        spread = tuple(index for index in self.key.indices if index not in indices)
-        dims = parse_dims(self.axes or axes)[0]
-        if not self.axes:
-            kept = (tuple(axis for axis in group if axis not in spread) for group in dims)
-            dims = tuple(group for group, old in zip(kept, dims, strict=True) if group or not old)
-        return Leaf(self.key, dims, spread, self.part, self.along)
+        own = bool(self.axes)
+        return _leaf(self.key.text, self.axes or axes, own, indices, self.part, self.along)
+
+
+@lru_cache(maxsize=16384)
+def _leaf(
+    text: str, axes: str, own: bool, indices: tuple[str, ...], part: int | None, along: int
+) -> Leaf:
+    """Return a leaf, the same one for all families that store a tensor alike."""
+    key, dims = Template.parse(text), parse_dims(axes)[0]
+    spread = tuple(index for index in key.indices if index not in indices)
+    if not own:
+        kept = (tuple(axis for axis in group if axis not in spread) for group in dims)
+        dims = tuple(group for group, old in zip(kept, dims, strict=True) if group or not old)
+    return Leaf(key, dims, spread, part, along)
 
 
 @dataclass(slots=True)
@@ -208,36 +218,55 @@ def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor
     """
     rows: dict[str, _Row] = {}
     for block, table in enumerate(tables):
-        lines = [line.strip() for line in table.splitlines() if line.strip()]
-        header = _split(lines[0]) if lines else []
-        if header[:1] != ["logical"]:
-            raise TableError("a table begins with `logical`", lines[0] if lines else "")
-        for line in lines[1:]:
-            try:
-                _read_row(rows, block, header, _split(line))
-            except ValueError as error:
-                raise TableError(str(error), line) from error
+        for line in _lines(table):
+            row = rows.setdefault(line.name, _Row(block, line.indices, line.optional, line.variant))
+            row.axes = row.axes if line.axes is None else line.axes
+            row.cells |= line.cells
     return tuple(row.tensor(name, like) for name, row in rows.items())
 
 
-def _split(line: str) -> list[str]:
-    return _GAP.split(line)
+class _Line(NamedTuple):
+    """A row of one table."""
+
+    name: str
+    indices: tuple[str, ...]
+    optional: bool
+    variant: str | None
+    axes: str | None
+    cells: Mapping[str, _Cell | None]
 
 
-def _read_row(rows: dict[str, _Row], block: int, header: list[str], cells: list[str]) -> None:
-    if len(cells) != len(header):
-        raise ValueError(f"row `{cells[0]}` has {len(cells)} cells of {len(header)}")
-    columns = [_Column.parse(text) for text in header if text not in ("logical", "axes")]
+@lru_cache(maxsize=1024)
+def _lines(table: str) -> tuple[_Line, ...]:
+    """Return the rows of a table; many families share one."""
+    header, *body = [line.strip() for line in table.splitlines() if line.strip()] or [""]
+    names = _GAP.split(header)
+    if names[0] != "logical":
+        raise TableError("a table begins with `logical`", header)
+    columns = [_Column.parse(text) for text in names if text not in ("logical", "axes")]
+    found = []
+    for line in body:
+        try:
+            found.append(_read_line(names, columns, _GAP.split(line)))
+        except ValueError as error:
+            raise TableError(str(error), line) from error
+    return tuple(found)
+
+
+def _read_line(names: list[str], columns: list[_Column], cells: list[str]) -> _Line:
+    if len(cells) != len(names):
+        raise ValueError(f"row `{cells[0]}` has {len(cells)} cells of {len(names)}")
     prefix = columns[0].prefix if columns else ""
     indices = Template.parse(prefix.rstrip(".")).indices if prefix else ()
     called = _NAME.match(cells[0])
     if called is None:
         raise ValueError(f"row `{cells[0]}`")
     name = ".".join([called[1], *(f"{{{index}}}" for index in indices)])
-    row = rows.setdefault(name, _Row(block, indices, bool(called[3]), called[2]))
-    values = dict(zip(header, cells, strict=True))
-    row.axes = values.get("axes", row.axes)
-    parse_dims(row.axes)
-    for column, cell in zip(columns, cells[len(header) - len(columns) :], strict=True):
-        for layout in column.layouts:
-            row.cells[layout] = _Cell.parse(column.prefix, cell)
+    axes = dict(zip(names, cells, strict=True)).get("axes")
+    parse_dims(axes or "")
+    kept = {
+        layout: _Cell.parse(column.prefix, cell)
+        for column, cell in zip(columns, cells[len(names) - len(columns) :], strict=True)
+        for layout in column.layouts
+    }
+    return _Line(name, indices, bool(called[3]), called[2], axes, kept)

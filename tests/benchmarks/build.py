@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from tests.benchmarks.families import KINDS, config_for, shapes_for
 from tests.checkpoints.llama import LlamaSpec, hf_config
 from tests.checkpoints.meta import meta_params
 from tests.checkpoints.names import rename
@@ -45,11 +46,14 @@ def build(kind: str, folder: Path, size: str) -> None:
 
     Args:
         kind: ``hf``, ``dcp``, ``torch``, ``meta1``, ``meta2``, or ``assets`` (only the
-            configuration).
+            configuration); or one of :mod:`tests.benchmarks.families`.
         folder: Created; ``torch`` writes ``model.pt`` in it.
         size: See :func:`spec_for`.
     """
     folder.mkdir(parents=True)
+    if kind in KINDS:
+        _build_family(kind, folder, int(size))
+        return
     spec = spec_for(size)
     config = hf_config(spec, "bfloat16")
     if kind in ("assets", "hf"):
@@ -72,6 +76,19 @@ def build(kind: str, folder: Path, size: str) -> None:
             shard = tensors(_meta_shapes(spec, ranks), template)
             torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
         (folder / "params.json").write_text(json.dumps(meta_params(config, ranks)))
+
+
+def _build_family(kind: str, folder: Path, size: int) -> None:
+    shapes = shapes_for(kind, size)
+    template = folder.parent / "families.bin"
+    largest = max(_nbytes({name: shape}) for name, shape in shapes.items())
+    if not template.exists() or template.stat().st_size < largest:
+        _write_template(template, largest)
+    if kind.endswith("-hf"):
+        (folder / "config.json").write_text(json.dumps(config_for(kind, shapes)))
+        _build_hf(folder, shapes, template)
+    else:
+        _build_dcp(0, 1, str(folder), shapes, str(template))
 
 
 def tensors(shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:

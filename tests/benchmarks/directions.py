@@ -52,8 +52,16 @@ _TABLE = (
     Direction("hf-f32", "hf", "hf", ("--dtype", "float32")),
     Direction("hf-f16", "hf", "hf", ("--dtype", "float16")),
 )
-BY_NAME = {d.name: d for direction in _TABLE for d in (direction, direction.without_checksum())}
-DEFAULT = (*tuple(direction.name for direction in _TABLE), "hf-dcp+nocrc", "meta-hf+nocrc")
+_FAMILIES = (
+    Direction("moe-stack", "mixtral-hf", "dcp", ("--to-layout", "hf-v5")),
+    Direction("moe-unstack", "mixtral-v5", "hf", ("-m", "mixtral")),
+    Direction("phi3-split", "phi3-hf", "dcp", ("--to-layout", "torchtune")),
+    Direction("phi3-fuse", "phi3-tune", "hf", ("-m", "phi3")),
+    Direction("gptoss-transpose", "gptoss-hf", "dcp", ("--to-layout", "openai")),
+)
+_ALL = (*_TABLE, *_FAMILIES)
+BY_NAME = {d.name: d for direction in _ALL for d in (direction, direction.without_checksum())}
+DEFAULT = (*(direction.name for direction in _ALL), "hf-dcp+nocrc", "meta-hf+nocrc")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 OUTSIDE_PLANNER = {"os", "pathlib", "shutil", "tempfile", "time", "datetime", "random", "torch"}
 LATE = {"torch", "rich", "numpy", "safetensors", "huggingface_hub", "fsspec", "transformers"}
-ARITHMETIC = {"ckptctl.storage.arithmetic", "ckptctl.storage.statistics"}
+ARITHMETIC = tuple(f"ckptctl.storage.{n}" for n in ("arithmetic", "statistics", "computed", "kinds."))
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
 
 
@@ -138,8 +138,7 @@ def arithmetic(item: Import) -> bool:
     """Whether torch is imported where nothing is calculated."""
     return (
         item.imported.partition(".")[0] == "torch"
-        and item.importer not in ARITHMETIC
-        and not item.importer.startswith(TRAINING)
+        and not item.importer.startswith((*ARITHMETIC, *TRAINING))
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptctl
@@ -21,6 +22,7 @@ from ckptctl.ops.convert import plan_conversion, run_conversion
 from ckptctl.storage.worker import Worker
 from tests.checkpoints import differences, load_any_reference, save_hf
 from tests.contract.support import WRITABLE, place
+from tests.integration.test_imports import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 REPOSITORY = Path(__file__).parents[2]
@@ -196,15 +198,28 @@ def peak(source: Path, out: Path) -> int:
 
 
 def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
+    """And tensors of many tiles are right, those that are transposed too."""
     sizes = []
     for scale in (1, 3):
         state = {
-            "a.weight": torch.zeros(scale * 8192, 2048, dtype=torch.float8_e4m3fn),
-            "a.weight_scale_inv": torch.ones(scale * 64, 16),
-            "e_blocks": torch.zeros(1, scale * 2048, 90, 16, dtype=torch.uint8),
-            "e_scales": torch.full((1, scale * 2048, 90), 127, dtype=torch.uint8),
+            "a.weight": torch.randn(scale * 4096, 2048).to(torch.float8_e4m3fn),
+            "a.weight_scale_inv": torch.rand(scale * 32, 16),
+            "e_blocks": torch.randint(0, 256, (1, scale * 2048, 90, 16), dtype=torch.uint8),
+            "e_scales": torch.randint(90, 160, (1, scale * 2048, 90), dtype=torch.uint8),
         }
         save_hf(tmp_path / f"s{scale}", state, CONFIG)
         sizes.append(peak(tmp_path / f"s{scale}", tmp_path / f"o{scale}"))
+    theirs = Fp8Dequantize(None)._dequantize_one(
+        state["a.weight"], state["a.weight_scale_inv"], torch.float32
+    )
+    experts = convert_moe_packed_tensors(state["e_blocks"], state["e_scales"], dtype=torch.float32)
+    found = load_any_reference(tmp_path / "o3")
+    assert torch.equal(found["a.weight"], theirs)
+    assert torch.equal(found["e"], experts)
     assert sizes[1] < 480_000_000
-    assert sizes[1] - sizes[0] < 60_000_000
+    assert sizes[1] - sizes[0] < 60_000_000, sizes
+
+
+def test_a_dry_run_needs_no_torch(tmp_path: Path, source: Path) -> None:
+    out = str(tmp_path / "out")
+    run(["convert", str(source), out, "--to", "dcp", "--dequantize", "bf16", "-n"])

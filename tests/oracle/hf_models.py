@@ -83,13 +83,13 @@ def _saved_floats(model: Any) -> list[tuple[str, torch.Tensor]]:
 def _random(
     name: str, shape: torch.Size, generator: torch.Generator, zero_centred: bool
 ) -> torch.Tensor:
-    values = torch.randn(shape, generator=generator)
+    values: torch.Tensor = torch.randn(shape, generator=generator)
     if name.endswith("A_log"):
         return values * 0.5
     if len(shape) <= 1:
         is_scale = name.endswith(("weight", "scale")) and not zero_centred
-        return (1.0 if is_scale else 0.0) + 0.3 * values
-    return values * (1.2 / shape[-1] ** 0.5)
+        return torch.as_tensor(values * 0.3 + float(is_scale))
+    return torch.as_tensor(values * (1.2 / shape[-1] ** 0.5))
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -100,7 +100,7 @@ def save(model: Any, folder: Path) -> Path:
 
 def in_memory(model: Any) -> State:
     """Return the layout ``hf-v5``: what a trainer hands to ``torch.save``."""
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def logits(model: Any) -> torch.Tensor:

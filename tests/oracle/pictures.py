@@ -105,12 +105,11 @@ def _pixtral(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     vision = config.vision_config
     merge = getattr(config, "spatial_merge_size", 1)
     height, width = 2 * vision.patch_size * merge, 3 * vision.patch_size * merge
-    given = {
+    return {
         "input_ids": _with_image_tokens(config, ids, 6),
         "pixel_values": _noise(2, 3, height, width),
         "image_sizes": torch.tensor([[height, width]] * 2),
     }
-    return given
 
 
 _BUILDERS = {

@@ -7,6 +7,7 @@ Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1: multi-head latent attention
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from tests.oracle.hf_models import State
 from tests.oracle.meta_llama import rms_norm, rotate
 from tests.oracle.models import tokens
 
-REQUIRES = ()
+REQUIRES: tuple[str, ...] = ()
 LAYOUT = "deepseek"
 
 
@@ -105,7 +106,7 @@ class Gate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[tokens, experts]`` weights, zero where an expert is not chosen."""
         scores = (x @ self.weight.T).sigmoid()
-        groups = (scores + self.bias).unflatten(-1, (self.config.n_group, -1))
+        groups = (scores + self.bias).view(*scores.shape[:-1], self.config.n_group, -1)
         best = groups.topk(2, -1).values.sum(-1).topk(self.config.topk_group, -1).indices
         open_ = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
         choice = groups.masked_fill(~open_[..., None], float("-inf")).flatten(-2)
@@ -165,7 +166,10 @@ class Transformer(nn.Module):
         return torch.as_tensor(self.head(self.norm(x)))
 
 
-BUILDERS = {"deepseek_v3": Transformer, "deepseek_v3.no_q_lora": Transformer}
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "deepseek_v3": Transformer,
+    "deepseek_v3.no_q_lora": Transformer,
+}
 
 
 def logits(model: torch.nn.Module, state: State, config: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ Several ranks are the matter of :mod:`tests.oracle.meta_llama`, which runs witho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from tests.oracle.hf_models import State
 from tests.oracle.models import tokens
 from tests.oracle.shims import no_cuda, one_rank
 
-REQUIRES = ("llama_models", "fairscale")
+REQUIRES: tuple[str, ...] = ("llama_models", "fairscale")
 LAYOUT = "meta"
 
 
@@ -70,7 +71,7 @@ def _llama4(config: Any) -> torch.nn.Module:
         return Transformer(args).eval()  # type: ignore[no-any-return]
 
 
-BUILDERS = {
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "llama2": _llama3,
     "llama3": _llama3,
     "llama4": _llama4,

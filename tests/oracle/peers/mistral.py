@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from tests.oracle.hf_models import State, inputs
 from tests.oracle.shims import bidirectional, xformers
 
-REQUIRES = ("mistral_inference", "simple_parsing")
+REQUIRES: tuple[str, ...] = ("mistral_inference", "simple_parsing")
 LAYOUT = "mistral"
 
 
@@ -71,7 +72,7 @@ def _build(config: Any) -> torch.nn.Module:
     return model.eval()
 
 
-BUILDERS = dict.fromkeys(
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(
     ("mistral", "mistral.7b", "mixtral", "ministral3.unscaled", "mistral3", "pixtral"), _build
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from tests.oracle.hf_models import State
 from tests.oracle.models import tokens
 
-REQUIRES = ("gpt_oss",)
+REQUIRES: tuple[str, ...] = ("gpt_oss",)
 LAYOUT = "openai"
 
 
@@ -43,7 +44,7 @@ def _build(config: Any) -> torch.nn.Module:
     return model.float().eval()  # type: ignore[no-any-return]
 
 
-BUILDERS = {"gpt_oss": _build}
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {"gpt_oss": _build}
 
 
 def logits(model: torch.nn.Module, state: State, config: Any) -> torch.Tensor:

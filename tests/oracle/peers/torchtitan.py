@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from tests.oracle.hf_models import State
 from tests.oracle.models import tokens
 from tests.oracle.shims import full_precision, titan_eager, triton
 
-REQUIRES = ("torchtitan", "spmd_types", "tyro")
+REQUIRES: tuple[str, ...] = ("torchtitan", "spmd_types", "tyro")
 LAYOUT = "torchtitan@0.3"
 BACKENDS = {"attn_backend": "flex"}
 MOE_BACKENDS = {**BACKENDS, "moe_comm_backend": "standard"}
@@ -166,7 +167,7 @@ def _gpt_oss(config: Any) -> torch.nn.Module:
     return _model(config, gpt_oss.GptOssModel, layers)
 
 
-BUILDERS = {
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "llama2": _llama3,
     "llama3": _llama3,
     "llama3_2": _llama3,

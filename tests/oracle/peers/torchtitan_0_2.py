@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.oracle.hf_models import State
 from tests.oracle.models import tokens
 from tests.oracle.shims import another_torchtitan, integer_histograms, triton
 
-REQUIRES = ("torchtitan_0_2",)
+REQUIRES: tuple[str, ...] = ("torchtitan_0_2",)
 LAYOUT = "torchtitan@0.2"
 
 
@@ -46,7 +47,10 @@ def _llama3(config: Any) -> torch.nn.Module:
         ffn_dim_multiplier=config.intermediate_size / (8 * config.hidden_size / 3),
         rope_scaling_args=RoPEScalingArgs(**factors),
     )
-    return Transformer(args).eval()  # type: ignore[no-any-return]
+    model: Any = Transformer(args)
+    if config.tie_word_embeddings:  # this version cannot; 0.3 can
+        model.output.weight = model.tok_embeddings.weight
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def _llama4(config: Any) -> torch.nn.Module:
@@ -129,7 +133,42 @@ def _deepseek_v3(config: Any) -> torch.nn.Module:
     return DeepSeekV3Model(args).eval()  # type: ignore[no-any-return]
 
 
-BUILDERS = {
+def _gpt_oss(config: Any) -> torch.nn.Module:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    with another_torchtitan(_folder()), triton():
+        from torchtitan.models import attention
+        from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
+        from torchtitan.models.gpt_oss.model.model import GptOssModel
+        from torchtitan.models.moe import MoEArgs
+    attention.FlexAttentionWrapper._compiled_flex_attn = flex_attention
+    attention._compiled_create_block_mask = create_block_mask
+    scaling = config.rope_parameters
+    args = GptOssModelArgs(
+        **_sizes(config),
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        moe_inter_dim=config.intermediate_size,
+        sliding_window_size=config.sliding_window,
+        original_seq_len=scaling["original_max_position_embeddings"],
+        rope_factor=scaling["factor"],
+        ntk_alpha=scaling["beta_slow"],
+        ntk_beta=scaling["beta_fast"],
+        moe_args=MoEArgs(
+            num_experts=config.num_local_experts,
+            num_shared_experts=0,
+            top_k=config.num_experts_per_tok,
+            score_func="softmax",
+            route_norm=True,
+            gate_bias=True,
+            score_before_experts=False,
+            use_grouped_mm=False,
+        ),
+    )
+    return GptOssModel(args).float().eval()  # type: ignore[no-any-return]
+
+
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "llama3": _llama3,
     "llama3_2": _llama3,
     "llama4.plain": _llama4,
@@ -138,11 +177,15 @@ BUILDERS = {
     "qwen3_moe": _qwen3,
     "deepseek_v3": _deepseek_v3,
     "deepseek_v3.no_q_lora": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
 }
 
 
-def logits(model: torch.nn.Module, state: State, config: Any) -> torch.Tensor:
+def logits(model: Any, state: State, config: Any) -> torch.Tensor:
     """Return fp32 logits after a strict load of *state*."""
     model.load_state_dict({name: value.float() for name, value in state.items()}, strict=True)
+    masks = None
+    if config.model_type == "gpt_oss":
+        masks = model.get_attention_masks(tokens(), tokenizer=None)
     with torch.no_grad(), integer_histograms():
-        return torch.as_tensor(model(tokens(), attention_masks=None)).float()
+        return torch.as_tensor(model(tokens(), attention_masks=masks)).float()

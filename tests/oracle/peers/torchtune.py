@@ -7,6 +7,7 @@ should cap logits (off here), ``mistral()`` has no ``head_dim``, CLIP and T5 tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tests.oracle.hf_models import State, inputs
 from tests.oracle.models import torchtune_model
 from tests.oracle.shims import torchvision
 
-REQUIRES = ("torchtune",)
+REQUIRES: tuple[str, ...] = ("torchtune",)
 LAYOUT = "torchtune"
 
 
@@ -38,10 +39,8 @@ def _theta(config: Any) -> float:
 
 def _llama(kind: str) -> Any:
     def build(config: Any) -> torch.nn.Module:
-        return torchtune_model(
-            kind,
-            config.to_dict() | {"rope_theta": _theta(config), "rope_scaling": config.rope_parameters},
-        )
+        rotary = {"rope_theta": _theta(config), "rope_scaling": config.rope_parameters}
+        return torchtune_model(kind, config.to_dict() | rotary)
 
     return build
 
@@ -183,7 +182,7 @@ def _set_eps(model: torch.nn.Module, eps: float) -> None:
             module.eps = eps  # type: ignore[assignment]
 
 
-BUILDERS = {
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "llama2": _llama("llama2"),
     "llama3": _llama("llama3"),
     "llama3_2": _llama("llama3_2"),
@@ -213,7 +212,7 @@ def logits(model: torch.nn.Module, state: State, config: Any) -> torch.Tensor:
         out = torch.as_tensor(model(given["input_ids"])).float()
     if config.model_type == "gemma2":
         cap = config.final_logit_softcapping
-        return cap * torch.tanh(out / cap)
+        return torch.as_tensor(cap * torch.tanh(out / cap))
     if "LlamaForSequenceClassification" in (config.architectures or ()):
         return out[:, -1]
     return out

@@ -34,7 +34,7 @@ def gemma2() -> PretrainedConfig:
     )
 
 
-def _gemma3_text() -> dict[str, Any]:
+def _text() -> dict[str, Any]:
     return SIZES | {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -43,15 +43,15 @@ def _gemma3_text() -> dict[str, Any]:
     }
 
 
-def gemma3() -> PretrainedConfig:
+def gemma3_text() -> PretrainedConfig:
     """The text model of Gemma 3: norms of single heads, two local layers before a global one."""
-    return Gemma3TextConfig(**_gemma3_text())
+    return Gemma3TextConfig(**_text())
 
 
-def gemma3_vlm() -> PretrainedConfig:
+def gemma3() -> PretrainedConfig:
     """Gemma 3 with SigLIP."""
     return Gemma3Config(
-        text_config=_gemma3_text() | {"vocab_size": MULTIMODAL_VOCAB},
+        text_config=_text() | {"vocab_size": MULTIMODAL_VOCAB},
         vision_config={
             "model_type": "siglip_vision_model",
             "hidden_size": 32,
@@ -70,4 +70,4 @@ def gemma3_vlm() -> PretrainedConfig:
     )
 
 
-TINY = {"gemma": gemma, "gemma2": gemma2, "gemma3": gemma3, "gemma3.vlm": gemma3_vlm}
+TINY = {"gemma": gemma, "gemma2": gemma2, "gemma3_text": gemma3_text, "gemma3": gemma3}

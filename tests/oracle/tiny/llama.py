@@ -33,9 +33,7 @@ def llama2() -> PretrainedConfig:
 
 def llama3() -> PretrainedConfig:
     """Llama 3.1: GQA, scaled rotary periods."""
-    return LlamaConfig(
-        **COMMON, rope_parameters=_llama3_rope(8.0), max_position_embeddings=131072
-    )
+    return LlamaConfig(**COMMON, rope_parameters=_llama3_rope(8.0), max_position_embeddings=131072)
 
 
 def llama3_2() -> PretrainedConfig:

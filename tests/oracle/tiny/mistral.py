@@ -43,9 +43,7 @@ def mistral() -> PretrainedConfig:
 
 def mistral_7b() -> PretrainedConfig:
     """Mistral 7B: the usual ``head_dim``."""
-    return MistralConfig(
-        **SIZES, rope_parameters=rope(10000.0), sliding_window=None
-    )
+    return MistralConfig(**SIZES, rope_parameters=rope(10000.0), sliding_window=None)
 
 
 ATTENTION_SCALE = {"original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1}
@@ -68,9 +66,7 @@ def ministral3() -> PretrainedConfig:
 
 def ministral3_unscaled() -> PretrainedConfig:
     """The same without YaRN, which mistral-inference does not know."""
-    return Ministral3Config(
-        **SIZES, head_dim=32, rope_parameters=rope(1000000.0) | ATTENTION_SCALE
-    )
+    return Ministral3Config(**SIZES, head_dim=32, rope_parameters=rope(1000000.0) | ATTENTION_SCALE)
 
 
 def mixtral() -> PretrainedConfig:
@@ -107,7 +103,7 @@ def ministral3_vlm() -> PretrainedConfig:
 
 def pixtral() -> PretrainedConfig:
     """Pixtral 12B, which transformers runs as LLaVA."""
-    config = LlavaConfig(
+    return LlavaConfig(
         text_config=mistral().to_dict() | {"vocab_size": MULTIMODAL_VOCAB},
         vision_config=dict(PIXTRAL_VISION),
         image_token_index=128,
@@ -116,7 +112,6 @@ def pixtral() -> PretrainedConfig:
         projector_hidden_act="gelu",
         tie_word_embeddings=False,
     )
-    return config
 
 
 TINY = {

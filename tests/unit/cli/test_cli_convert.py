@@ -74,7 +74,7 @@ def test_options_arrive(run, calls):
     result = run(
         "convert", "a", "b", "--to", "hf", "--from", "dcp", "-m", "llama3", "--from-layout", "meta",
         "--to-layout", "hf", "--dtype", "bf16", "--include", "x*", "--include", "y",
-        "--exclude", "z",
+        "--exclude", "z", "--dequantize", "bf16",
         "--only", "all", "--root", "model", "--max-shard-size", "2GiB", "--mp", "2",
         "--assets", "c",
         "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
@@ -86,6 +86,7 @@ def test_options_arrive(run, calls):
     assert vars(options) == {
         "to": "hf", "from_format": "dcp", "model_type": "llama3", "from_layout": "meta",
         "to_layout": "hf", "dtype": "bfloat16", "include": ("x*", "y"), "exclude": ("z",),
+            "dequantize": "bfloat16",
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "like": Path("d"), "overwrite": True, "resume": True, "verify": True, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True,
@@ -205,6 +206,7 @@ def test_refusal(run, calls, monkeypatch):
         (["--to", "hf", "-m", "lama3"], "unknown model type `lama3`"),
         (["--to", "hf", "--dtype", "bf61"], "Did you mean 'bf16'?"),
         (["--to", "hf", "--dtype", "int8"], "unknown floating dtype 'int8'"),
+        (["--to", "hf", "--dequantize", "fp16"], "unknown dtype 'fp16'. Known: bf16, fp32."),
         (["--to", "hf", "--max-shard-size", "5XB"], "`5XB` is not a size"),
         (["--to", "hf", "--mp", "0"], "0 is not a positive number"),
         (["--to", "hf", "--only", "some"], "Known: model, all."),

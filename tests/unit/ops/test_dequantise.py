@@ -71,6 +71,9 @@ def test_what_is_quantised_is_named():
         "m.experts.down_proj": "MXFP4 blocks of 32",
     }
     assert quantised(catalog(NORM | WEIGHT)) == {}
+    assert quantised(catalog(WEIGHT | {"a.weight_scale_inv": ("float32", 9)})) == {
+        "a.weight": "scales that do not fit"
+    }
     assert quantised(catalog({"a.qweight": ("int32", 1, 1)})) == {"a.qweight": "GPTQ or AWQ"}
 
 

@@ -7,18 +7,23 @@ from hypothesis import strategies as st
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
-from ckptctl.planner.configs import (
-    PARAMS_KEYS,
-    config_to_params,
-    contradictions,
-    ffn_params,
-    ffn_size,
-    is_tied,
-    params_to_config,
-    read_sizes,
-    rope,
-)
+from ckptctl.planner.configs import is_tied, read_sizes, rope
 from ckptctl.planner.detect import detect
+from ckptctl.planner.feed_forward import ffn_params, ffn_size
+from ckptctl.planner.params import config_to_params, contradictions, params_to_config
+
+PARAMS_KEYS = (
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "vocab_size",
+    "multiple_of",
+    "ffn_dim_multiplier",
+    "norm_eps",
+    "rope_theta",
+    "use_scaled_rope",
+)
 
 # params.json as Meta published them (Llama-2-7b, Llama-2-70b, Llama-3-8B, 3.1-8B, 3.2-1B, 3.2-3B)
 L2_7B = {

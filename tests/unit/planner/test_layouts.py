@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import families, family
+from ckptctl.planner.axes import Sizes
 from ckptctl.planner.detect import detect
+from ckptctl.planner.joining import possible_repeats, ranks_fit
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping import map_tensors
-from ckptctl.planner.parallel import (
-    head_copies,
-    possible_repeats,
-    ranks_fit,
-    repeated_heads,
-    split,
-    split_axis,
-)
+from ckptctl.planner.parallel import cuts, divide, divided_dim
 from ckptctl.planner.tables import parse_dims, parse_tables, show_dims
 from ckptctl.planner.templates import Template, TemplateTable
 
@@ -384,51 +379,51 @@ def test_a_part_does_not_grow_an_output_that_was_left_out():
 # model-parallel shards
 
 
+def cut_of(name, key):
+    (cut,) = cuts(family(name), "meta", key)
+    return cut.dim, cut.axis
+
+
+def split(llama, key, shape, sizes, ranks):
+    return divide(llama, "meta", key, shape, Sizes(sizes, {}), ranks)
+
+
 def test_split_axes():
-    assert split_axis(family("llama2"), "meta", "tok_embeddings.weight") == (1, "d")
-    assert split_axis(family("llama3"), "meta", "tok_embeddings.weight") == (0, "v")
+    assert cut_of("llama2", "tok_embeddings.weight") == (1, "d")
+    assert cut_of("llama3", "tok_embeddings.weight") == (0, "v")
     rules = {"wq": (0, "h"), "wk": (0, "k"), "wv": (0, "k"), "wo": (1, "h")}
     for name, expected in rules.items():
-        key = f"layers.0.attention.{name}.weight"
-        assert split_axis(family("llama3"), "meta", key) == expected
+        assert cut_of("llama3", f"layers.0.attention.{name}.weight") == expected
     for name, expected in {"w1": (0, "f"), "w2": (1, "f"), "w3": (0, "f")}.items():
-        key = f"layers.0.feed_forward.{name}.weight"
-        assert split_axis(family("llama3"), "meta", key) == expected
-    assert split_axis(family("llama3"), "meta", "output.weight") == (0, "v")
-    for key in ("norm.weight", "layers.1.ffn_norm.weight", "rope.freqs"):
-        assert split_axis(family("llama3"), "meta", key) is None
+        assert cut_of("llama3", f"layers.0.feed_forward.{name}.weight") == expected
+    assert cut_of("llama3", "output.weight") == (0, "v")
+    for key in ("norm.weight", "layers.1.ffn_norm.weight"):
+        assert divided_dim(family("llama3"), "meta", key) is None
+    assert cuts(family("llama3"), "meta", "rope.freqs") == ()
     with pytest.raises(MappingError):
-        split_axis(family("llama3"), "meta", "nonsense")
+        cuts(family("llama3"), "meta", "nonsense")
 
 
 def test_fewer_heads_than_ranks_are_repeated_for_neighbours():
     key, llama = "layers.0.attention.wk.weight", family("llama3")
-    found = split(llama, "meta", key, (K * E, D), SIZES, 4)
+    found = split(llama, key, (K * E, D), SIZES, 4)
     first, second = Box((0, 0), (E, D)), Box((E, 0), (E, D))
-    assert (found.dim, found.repeats) == (0, 2)
-    assert found.boxes == (first, first, second, second)
-    assert repeated_heads(llama, SIZES, 4) == 4 and repeated_heads(llama, SIZES, 2) == K
+    assert [share.pieces[0].box for share in found] == [first, first, second, second]
     assert possible_repeats({"k": 4}, 4) == (4, 2) and possible_repeats({"k": 4}, 2) == ()
-    copies = head_copies(llama, "meta", key, (4 * E, D), 4, 2)
-    assert [(c.kept.offsets[0], c.copies[0].offsets[0], c.place.offsets[0]) for c in copies] == [
-        (0, E, 0),
-        (2 * E, 3 * E, E),
-    ]
-    assert head_copies(llama, "meta", "layers.0.attention.wq.weight", (H * E, D), 4, 2) == ()
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_heads_that_cannot_be_divided(ranks):
+    key = "layers.0.attention.wq.weight"
     with pytest.raises(MappingError, match="cannot be divided"):
-        split(family("llama3"), "meta", "layers.0.attention.wq.weight", (H * E, D), SIZES, ranks)
+        split(family("llama3"), key, (H * E, D), SIZES, ranks)
     with pytest.raises(MappingError, match="without"):
-        split(family("llama3"), "meta", "layers.0.attention.wq.weight", (H * E, D), {}, 2)
+        split(family("llama3"), key, (H * E, D), {}, 2)
 
 
 def rank_shapes(name):
     llama = family(name)
-    parts = {key: split(llama, "meta", key, s, SIZES, 2) for key, s in meta().items()}
-    return {key: part.boxes[1].sizes for key, part in parts.items()}
+    return {key: split(llama, key, shape, SIZES, 2)[1].shape for key, shape in meta().items()}
 
 
 def test_one_rank_shows_which_llama_it_is():

@@ -9,9 +9,10 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
-from ckptctl.storage.computed import ComputedFiles, rectangles
+from ckptctl.storage.compare import equal
+from ckptctl.storage.computed import ComputedFiles, open_reader, rectangles
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.kinds import kinds
 from tests.checkpoints.readers import raw_bytes
@@ -159,6 +160,32 @@ def test_a_virtual_file_may_be_made_of_another(files):
     constant = Computed("constant", "float32", (1, 1), parameters={"value": 2.5})
     found = read(files, computed, [(0, 256)], {inner: constant}.items())
     assert found == raw_bytes(torch.full((8, 8), 2.5))
+
+
+def test_computed_tensors_can_be_compared(files):
+    stored(files, "real", torch.full((3, 4), 2.0))
+    made = {
+        computed_name("a"): Computed("constant", "float32", (3, 4), parameters={"value": 2}),
+        computed_name("b"): Computed("constant", "float32", (4, 3), parameters={"value": 2}),
+        computed_name("c"): Computed("constant", "float32", (3, 4), parameters={"value": 3}),
+    }
+    places = {"real": "real", **{name[2:]: name for name in made}}
+    entries = {
+        name: TensorEntry(
+            name,
+            "float32",
+            (3, 4),
+            (Extent(Box.whole((3, 4)), file, 0, 48, strides=(1, 3) if name == "b" else None),),
+            (name,),
+        )
+        for name, file in places.items()
+    }
+    root = str(files.root)
+    catalog = Catalog(root, root, "hf", {}, entries, computed=made)
+    with open_reader(catalog) as reader:
+        assert equal(reader, entries["real"], entries["a"])
+        assert equal(reader, entries["a"], entries["b"])
+        assert not equal(reader, entries["a"], entries["c"])
 
 
 def test_inputs_may_be_cut_into_boxes(files):

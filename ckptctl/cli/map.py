@@ -1,0 +1,150 @@
+"""``ckptctl map KEY``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+
+if TYPE_CHECKING:
+    from ckptctl.ops.routes import KeyMap
+    from ckptctl.planner.extents import Range
+    from ckptctl.planner.routes import Arrival, Piece
+
+SCHEMA = "ckptctl.map/1"
+EPILOG = opt.examples(
+    "ckptctl map model.layers.0.self_attn.q_proj.weight -m llama3 --to-layout meta",
+    "ckptctl map model.layers.0.self_attn.qkv_proj.weight -m phi3 --to-layout torchtune",
+    "ckptctl map layers.3.feed_forward.experts.5.w1.weight -m mixtral --to-layout hf-v5",
+    "ckptctl map output.weight -m llama3_2 --from-layout meta --to-layout hf",
+    "ckptctl map lm_head.weight -m llama3 --from-layout hf --to-layout meta --config tests/data/tiny-llama3-hf",
+)
+
+
+def map_(
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY", show_default=False, help="Name of a tensor, or a template with {i}."
+        ),
+    ],
+    model_type: Annotated[
+        str,
+        typer.Option(
+            "--model-type",
+            "-m",
+            metavar="NAME",
+            callback=opt.check_model_type,
+            autocompletion=opt.model_types,
+            show_default=False,
+            help="Model family.",
+        ),
+    ],
+    to_layout: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            autocompletion=opt.known_layouts,
+            show_default=False,
+            help="Where the key goes to: hf, meta, torchtune, ...",
+        ),
+    ],
+    from_layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            autocompletion=opt.known_layouts,
+            help="The layout of KEY, where several have it.",
+        ),
+    ] = None,
+    sizes: opt.Set = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where config.json or params.json gives the sizes."),
+    ] = None,
+    converter: opt.Converter = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Show where a key goes in another layout, and what makes up its target.
+
+    Reads a family's tables and no checkpoint. Without sizes, places are formulas in axis names.
+    """
+    from ckptctl.ops.routes import map_key
+
+    del converter  # known while the command runs
+    output = Output(json, quiet)
+    found = map_key(key, model_type, from_layout, to_layout, opt.sizes_of(sizes), config)
+    if output.mode == "json":
+        output.document(SCHEMA, found.to_json())
+    elif output.mode == "quiet":
+        for arrival in found.route.arrivals:
+            output.line(arrival.key)
+    elif output.mode == "plain":
+        output.table(list(_rows(found)))
+    else:
+        _show(output, found)
+
+
+def _rows(found: KeyMap) -> Iterator[tuple[str, ...]]:
+    for arrival in found.route.arrivals:
+        for piece in arrival.pieces:
+            yield (
+                arrival.key,
+                _box(piece.write),
+                piece.target_axes,
+                piece.key,
+                _box(piece.read),
+                piece.source_axes,
+                "reordered" if piece.reordered else "same order",
+            )
+    if found.route.dropped:
+        yield "", "", "", found.route.key, "", "", f"dropped: {found.route.dropped}"
+
+
+def _show(output: Output, found: KeyMap) -> None:
+    layouts = f"{found.from_layout} → {found.to_layout}"
+    output.line(f"{found.route.key}   {found.model_type} · {layouts}", "bold")
+    if found.route.dropped:
+        output.line(f"  dropped: {found.route.dropped}")
+    for arrival in found.route.arrivals:
+        output.line()
+        _show_arrival(output, arrival)
+    for note in found.route.notes:
+        output.note(note)
+
+
+def _show_arrival(output: Output, arrival: Arrival) -> None:
+    shape = f"[{', '.join(map(str, arrival.shape))}]"
+    each = "".join(
+        f"  one for each {axis}" + ("" if size.number is None else f" of {size}")
+        for axis, size in arrival.each.items()
+    )
+    output.line(f"{arrival.key}  {shape}{each}")
+    output.table([_human(piece) for piece in arrival.pieces])
+
+
+def _human(piece: Piece) -> tuple[str, ...]:
+    axes = (
+        f"{piece.source_axes} → {piece.target_axes}"
+        if piece.source_axes != piece.target_axes
+        else piece.source_axes
+    )
+    order = "reordered" if piece.reordered else "same order"
+    into = "" if all(part.whole for part in piece.write) else f"fills {_box(piece.write)}"
+    of = "" if all(part.whole for part in piece.read) else f"{_box(piece.read)} of "
+    return f"  {of}{piece.key}", into, axes, order
+
+
+def _box(parts: tuple[Range, ...]) -> str:
+    return f"[{', '.join(map(str, parts))}]"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("map", epilog=EPILOG, no_args_is_help=True)(map_)

@@ -1,0 +1,181 @@
+"""``ckptctl models [FAMILY]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+
+if TYPE_CHECKING:
+    from ckptctl.ops.models import LayoutTable, Model, Row
+
+SCHEMA = "ckptctl.models/1"
+EPILOG = opt.examples(
+    "ckptctl models",
+    "ckptctl models --layout torchtune",
+    "ckptctl models mixtral",
+    "ckptctl models llama3 --layout meta",
+    "ckptctl models --json | jq '.models[].name'",
+)
+
+
+def models(
+    family: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FAMILY]",
+            autocompletion=opt.model_types,
+            show_default=False,
+            help="Show the tables of this one.",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT", autocompletion=opt.known_layouts, help="Only what has this layout."
+        ),
+    ] = None,
+    converter: opt.Converter = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """List the model families, or show how one names and stores its tensors."""
+    from ckptctl.ops import models as op
+
+    del converter  # known while the command runs
+    output = Output(json, quiet)
+    found = op.models(family, layout)
+    if output.mode == "json":
+        output.document(SCHEMA, {"models": [model.to_json() for model in found]})
+    elif output.mode == "quiet":
+        for model in found:
+            _print_names(output, model)
+    elif output.mode == "plain":
+        output.table([row for model in found for row in _plain(model)])
+    else:
+        for number, model in enumerate(found):
+            if number:
+                output.line()
+            _show(output, model)
+
+
+def _print_names(output: Output, model: Model) -> None:
+    keys = dict.fromkeys(row.key for table in model.tables for row in table.rows)
+    for line in keys if model.tables else (model.family.name,):
+        output.line(line)
+
+
+def _plain(model: Model) -> Iterator[tuple[str, ...]]:
+    family = model.family
+    if not model.tables:
+        yield from (
+            (
+                family.name,
+                name,
+                model.proof(name),
+                family.title,
+                ",".join(family.aliases),
+                "; ".join(model.recognised),
+            )
+            for name in model.layouts
+        )
+        return
+    for table in model.tables:
+        for row in table.rows:
+            yield "tensor", table.name, row.tensor, row.key, row.axes, ", ".join(_remarks(row))
+        if table.same_as:
+            yield "same", table.name, table.same_as
+        yield from (("dropped", table.name, key, why) for key, why in table.dropped.items())
+    for axis, names in family.sizes.items():
+        yield "size", axis, *names
+    for tie in family.ties:
+        yield "tie", tie.tensor, tie.of, ",".join(tie.stored_in)
+
+
+def _show(output: Output, model: Model) -> None:
+    family = model.family
+    output.line(f"{family.name}   {family.title}", "bold")
+    output.table([(f"  {label}", text) for label, text in _summary(model)])
+    for table in model.tables:
+        output.line()
+        _show_table(output, table)
+
+
+def _summary(model: Model) -> Iterator[tuple[str, str]]:
+    family = model.family
+    if family.aliases:
+        yield "also called", ", ".join(family.aliases)
+    if family.refines:
+        yield "special case of", family.refines
+    for number, text in enumerate(model.recognised):
+        yield "" if number else "recognised by", text
+    for number, (proof, names) in enumerate(_proofs(model).items()):
+        yield "" if number else "layouts", f"{', '.join(names)}: {proof}"
+    if not model.tables:
+        return
+    for number, (axis, names) in enumerate(family.sizes.items()):
+        said = [f"{name} ({file})" for name, file in zip(names, _FILES, strict=True) if name]
+        yield "" if number else "sizes", f"{axis}  {', '.join(said)}"
+    for axis, parts in family.composite.items():
+        yield "", f"{axis}  = {' x '.join(_constant(model, part) for part in parts)}"
+    for tie in family.ties:
+        stored = f", stored all the same in {', '.join(tie.stored_in)}" if tie.stored_in else ""
+        when = "tied" if family.tied else "where tied"
+        yield when, f"{tie.tensor} is {tie.of}{stored}"
+    for group in family.variants:
+        yield "layers are", " or ".join(group)
+    if family.pinned:
+        yield "never cast", ", ".join(family.pinned)
+
+
+_FILES = ("config.json", "params.json")
+
+
+def _constant(model: Model, axis: str) -> str:
+    return str(model.family.constants.get(axis, axis))
+
+
+def _proofs(model: Model) -> dict[str, list[str]]:
+    """Return the layouts by what their logits were compared with."""
+    found: dict[str, list[str]] = {}
+    for name in model.layouts:
+        proof = model.proof(name)
+        known = name in model.family.proofs
+        found.setdefault(f"logits equal to {proof}" if known else proof, []).append(name)
+    return found
+
+
+def _show_table(output: Output, table: LayoutTable) -> None:
+    title = f"layout {table.name}"
+    output.line(title + (f": the same as {table.same_as}" if table.same_as else ""), "bold")
+    rows: list[Sequence[str]] = [
+        (f"  {row.tensor}", row.key, row.axes, ", ".join(_remarks(row))) for row in table.rows
+    ]
+    output.table(rows)
+    for key, why in table.dropped.items():
+        output.line(f"  dropped: {key} ({why})")
+    if table.own_keys:
+        output.line(f"  only here: {', '.join(table.own_keys)}", "dim")
+    elif not table.same_as:
+        output.line("  no key is this family's alone: the configuration decides", "dim")
+
+
+def _remarks(row: Row) -> Iterator[str]:
+    if row.optional:
+        yield "optional"
+    if row.variant:
+        yield f"{row.variant} layers"
+    if row.part is not None:
+        whole = " + ".join(row.parts)
+        yield f"part {row.part} of {whole} along dimension {row.along}"
+    for axis in row.spread:
+        yield f"one tensor for each {axis}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("models", epilog=EPILOG)(models)

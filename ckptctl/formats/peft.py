@@ -1,0 +1,87 @@
+"""Adapters as PEFT saves them: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+Sources: peft's ``utils/save_and_load.py`` and ``utils/constants.py``; older releases wrote
+``adapter_model.bin``, which is read only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats.base import Output, OutputRequest, Sniff
+from ckptctl.formats.hf import HfFormat
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.json_reader import read_json
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+BIN = "adapter_model.bin"
+TORCHTUNE = ("adapter_model.pt", "adapter_0.pt")
+
+
+class PeftFormat(HfFormat):
+    """One file of safetensors with the adapter's own configuration."""
+
+    name = "peft"
+    title = "PEFT adapter: adapter_model.safetensors (or .bin, read only) with adapter_config.json"
+    layout = "peft"
+    adapters = True
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if path.is_file():
+            return Sniff(path.name) if path.name == WEIGHTS else None
+        found = _weights(path)
+        # Beside a whole model, as torchtune leaves it, the directory is that of the model.
+        return Sniff(found) if found and super().sniff(path) is None else None
+
+    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+        """See :meth:`Format.read`."""
+        name = path.name if path.is_file() else _weights(path)
+        if name is None:
+            raise FormatError(
+                "there is no adapter here", where=str(path), why=f"expected {WEIGHTS} or {BIN}"
+            )
+        root = path if path.is_dir() else path.parent
+        found = super().read(root / name, model_type)
+        own = [file for file in TORCHTUNE if (root / file).is_file()]
+        notes = found.notes
+        if own:
+            notes += (
+                f"torchtune's own {listed(own)} lies here too: convert that; what torchtune exports "
+                "for PEFT is wrong where it does not expect it (Qwen, DoRA)",
+            )
+        documents = {**found.documents, **adapter_config(root)}
+        return replace(found, path=str(path), documents=documents, notes=notes)
+
+    def lay_out(self, request: OutputRequest) -> Output:
+        """See :meth:`WritableFormat.lay_out`."""
+        one = dict.fromkeys((tensor.name for tensor in request.tensors), 0)
+        return super().lay_out(replace(request, like=one, like_files=(WEIGHTS,)))
+
+
+def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
+    """Return the parsed ``adapter_config.json`` in *root* by its name; empty: there is none.
+
+    Raises:
+        DamagedError: It is not a JSON object.
+    """
+    if not (root / CONFIG).is_file():
+        return {}
+    with SourceFiles(root) as files:
+        content = read_json(files, CONFIG, constants=True)
+    if not isinstance(content, dict):
+        raise DamagedError(f"`{CONFIG}` is not a JSON object", where=str(root / CONFIG))
+    return {CONFIG: cast("dict[str, object]", content)}
+
+
+def _weights(path: Path) -> str | None:
+    return next((name for name in (WEIGHTS, BIN) if (path / name).is_file()), None)
+
+
+FORMAT = PeftFormat()

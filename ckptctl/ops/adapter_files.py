@@ -1,0 +1,100 @@
+"""The files of an adapter beside its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import RefusedError
+from ckptctl.formats.assets import documents
+from ckptctl.formats.base import WritableFormat, copied, document
+from ckptctl.formats.peft import CONFIG
+from ckptctl.ops.adapters import Json, Settings, described, settings, written
+from ckptctl.ops.documents import Assets, Papers, dumped
+from ckptctl.ops.layout_change import Change
+from ckptctl.planner.adapters import PEFT, is_adapter, module_of
+from ckptctl.planner.plan import RawCopy
+
+
+def beside(catalog: Catalog, assets: Assets) -> Assets:
+    """Return *assets*, for an adapter with the model's configuration that lies beside it."""
+    if assets.documents or not is_adapter(catalog.tensors):
+        return assets
+    return replace(assets, documents=documents(Path(catalog.root)))
+
+
+def adapter_papers(
+    catalog: Catalog, assets: Assets, change: Change, target: WritableFormat, alpha: float | None
+) -> Papers:
+    """Decide which files an adapter gets beside its tensors.
+
+    Args:
+        catalog: The adapter.
+        assets: Its side files; the model's configuration, which is not carried.
+        change: How its layout changes.
+        target: The format to write.
+        alpha: ``--lora-alpha``.
+
+    Raises:
+        RefusedError: The target has no place for what the configuration says.
+        UsageError: The target's configuration needs what nothing says.
+        DamagedError: Configuration and tensors do not belong together.
+    """
+    config = described(catalog)
+    known = settings(config, alpha)
+    ranks = _ranks(change)
+    peft = change.target_layout in (None, *PEFT.values())
+    if not peft and not known.plain:
+        raise RefusedError(
+            f"layout {change.target_layout} has one rank and one alpha for all modules",
+            where=CONFIG,
+            why="this adapter has rank or alpha patterns, or rank-stabilised scaling",
+            hint="`ckptctl merge` merges it into its model",
+        )
+    if target.single_file:
+        return Papers((), (), {}, (_advice(known, ranks),))
+    content = config
+    if peft and (config is None or change.source_layout not in (None, *PEFT.values())):
+        content = _written(change, known, config, ranks)
+    return _files(catalog, assets, content)
+
+
+def _written(
+    change: Change, known: Settings, config: Json | None, ranks: dict[str, int]
+) -> dict[str, object]:
+    dora = any(item.logical.partition(".")[0].endswith("-magnitude") for item in change.tensors)
+    return written(ranks, known, config, dora, (change.sizes or {}).get("i"))
+
+
+def _ranks(change: Change) -> dict[str, int]:
+    """Return the rank of each module, by its name in the target."""
+    return {
+        module_of(view.key): view.sizes[0]
+        for item in change.tensors
+        for view in item.targets
+        if view.key.endswith((".lora_A.weight", ".lora_a.weight"))
+    }
+
+
+def _advice(known: Settings, ranks: dict[str, int]) -> str:
+    shown = " and ".join(str(rank) for rank in sorted(set(ranks.values())))
+    alpha = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
+    return (
+        f"a torch file has no place for the rank ({shown}){alpha}: the program that reads it asks"
+    )
+
+
+def _files(catalog: Catalog, assets: Assets, config: Json | None) -> Papers:
+    new = {} if config is None else {CONFIG: dumped(config)}
+    own = {
+        name: size
+        for name, size in assets.sizes.items()
+        if assets.roots[name] == catalog.root and name not in (CONFIG, "config.json")
+    }
+    return Papers(
+        tuple(document(name, content) for name, content in new.items())
+        + tuple(copied(name, size) for name, size in own.items()),
+        tuple(RawCopy(name, 0, size, name, root=catalog.root) for name, size in own.items()),
+        new,
+    )

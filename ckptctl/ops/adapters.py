@@ -1,0 +1,273 @@
+"""What an adapter's configuration says: how strong it is, and what it needs besides its tensors.
+
+Sources: peft's ``LoraConfig`` and ``LoraLayer.update_layer``, torchtune's
+``tune_to_peft_adapter_config``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import DamagedError, MappingError, RefusedError, UsageError
+from ckptctl.formats.peft import CONFIG, adapter_config
+from ckptctl.planner.adapters import module_of
+from ckptctl.planner.templates import skeleton
+
+Json = Mapping[str, object]
+
+REFUSED = {
+    "lora_bias": "biases of B",
+    "use_qalora": "QALoRA",
+    "target_parameters": "adapters of single parameters, such as fused experts",
+    "trainable_token_indices": "trainable tokens",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+    "megatron_config": "Megatron's parallel layers",
+}
+MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+_QUANTIFIED = re.compile(r"\)[*+{]|[*+?}][*+{]")
+_MOST = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How strong an adapter is.
+
+    Attributes:
+        alpha: PEFT's ``lora_alpha``; None: not known.
+        rank: The rank that the configuration states; None: it follows from the shapes.
+        rslora: Whether alpha is divided by the square root of the rank.
+        ranks: Ranks of modules that have another one, by regular expression.
+        alphas: The same for alpha.
+        scaling: The factor of B A for all modules, where the user gave it.
+    """
+
+    alpha: float | None = None
+    rank: int | None = None
+    rslora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    scaling: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Return whether all modules have the same alpha and rank, divided plainly."""
+        return not (self.rslora or self.ranks or self.alphas)
+
+    def scale(self, key: str, rank: int) -> float:
+        """Return the factor of B A.
+
+        Args:
+            key: A tensor of the module in the adapter.
+            rank: That of its factors.
+
+        Raises:
+            DamagedError: The configuration says another rank.
+            UsageError: Nothing says how strong the adapter is.
+        """
+        module = module_of(key)
+        stated = _matching(self.ranks, module, self.rank)
+        if stated is not None and stated != rank:
+            raise DamagedError(
+                f"the rank is {rank}, {CONFIG} says {stated}",
+                where=f"tensor `{key}`",
+                hint="do the two files belong together?",
+            )
+        if self.scaling is not None:
+            return self.scaling
+        alpha = _matching(self.alphas, module, self.alpha)
+        if alpha is None:
+            raise UsageError(
+                "nothing says how strong the adapter is",
+                why=f"there is no {CONFIG} with `lora_alpha` beside it",
+                hint="`--lora-alpha` gives alpha, `--scaling` the factor itself",
+            )
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def described(catalog: Catalog) -> Json | None:
+    """Return the adapter's configuration; None: there is none beside it."""
+    own = catalog.documents.get(CONFIG)
+    return own if own is not None else adapter_config(Path(catalog.root)).get(CONFIG)
+
+
+def settings(
+    config: Json | None, alpha: float | None = None, scaling: float | None = None
+) -> Settings:
+    """Return what *config* says of the adapter's strength.
+
+    Args:
+        config: adapter_config.json; None: there is none.
+        alpha: ``--lora-alpha``.
+        scaling: ``--scaling``.
+
+    Raises:
+        RefusedError: It is a kind of adapter that is more than low-rank factors.
+        UsageError: An option contradicts it.
+        DamagedError: One of its values makes no sense.
+    """
+    if alpha is not None and scaling is not None:
+        raise UsageError("--lora-alpha and --scaling both say how strong the adapter is")
+    config = config or {}
+    _refuse(config)
+    stated = _number(config, "lora_alpha")
+    if alpha is not None and stated not in (None, alpha):
+        raise UsageError(f"--lora-alpha {alpha:g} contradicts {CONFIG}", why=f"it says {stated:g}")
+    rank = _number(config, "r")
+    return Settings(
+        alpha=stated if alpha is None else alpha,
+        rank=None if rank is None else int(rank),
+        rslora=config.get("use_rslora") is True,
+        ranks={key: int(value) for key, value in _pattern(config, "rank_pattern").items()},
+        alphas=_pattern(config, "alpha_pattern"),
+        scaling=scaling,
+    )
+
+
+def _refuse(config: Json) -> None:
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise RefusedError(f"this adapter is {kind}, not LoRA", where=CONFIG)
+    if config.get("bias") not in (None, "none"):
+        raise _unsupported("bias", f"biases (`bias: {config['bias']}`)")
+    for name, what in REFUSED.items():
+        if config.get(name):
+            raise _unsupported(name, what)
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(MOVED):
+        raise RefusedError(
+            f"`init_lora_weights: {start}` changes the base model before training",
+            where=CONFIG,
+            why="the factors are relative to a base that is stored nowhere",
+            hint="save it as plain LoRA: `save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)`",
+        )
+
+
+def _unsupported(name: str, what: str) -> RefusedError:
+    return RefusedError(f"{what} are not supported in adapters", where=f"`{name}` in {CONFIG}")
+
+
+def _number(config: Json, name: str) -> float | None:
+    value = config.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="it is no positive number")
+    return float(value)
+
+
+def _pattern(config: Json, name: str) -> dict[str, float]:
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise DamagedError(f"`{name}` is {found!r}", where=CONFIG)
+    for key in found:
+        _check_expression(str(key), name)
+    values = {str(key): _number({str(key): value}, str(key)) for key, value in found.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _check_expression(text: str, name: str) -> None:
+    """Refuse what could keep the matching of regular expressions busy for hours."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise DamagedError(f"`{text}` in `{name}`: {error}", where=CONFIG) from error
+    if _QUANTIFIED.search(text) or sum(text.count(sign) for sign in "*+{") > _MOST:
+        raise RefusedError(
+            f"`{text}` in `{name}` is too complicated",
+            where=CONFIG,
+            why="repetitions of repetitions may take forever to match",
+        )
+
+
+def _matching(patterns: Mapping[str, float], module: str, otherwise: float | None) -> float | None:
+    """Return the value of the first pattern that *module* ends with, as PEFT looks it up."""
+    for key, value in patterns.items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return otherwise
+
+
+def written(
+    ranks: Mapping[str, int], known: Settings, config: Json | None, dora: bool, layers: int | None
+) -> dict[str, object]:
+    """Return an adapter_config.json for adapters that come from another program.
+
+    Args:
+        ranks: The rank of each module, by its name in the model.
+        known: How strong the adapter is.
+        config: What lies beside the source; its other values are kept.
+        dora: Whether there are magnitudes.
+        layers: Layers of the model, if that is known.
+
+    Raises:
+        UsageError: Nothing says how strong the adapter is.
+        DamagedError: The configuration says other ranks.
+    """
+    for module, rank in ranks.items():
+        known.scale(module, rank)
+    if known.alpha is None:
+        raise UsageError(
+            "PEFT's configuration needs alpha, not a factor", hint="give `--lora-alpha`"
+        )
+    main = Counter(ranks.values()).most_common(1)[0][0]
+    others = {re.escape(module): rank for module, rank in ranks.items() if rank != main}
+    alpha: float = known.alpha
+    if others and not known.ranks:
+        raise MappingError(
+            "the modules have different ranks",
+            where=f"module `{next(iter(others))}`",
+            why="whether alpha is the same for all of them is not known",
+        )
+    return {
+        "task_type": "CAUSAL_LM",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "base_model_name_or_path": None,
+        **(config or {}),
+        "peft_type": "LORA",
+        "r": main,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": targets(list(ranks), layers),
+        "bias": "none",
+        "inference_mode": True,
+        "use_dora": dora,
+        "use_rslora": known.rslora,
+        "rank_pattern": others,
+        "alpha_pattern": dict(known.alphas),
+    }
+
+
+def targets(modules: list[str], layers: int | None) -> list[str]:
+    """Return PEFT's ``target_modules``: last names where they mean just *modules*, else all names.
+
+    Args:
+        modules: Names in the model.
+        layers: Layers of the model; None: not known.
+    """
+    kinds: dict[str, list[str]] = {}
+    for module in modules:
+        kinds.setdefault(module.rpartition(".")[2], []).append(module)
+    return sorted(
+        name
+        for last, found in kinds.items()
+        for name in ([last] if _all_layers(found, layers) else found)
+    )
+
+
+def _all_layers(modules: list[str], layers: int | None) -> bool:
+    """Return whether *modules* are one of each layer, or the only one."""
+    alike = {skeleton(module) for module in modules}
+    numbered = {module for module in modules if module != skeleton(module)}
+    return len(alike) == 1 and len(modules) == (layers if numbered else 1)

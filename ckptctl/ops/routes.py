@@ -1,0 +1,165 @@
+"""Say where a key goes in another layout: from a family's tables, without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl import families
+from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, nearest
+from ckptctl.formats.assets import documents
+from ckptctl.planner.configs import is_tied, read_lists, read_sizes
+from ckptctl.planner.extents import Range
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.matching import near
+from ckptctl.planner.params import contradictions
+from ckptctl.planner.routes import Arrival, Piece, Route, route
+
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMap:
+    """Where a key goes.
+
+    Attributes:
+        model_type: The family.
+        from_layout: The layout of the key.
+        to_layout: The other one.
+        sizes: What is known of axis sizes.
+        tied: Whether tied tensors are one.
+        route: The answer.
+    """
+
+    model_type: str
+    from_layout: str
+    to_layout: str
+    sizes: Mapping[str, int]
+    tied: bool
+    route: Route
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            "key": self.route.key,
+            "template": self.route.template,
+            "model_type": self.model_type,
+            "from_layout": self.from_layout,
+            "to_layout": self.to_layout,
+            "sizes": dict(self.sizes),
+            "tied": self.tied,
+            "targets": [_target(arrival) for arrival in self.route.arrivals],
+            "dropped": self.route.dropped or None,
+            "notes": self.route.notes,
+        }
+
+
+def map_key(
+    key: str,
+    model_type: str,
+    from_layout: str | None,
+    to_layout: str,
+    given: Mapping[str, int] | None = None,
+    config: Path | None = None,
+) -> KeyMap:
+    """Return where *key* goes.
+
+    Args:
+        key: The name of a tensor; a template such as ``model.layers.{i}.mlp.up_proj.weight``, too.
+        model_type: The family.
+        from_layout: The layout of the key; None: the only one that has it.
+        to_layout: Where it goes to.
+        given: Axis sizes, by any of their names.
+        config: Directory with ``config.json`` or ``params.json``.
+
+    Raises:
+        UsageError: No such family, layout or size, or several layouts have the key.
+        MappingError: No layout has the key, or the target has no place for it.
+        SourceNotFoundError: *config* names no directory with a configuration.
+    """
+    family = families.family(model_type)
+    family.layout(to_layout)
+    source = from_layout or _layout_of(family, key)
+    read = _configuration(config) if config else {}
+    described, params = read.get("config.json"), read.get("params.json")
+    if described and params and (found := contradictions(family, described, params)):
+        raise MappingError(
+            "config.json and params.json contradict each other",
+            where=str(config),
+            why="; ".join(found),
+        )
+    sizes = read_sizes(family, described, params, given)
+    tied = is_tied(family, described, params)
+    lists = read_lists(family, described)
+    found_route = route(family, source, to_layout, key, sizes, tied=tied, lists=lists)
+    return KeyMap(family.name, source, to_layout, sizes, tied, found_route)
+
+
+def _layout_of(family: Family, key: str) -> str:
+    known = [
+        name
+        for name in family.layouts
+        if next(family.layout(name).table.all(key), None) is not None
+        or any(stored.template.text == key for stored in family.layout(name).stored)
+    ]
+    if not known:
+        return _nearest_layout(family, key)
+    first = family.layout(known[0])
+    if all(family.layout(name).same_as(first) for name in known):
+        return first.name
+    raise UsageError(
+        f"`{key}` is a key of several layouts of `{family.name}`",
+        why=f"{', '.join(f'`{name}`' for name in known)}",
+        hint=f"say which with `--from-layout {known[0]}`",
+    )
+
+
+def _nearest_layout(family: Family, key: str) -> str:
+    """Return the layout whose keys are most like *key*, which none of them has."""
+    layouts = {name: near(family.layout(name), key) for name in family.layouts}
+    close = nearest(key, [known for keys in layouts.values() for known in keys])
+    return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
+
+
+def _configuration(directory: Path) -> Mapping[str, Json]:
+    root = directory.expanduser()
+    if not root.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(directory), hint="see --config")
+    found = documents(root)
+    if not found:
+        raise SourceNotFoundError(
+            "there is no config.json and no params.json here", where=str(directory)
+        )
+    return found
+
+
+def _target(arrival: Arrival) -> dict[str, object]:
+    return {
+        "key": arrival.key,
+        "shape": [size.text for size in arrival.shape],
+        "numbers": [size.number for size in arrival.shape],
+        "each": {axis: size.number for axis, size in arrival.each.items()},
+        "pieces": [_piece(piece) for piece in arrival.pieces],
+    }
+
+
+def _piece(piece: Piece) -> dict[str, object]:
+    return {
+        "key": piece.key,
+        "logical": piece.logical,
+        "asked": piece.asked,
+        "source_axes": piece.source_axes,
+        "target_axes": piece.target_axes,
+        "reordered": piece.reordered,
+        "source_slice": [_range(part) for part in piece.read],
+        "target_slice": [_range(part) for part in piece.write],
+    }
+
+
+def _range(part: Range) -> dict[str, object]:
+    return {
+        "formula": part.formula,
+        "start": None if part.among else part.start.number,
+        "stop": None if part.among else part.stop.number,
+    }

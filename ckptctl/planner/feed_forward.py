@@ -1,0 +1,34 @@
+"""Meta's formula for the feed-forward size, and its inverse.
+
+Source: ``FeedForward`` in ``llama/model.py`` and ``llama_models/llama3/model.py``.
+"""
+
+from __future__ import annotations
+
+from ckptctl.errors import MappingError
+
+PARAMS = ("multiple_of", "ffn_dim_multiplier")
+_FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
+
+
+def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """Return the feed-forward size that Meta's formula gives."""
+    hidden = int(2 * (4 * dim) / 3)
+    if multiplier is not None:
+        hidden = int(multiplier * hidden)
+    return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
+
+
+def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
+    """Return ``multiple_of`` and ``ffn_dim_multiplier`` that give exactly *size*.
+
+    Raises:
+        MappingError: None do.
+    """
+    for multiple, factor in _FFN:
+        if ffn_size(dim, multiple, factor) == size:
+            return multiple, None if factor == 1.0 else factor
+    factor = (size + 0.5) / max(int(8 * dim / 3), 1)
+    if ffn_size(dim, 1, factor) != size:
+        raise MappingError(f"params.json cannot express a feed-forward size of {size} for {dim}")
+    return 1, factor

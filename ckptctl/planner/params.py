@@ -1,0 +1,368 @@
+"""From params.json to config.json and back.
+
+Sources: transformers' configuration classes (4.x: ``rope_theta``, ``rope_scaling``,
+``torch_dtype``; 5.x: ``rope_parameters``, ``dtype``; what is written here is the old spelling,
+which both read, but for what only 5.x knows), Meta's ``ModelArgs`` and ``FeedForward`` in
+``llama/model.py`` and ``llama_models/llama3``, mistral-inference's ``args.py``, transformers'
+``convert_{mistral,mistral3,ministral3}_weights_to_hf.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.configs import (
+    Json,
+    count,
+    facts,
+    number,
+    plain,
+    read_sizes,
+    rope,
+)
+from ckptctl.planner.feed_forward import PARAMS as FORMULA
+from ckptctl.planner.feed_forward import ffn_params, ffn_size
+from ckptctl.planner.layouts import Family, holds
+from ckptctl.planner.statements import NEEDED, ParamsStyle, Rule, Same, looked_up
+
+SCALED = "use_scaled_rope"
+_MODULES = ("text_config", "vision_config")
+
+
+def preset(family: Family, params: Json) -> dict[str, object]:
+    """Return what config.json says beyond *params*, by the family's tables."""
+    values: dict[str, object] = {}
+    for signs, added in family.presets:
+        if holds(signs, params):
+            _merge(values, added)
+    return values
+
+
+def params_to_config(
+    family: Family,
+    params: Json,
+    sizes: Mapping[str, int],
+    *,
+    tied: bool | None = None,
+    dtype: str | None = None,
+) -> dict[str, object]:
+    """Return the config.json of a checkpoint that has only params.json.
+
+    Args:
+        family: The model type.
+        params: params.json.
+        sizes: Axis sizes solved from the tensors, which win over formulas: vocabulary (-1 in
+            Llama 2), feed-forward size, key/value heads without repetitions, number of layers.
+        tied: Whether the embeddings are tied; None: as params.json or the family does.
+        dtype: torch's name of the tensors' dtype.
+
+    Raises:
+        MappingError: params.json holds something that is not understood, or a size is missing.
+    """
+    style, values = family.params, facts(params)
+    _understood(family, plain(params))
+    config: dict[str, object] = {"architectures": [family.architecture]}
+    for axis, size in _known_sizes(family, values, read_sizes(family, None, params) | dict(sizes)):
+        _put(config, family.sizes[axis][0], size)
+    extra = preset(family, values)
+    _merge(config, extra)
+    for name, fact in _facts_of(style):
+        stated = looked_up(values, fact.params)
+        value = _value(fact, fact.absent if stated is None else stated, fact.params)
+        if value is not None or stated is not None:
+            _stated_once(config, name, value, fact, extra)
+    for name, rule in _rules_of(style):
+        if rule.written:
+            _put(config, name, rule.allowed[0])
+    if values.get(SCALED) and "rope_scaling" not in extra:
+        raise _no_scaling(family)
+    told = values.get("tied_embeddings", family.tied) if tied is None else tied
+    for place in {"", style.prefix}:
+        _put(config, f"{place}tie_word_embeddings", bool(told))
+    _spell_rope(config, style)
+    return config | ({"torch_dtype": dtype} if dtype else {})
+
+
+def _known_sizes(family: Family, values: Json, known: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield the size of each axis that config.json states."""
+    if family.params.derived and "f" not in known and "d" in known:
+        known["f"] = _ffn_of(values, known["d"])
+    lacking = [family.called(a) for a, names in family.sizes.items() if names[0] and a not in known]
+    if lacking:
+        raise MappingError(
+            f"config.json needs {' and '.join(lacking)}", why="params.json does not say"
+        )
+    yield from ((axis, known[axis]) for axis, names in family.sizes.items() if names[0])
+
+
+def _ffn_of(values: Json, dim: int) -> int:
+    factor = values.get("ffn_dim_multiplier")
+    multiple = count(values.get("multiple_of"), "multiple_of") or 256
+    return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
+
+
+def _understood(family: Family, params: Json) -> None:
+    """Refuse what params.json says and config.json of this family has no word for."""
+    style = family.params
+    known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in _facts_of(style))}
+    known |= {names[1] for names in family.sizes.values()}
+    known |= {*FORMULA, SCALED} if style.derived else set()
+    for name, value in _leaves(params, known | style.constant.keys()):
+        if name in style.constant:
+            if value != style.constant[name]:
+                raise _strange(name, value, f"it is always {style.constant[name]!r} there")
+        elif name not in known and value is not None:
+            raise _strange(name, value)
+
+
+def _leaves(values: Json, known: set[str], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield what *values* state, inside of objects of which *known* names speak one by one."""
+    for key, value in values.items():
+        name = prefix + key
+        inside = any(other.startswith(f"{name}.") for other in known)
+        if inside and isinstance(value, Mapping):
+            yield from _leaves(value, known, f"{name}.")
+        else:
+            yield name, value
+
+
+def _strange(name: str, value: object, why: str = "") -> MappingError:
+    return MappingError(
+        f"params.json says `{name}`, which config.json of this model cannot say",
+        where="params.json",
+        why=f"its value is {value!r}" + (f"; {why}" if why else ""),
+        hint="--assets DIR names a directory that holds the right config.json",
+    )
+
+
+def _no_scaling(family: Family) -> MappingError:
+    return MappingError(
+        f"`{family.name}` has no scaled rotary frequencies",
+        where="params.json",
+        why=f"`{SCALED}` is true",
+        hint="--model-type llama3 or llama3_2",
+    )
+
+
+def _stated_once(
+    config: dict[str, object], name: str, value: object, fact: Same, extra: Json
+) -> None:
+    """Put a fact into *config*; two statements of params.json may not disagree on it."""
+    before = looked_up(config, name)
+    if before not in (None, value) and looked_up(extra, name) != before:
+        raise MappingError(
+            "params.json contradicts itself",
+            where="params.json",
+            why=f"`{fact.params}` is {value!r}, another value says {before!r}",
+        )
+    _put(config, name, value)
+
+
+def _spell_rope(config: dict[str, object], style: ParamsStyle) -> None:
+    """Write the rotary frequencies as transformers 5 does where they are more than a base."""
+    text = looked_up(config, style.within) if style.within else config
+    if isinstance(text, dict) and isinstance(text.get("rope"), dict):
+        text["rope_parameters"] = {**text.pop("rope"), "rope_theta": text.pop("rope_theta", None)}
+
+
+def config_to_params(
+    family: Family, config: Json, sizes: Mapping[str, int], *, ranks: int = 1
+) -> dict[str, object]:
+    """Return the params.json that means what config.json says, with its makers' keys only.
+
+    Args:
+        family: The model type.
+        config: config.json.
+        sizes: Axis sizes solved from the tensors.
+        ranks: Number of model-parallel shards: with more of them than key/value heads these are
+            repeated, and the repeated number is stated.
+
+    Raises:
+        MappingError: A value of config.json has no expression in params.json.
+    """
+    style, values = family.params, _canonical(config)
+    known = read_sizes(family, config) | dict(sizes)
+    stated = {axis: names[1] for axis, names in family.sizes.items() if names[1]}
+    lacking = [family.called(axis) for axis in stated if axis not in known]
+    if lacking:
+        raise MappingError(f"params.json needs {' and '.join(lacking)}", where="config.json")
+    _expressible(style, values)
+    params: dict[str, object] = {}
+    for axis, name in stated.items():
+        if not (style.derived and axis in "fe"):
+            _put(params, name, known[axis])
+    if style.derived:
+        params |= _derived(family, known, values, ranks)
+    for name, fact in _facts_of(style):
+        if fact.back:
+            _state(params, fact, name, looked_up(values, name))
+    if style.derived and params["rope_theta"] == preset(family, {}).get("rope_theta") == 10000.0:
+        del params["rope_theta"]
+    for name, value in style.constant.items():
+        _put(params, name, value)
+    tied = config.get("tie_word_embeddings") is True and not style.derived
+    return params | ({"tied_embeddings": True} if tied else {})
+
+
+def contradictions(family: Family, config: Json, params: Json, *, ranks: int = 1) -> list[str]:
+    """Return where config.json and params.json of one checkpoint disagree, for people.
+
+    Args:
+        family: The model type.
+        config: config.json.
+        params: params.json.
+        ranks: Number of model-parallel shards: params.json may state as many key/value heads.
+
+    Raises:
+        MappingError: One of them holds a value of the wrong kind.
+    """
+    ours, theirs = read_sizes(family, config), read_sizes(family, None, params)
+    heads = theirs.get("k")
+    if heads == ranks and heads % ours.get("k", heads) == 0:
+        theirs.pop("k", None)
+    found = [
+        f"{family.called(axis)}: {ours[axis]} and {theirs[axis]}"
+        for axis in ours
+        if theirs.get(axis, ours[axis]) != ours[axis]
+    ]
+    inner, outer = plain(params), _canonical(config)
+    for name, fact in _facts_of(family.params):
+        one, other = looked_up(outer, name), looked_up(inner, fact.params)
+        if fact.kind == "number" and None not in (one, other) and one != other:
+            found.append(f"`{fact.params}`: {one} and {other}")
+    return found
+
+
+def _state(params: dict[str, object], fact: Same, name: str, found: object) -> None:
+    default = fact.default
+    if found is None and default is NEEDED:
+        raise MappingError(
+            f"params.json needs `{fact.params}`", where="config.json", why=f"no `{name}` is stated"
+        )
+    value = _value(fact, default if found is None else found, name)
+    if value is not None:
+        _put(params, fact.params, value)
+
+
+def _derived(
+    family: Family, known: Mapping[str, int], values: Json, ranks: int
+) -> dict[str, object]:
+    """Return what only Meta's params.json says."""
+    if known["h"] * known.get("e", 0) != known["d"]:
+        raise _unsaid("head_dim", known.get("e"), "Meta's is always dim / n_heads")
+    multiple, factor = ffn_params(known["d"], known["f"])
+    found: dict[str, object] = {"multiple_of": multiple}
+    found |= {} if factor is None else {"ffn_dim_multiplier": factor}
+    found |= {"n_kv_heads": max(known["k"], ranks)} if "k" in family.repeated else {}
+    return found | ({SCALED: True} if _is_scaled(family, values) else {})
+
+
+def _is_scaled(family: Family, values: Json) -> bool:
+    """Return whether the rotary frequencies are scaled in the one way that Meta knows."""
+    scaling = rope(values)[1]
+    if scaling is None:
+        return False
+    known = preset(family, {SCALED: True}).get("rope_scaling")
+    if scaling != known:
+        means = f"`{SCALED}` means {known}" if known else "there is no scaling in it"
+        raise _unsaid("rope_scaling", dict(scaling), f"for `{family.name}` {means}")
+    return True
+
+
+def _expressible(style: ParamsStyle, values: Json) -> None:
+    """Refuse what params.json of this style cannot say."""
+    for name, rule in _rules_of(style):
+        value = looked_up(values, name)
+        if value is not None and value not in rule.allowed:
+            raise _unsaid(name, value, rule.why)
+    if style.derived:
+        return
+    known = {name for name, _ in (*_facts_of(style), *_rules_of(style))}
+    place = f"{style.prefix}rope"
+    found = looked_up(values, place)
+    for key, value in found.items() if isinstance(found, Mapping) else ():
+        if f"{place}.{key}" not in known:
+            raise _unsaid(f"{place}.{key}", value, f"{style.whose} has no word for it")
+
+
+def _canonical(config: Json) -> dict[str, object]:
+    """Return *config* with ``rope_theta`` and ``rope`` wherever it describes rotary frequencies."""
+    values = dict(config)
+    for name in _MODULES:
+        inner = values.get(name)
+        if isinstance(inner, Mapping):
+            values[name] = _canonical(inner)
+    theta, _ = rope(config)
+    told: dict[str, object] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        told |= {} if not isinstance(value, Mapping) else value
+    told.pop("rope_theta", None)
+    kind = told.pop("type", None)
+    told |= {"rope_type": kind} if kind is not None and "rope_type" not in told else {}
+    return (
+        values | ({} if theta is None else {"rope_theta": theta}) | ({"rope": told} if told else {})
+    )
+
+
+def _facts_of(style: ParamsStyle) -> Iterator[tuple[str, Same]]:
+    """Yield all facts with their full names in config.json."""
+    yield from ((style.prefix + fact.config, fact) for fact in style.text)
+    yield from ((fact.config, fact) for fact in style.around)
+
+
+def _rules_of(style: ParamsStyle) -> Iterator[tuple[str, Rule]]:
+    yield from ((style.prefix + rule.config, rule) for rule in style.rules)
+    yield from ((rule.config, rule) for rule in style.around_rules)
+
+
+def _value(fact: Same, value: object, name: str) -> object:
+    """Return what a fact says.
+
+    Raises:
+        MappingError: It is of the wrong kind.
+    """
+    if value is None:
+        return None
+    if fact.kind == "number":
+        return number(value, name)
+    if fact.kind == "flag":
+        if isinstance(value, bool):
+            return value
+        raise MappingError(
+            f"`{name}` is neither true nor false", where=name, why=f"it is {value!r}"
+        )
+    if fact.kind == "window" and isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    return count(value, name)
+
+
+def _put(values: dict[str, object], name: str, value: object) -> None:
+    *outer, last = name.split(".")
+    for part in outer:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise MappingError(f"`{part}` is no object", where=name)
+        values = inner
+    values[last] = value
+
+
+def _merge(values: dict[str, object], added: Json) -> None:
+    """Add *added* to *values*, inside of objects that both have."""
+    for key, value in added.items():
+        inner = values.get(key)
+        if isinstance(inner, dict) and isinstance(value, Mapping) and key in _MODULES:
+            _merge(inner, value)
+        else:
+            values[key] = deepcopy(value)
+
+
+def _unsaid(name: str, value: object, why: str) -> MappingError:
+    return MappingError(
+        f"params.json cannot express `{name}`: {value!r}",
+        where="config.json",
+        why=why,
+        hint="keep the hf layout (--to dcp, torch or hf), where nothing is lost",
+    )

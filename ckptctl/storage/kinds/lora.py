@@ -1,0 +1,133 @@
+"""Rows of a weight with low-rank changes merged in: in float32, rounded once.
+
+LoRA (Hu et al., arXiv:2106.09685): ``W + scale · B A``. DoRA (Liu et al., arXiv:2402.09353): the
+rows of that, scaled to given lengths. Sources: peft's ``tuners/lora`` (``merge_and_unload``),
+torchtune's ``get_merged_lora_ckpt``. The n-th change applies to rows ``start{n}`` to ``stop{n}``; it
+is n's of the parameters ``changes``. All factors but B are small by nature and are kept.
+
+Inputs:
+    base: Floating ``[rows, columns]``.
+    a{n}: ``[rank, columns]``.
+    b{n}: ``[at least from{n} + stop{n} - start{n}, rank]``.
+    magnitude{n}: One length for each row of B; optional.
+
+Parameters:
+    changes: How many there are.
+    start{n}, stop{n}: Rows that are changed.
+    scale{n}: The factor.
+    from{n}, length{n}: First row in B, and first element in the magnitude.
+    rows{n}, columns{n}: For B and the magnitude, and for A, the axes that their rows or columns
+        consist of and the order in which these are wanted, as in ``4,2,8:0,2,1``; optional.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptctl.catalog import Computed
+from ckptctl.storage.arithmetic import elements
+from ckptctl.storage.computed import Inputs
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 64
+
+
+class _Order(NamedTuple):
+    """Axes of stored rows, and in which order they are wanted.
+
+    Attributes:
+        sizes: Of the axes as they are stored.
+        order: The axes that are wanted.
+        unit: Rows that change places among themselves only.
+        outer: How many axes number these.
+    """
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    unit: int
+    outer: int
+
+    @classmethod
+    def parse(cls, text: str) -> _Order:
+        sizes, order = (tuple(map(int, part.split(","))) for part in text.split(":"))
+        moved = (place for place, axis in enumerate(order) if place != axis)
+        outer = next(moved, len(order))
+        return cls(sizes, order, prod(sizes[outer:]), outer)
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``[units * unit, width]`` in the order that is wanted."""
+        inner = [axis - self.outer + 1 for axis in self.order[self.outer :]]
+        split = rows.view(-1, *self.sizes[self.outer :], rows.shape[-1])
+        return split.permute(0, *inner, len(inner) + 1).reshape(rows.shape)
+
+
+def compute(
+    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
+) -> None:
+    """Fill *out*; see :class:`ckptctl.storage.kinds.Kind`."""
+    import torch
+
+    base = inputs.tensor("base", rows).to(torch.float32)
+    for number in range(int(computed.parameters.get("changes", 0))):
+        start, stop = (int(computed.parameters[f"{name}{number}"]) for name in ("start", "stop"))
+        first, last = max(start, rows.start), min(stop, rows.stop)
+        if first < last:
+            part = base[first - rows.start : last - rows.start]
+            _change(inputs, computed, number, range(first - start, last - start), part)
+    target = elements(out, computed.dtype, len(columns))
+    target.copy_(base[:, columns.start : columns.stop])
+
+
+def _change(
+    inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor
+) -> None:
+    """Change *part*, which is *rows* of those that the change applies to, in place."""
+    import torch
+
+    a = inputs.whole(f"a{number}").to(torch.float32)
+    if f"columns{number}" in computed.parameters:
+        columns = _Order.parse(str(computed.parameters[f"columns{number}"]))
+        a = columns.apply(a.t().contiguous()).t().contiguous()
+    b = _rows(inputs, computed, f"b{number}", number, rows)
+    part.add_(product(b, a).mul_(float(computed.parameters[f"scale{number}"])))
+    if f"magnitude{number}" in computed.inputs:
+        length = _rows(inputs, computed, f"magnitude{number}", number, rows)
+        part.mul_(length / torch.linalg.norm(part, dim=1, keepdim=True))
+
+
+def product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Return ``b @ a`` with every element independent of how many rows *b* has.
+
+    Whole blocks of rows take the same way through the matrix multiplication, whatever part of a
+    weight is computed at once: equal inputs give equal bits.
+    """
+    import torch
+
+    rows = len(b)
+    if rows % BLOCK:
+        b = torch.cat((b, b.new_zeros(BLOCK - rows % BLOCK, b.shape[1])))
+    blocks = (torch.mm(block, a) for block in b.split(BLOCK))
+    return torch.cat(list(blocks))[:rows]
+
+
+def _rows(inputs: Inputs, computed: Computed, key: str, number: int, rows: range) -> torch.Tensor:
+    """Return *rows* of B, ``[rows, rank]``, or of the magnitude, ``[rows, 1]``, in order."""
+    import torch
+
+    text = computed.parameters.get(f"rows{number}")
+    order = _Order.parse(str(text)) if text else _Order((), (), 1, 0)
+    first, last = rows.start // order.unit, -(-rows.stop // order.unit)
+    held = range(first * order.unit, last * order.unit)
+    if key.startswith("b"):
+        begin = int(computed.parameters[f"from{number}"])
+        found = inputs.tensor(key, range(begin + held.start, begin + held.stop))
+    else:
+        begin = int(computed.parameters[f"length{number}"])
+        found = inputs.whole(key)[begin + held.start : begin + held.stop].view(-1, 1)
+    found = found.to(torch.float32)
+    if text:
+        found = order.apply(found)
+    return found[rows.start - held.start : rows.stop - held.start]

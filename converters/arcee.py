@@ -1,0 +1,26 @@
+"""Arcee AFM 4.5B: Llama's tensors without the gate of the feed-forward.
+
+Source: transformers' ``modeling_arcee.py``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family
+from converters import granite
+
+NO_GATE = """
+logical  hf: model.layers.{i}.
+w1       -
+w1_bias  -
+"""
+
+FAMILY: Family = replace(
+    granite.FAMILY,
+    name="arcee",
+    title="Arcee AFM",
+    aliases=("afm",),
+    tables=(*granite.FAMILY.tables, NO_GATE),
+    architecture="ArceeForCausalLM",
+    config_signs=({"model_type": "arcee"},),
+    proofs={"hf": "transformers 5.23"},
+)

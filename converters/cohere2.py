@@ -1,0 +1,56 @@
+"""Cohere's Command R7B and Command A: attention and feed-forward side by side behind one norm.
+
+Source: transformers' ``modeling_cohere2.py``. Neighbouring pairs are rotated; the embeddings are
+always tied.
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+
+BEFORE = """
+logical  axes  hf
+embed    v d   model.embed_tokens.weight
+"""
+
+LAYER = """
+logical  axes     hf: model.layers.{i}.
+norm_1   d        input_layernorm.weight
+q        (h e) d  self_attn.q_proj.weight
+q_bias?  (h e)    self_attn.q_proj.bias
+k        (k e) d  self_attn.k_proj.weight
+k_bias?  (k e)    self_attn.k_proj.bias
+v        (k e) d  self_attn.v_proj.weight
+v_bias?  (k e)    self_attn.v_proj.bias
+o        d (h e)  self_attn.o_proj.weight
+o_bias?  d        self_attn.o_proj.bias
+w1       f d      mlp.gate_proj.weight
+w3       f d      mlp.up_proj.weight
+w2       d f      mlp.down_proj.weight
+"""
+
+AFTER = """
+logical  axes  hf
+norm     d     model.norm.weight
+output   v d   lm_head.weight
+"""
+
+FAMILY = Family(
+    name="cohere2",
+    title="Command R7B, Command A",
+    aliases=("command_r7b", "command_a"),
+    layouts=("hf",),
+    tables=(BEFORE, LAYER, AFTER),
+    architecture="Cohere2ForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    tied=True,
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "cohere2"},),
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+)

@@ -1,0 +1,26 @@
+"""GLM-4 9B of 2024, as transformers runs it: two norms a layer, otherwise GLM-4 0414.
+
+Source: transformers' ``modeling_glm.py``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family
+from converters import glm4
+
+TWO_NORMS = """
+logical      hf: model.layers.{i}.
+norm_1_post  -
+norm_2_post  -
+"""
+
+FAMILY: Family = replace(
+    glm4.FAMILY,
+    name="glm",
+    title="GLM-4 9B, GLM-Edge",
+    aliases=("glm4_9b",),
+    tables=(*glm4.FAMILY.tables, TWO_NORMS),
+    architecture="GlmForCausalLM",
+    config_signs=({"model_type": "glm"},),
+    proofs={"hf": "transformers 5.23"},
+)

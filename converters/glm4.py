@@ -1,0 +1,56 @@
+"""GLM-4 0414 and Z1: four norms a layer.
+
+Source: transformers' ``modeling_glm4.py`` (``gate_up_proj``: gate, up). Half of each head is
+rotated, in neighbouring pairs.
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+
+BEFORE = """
+logical  axes  hf
+embed    v d   model.embed_tokens.weight
+"""
+
+LAYER = """
+logical      axes     hf: model.layers.{i}.
+norm_1       d        input_layernorm.weight
+q            (h e) d  self_attn.q_proj.weight
+q_bias?      (h e)    self_attn.q_proj.bias
+k            (k e) d  self_attn.k_proj.weight
+k_bias?      (k e)    self_attn.k_proj.bias
+v            (k e) d  self_attn.v_proj.weight
+v_bias?      (k e)    self_attn.v_proj.bias
+o            d (h e)  self_attn.o_proj.weight
+norm_1_post  d        post_self_attn_layernorm.weight
+norm_2       d        post_attention_layernorm.weight
+w1           f d      mlp.gate_up_proj.weight#0
+w3           f d      mlp.gate_up_proj.weight#1
+w2           d f      mlp.down_proj.weight
+norm_2_post  d        post_mlp_layernorm.weight
+"""
+
+AFTER = """
+logical  axes  hf
+norm     d     model.norm.weight
+output   v d   lm_head.weight
+"""
+
+FAMILY = Family(
+    name="glm4",
+    title="GLM-4 0414, GLM-Z1",
+    layouts=("hf",),
+    tables=(BEFORE, LAYER, AFTER),
+    architecture="Glm4ForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "glm4"},),
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+)

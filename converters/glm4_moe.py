@@ -1,0 +1,86 @@
+"""GLM-4.5, 4.5-Air, 4.6: experts, with layers that predict further tokens.
+
+Source: transformers' ``modeling_glm4_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory: it leaves those layers out). On disk they repeat the embedding and
+the head.
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+from converters import deepseek_v2, deepseek_v3
+
+BEFORE = """
+logical  axes  hf, hf-v5
+embed    v d   model.embed_tokens.weight
+"""
+
+LAYER = """
+logical          axes     hf, hf-v5: model.layers.{i}.
+norm_1           d        input_layernorm.weight
+q                (h e) d  self_attn.q_proj.weight
+q_bias?          (h e)    self_attn.q_proj.bias
+k                (k e) d  self_attn.k_proj.weight
+k_bias?          (k e)    self_attn.k_proj.bias
+v                (k e) d  self_attn.v_proj.weight
+v_bias?          (k e)    self_attn.v_proj.bias
+q_norm?          e        self_attn.q_norm.weight
+k_norm?          e        self_attn.k_norm.weight
+o                d (h e)  self_attn.o_proj.weight
+norm_2           d        post_attention_layernorm.weight
+w1@dense         f d      mlp.gate_proj.weight
+w3@dense         f d      mlp.up_proj.weight
+w2@dense         d f      mlp.down_proj.weight
+router@moe       x d      mlp.gate.weight
+router_bias@moe  x        mlp.gate.e_score_correction_bias
+expert_w1@moe    x m d    mlp.experts.{x}.gate_proj.weight
+expert_w3@moe    x m d    mlp.experts.{x}.up_proj.weight
+expert_w2@moe    x d m    mlp.experts.{x}.down_proj.weight
+shared_w1@moe    s d      mlp.shared_experts.gate_proj.weight
+shared_w3@moe    s d      mlp.shared_experts.up_proj.weight
+shared_w2@moe    d s      mlp.shared_experts.down_proj.weight
+"""
+
+MTP_LAYER = LAYER.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}")
+
+AFTER = """
+logical  axes  hf, hf-v5
+norm     d     model.norm.weight
+output   v d   lm_head.weight
+"""
+
+FAMILY = Family(
+    name="glm4_moe",
+    title="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    layouts=("hf", "hf-v5"),
+    tables=(BEFORE, LAYER, deepseek_v2.HF_V5, deepseek_v3.MTP, MTP_LAYER, AFTER),
+    architecture="Glm4MoeForCausalLM",
+    drops=deepseek_v3.REPEATED,
+    ties=(Tie("output", of="embed", stored_in=()),),
+    pinned=("router_bias",),
+    variants=(("dense", "moe"),),
+    shifts=deepseek_v3.FAMILY.shifts,
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "m": ("moe_intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "x": ("n_routed_experts", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "glm4_moe"},),
+    tiny={
+        "v": 24,
+        "d": 16,
+        "f": 12,
+        "m": 6,
+        "s": 10,
+        "h": 8,
+        "k": 4,
+        "e": 4,
+        "x": 4,
+        "dd": 32,
+        "i": 2,
+    },
+)

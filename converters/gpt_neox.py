@@ -1,0 +1,69 @@
+"""GPT-NeoX 20B, Pythia, Dolly 2: queries, keys and values of each head beside each other.
+
+Source: transformers' ``modeling_gpt_neox.py`` and ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory).
+"""
+
+from ckptctl.planner.layouts import Drop, Family, Tie
+
+BEFORE = """
+logical  axes  hf
+embed    v d   gpt_neox.embed_in.weight
+"""
+
+LAYER = """
+logical      axes       hf: gpt_neox.layers.{i}.
+qkv          (h t e) d  attention.query_key_value.weight
+qkv_bias?    (h t e)    attention.query_key_value.bias
+o            d (h e)    attention.dense.weight
+o_bias?      d          attention.dense.bias
+w1           f d        mlp.dense_h_to_4h.weight
+w1_bias      f          mlp.dense_h_to_4h.bias
+w2           d f        mlp.dense_4h_to_h.weight
+w2_bias      d          mlp.dense_4h_to_h.bias
+norm_1       d          input_layernorm.weight
+norm_1_bias  d          input_layernorm.bias
+norm_2       d          post_attention_layernorm.weight
+norm_2_bias  d          post_attention_layernorm.bias
+"""
+
+AFTER = """
+logical    axes  hf                                hf-v5
+norm       d     gpt_neox.final_layer_norm.weight  gpt_neox.final_layer_norm.weight
+norm_bias  d     gpt_neox.final_layer_norm.bias    gpt_neox.final_layer_norm.bias
+output     v d   embed_out.weight                  lm_head.weight
+"""
+
+MASK = "the mask hides what is ahead, whatever the model"
+
+FAMILY = Family(
+    name="gpt_neox",
+    title="GPT-NeoX 20B, Pythia, Dolly 2",
+    aliases=("gptneox", "pythia"),
+    layouts=("hf", "hf-v5"),
+    tables=(BEFORE, LAYER, AFTER),
+    like={"hf-v5": "hf"},
+    architecture="GPTNeoXForCausalLM",
+    drops=(
+        Drop("hf", "gpt_neox.layers.{i}.attention.bias", MASK),
+        Drop("hf", "gpt_neox.layers.{i}.attention.masked_bias", MASK),
+        Drop(
+            "hf",
+            "gpt_neox.layers.{i}.attention.rotary_emb.inv_freq",
+            "rotary frequencies follow from config.json",
+        ),
+    ),
+    ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
+    constants={"t": 3},
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "e": ("head_dim", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "gpt_neox"},),
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "e": 2, "i": 2},
+)

@@ -1,0 +1,99 @@
+"""gpt-oss 20B and 120B: experts with biases, attention sinks.
+
+Sources: transformers' ``modeling_gpt_oss.py`` and ``convert_gpt_oss_weights_to_hf.py``, OpenAI's
+``gpt_oss/torch/model.py`` and ``weights.py`` (``openai``), torchtitan's ``models/gpt_oss`` (0.2
+and 0.3; its own adapter to Hugging Face knows the names of quantised experts only). All of them
+rotate halves and interleave the rows of gate and up: only Hugging Face's plain experts are
+transposed. In MXFP4, 32 elements along the input are 16 bytes and one scale, ``[out, in]`` in both
+layouts that have it.
+"""
+
+from ckptctl.planner.layouts import Drop, Family, Tie
+
+BEFORE = """
+logical  axes  hf                         openai            torchtitan@0.2, torchtitan@0.3
+embed    v d   model.embed_tokens.weight  embedding.weight  tok_embeddings.weight
+"""
+
+LAYER = """
+logical      axes     hf: model.layers.{i}.            openai: block.{i}.    torchtitan@0.2, torchtitan@0.3: layers.{i}.
+norm_1       d        input_layernorm.weight           attn.norm.scale       attention_norm.weight
+q            (h e) d  self_attn.q_proj.weight          attn.qkv.weight#0     attention.qkv_linear.wq.weight
+k            (k e) d  self_attn.k_proj.weight          attn.qkv.weight#1     attention.qkv_linear.wk.weight
+v            (k e) d  self_attn.v_proj.weight          attn.qkv.weight#2     attention.qkv_linear.wv.weight
+q_bias       (h e)    self_attn.q_proj.bias            attn.qkv.bias#0       attention.qkv_linear.wq.bias
+k_bias       (k e)    self_attn.k_proj.bias            attn.qkv.bias#1       attention.qkv_linear.wk.bias
+v_bias       (k e)    self_attn.v_proj.bias            attn.qkv.bias#2       attention.qkv_linear.wv.bias
+sinks        h        self_attn.sinks                  attn.sinks            attention.sinks
+o            d (h e)  self_attn.o_proj.weight          attn.out.weight       attention.wo.weight
+o_bias       d        self_attn.o_proj.bias            attn.out.bias         attention.wo.bias
+norm_2       d        post_attention_layernorm.weight  mlp.norm.scale        ffn_norm.weight
+router       x d      mlp.router.weight                mlp.gate.weight       moe.router.gate.weight
+router_bias  x        mlp.router.bias                  mlp.gate.bias         moe.router.gate.bias
+w13@plain    x (f c) d  mlp.experts.gate_up_proj x d (f c)  mlp.mlp1_weight  moe.routed_experts.inner_experts.mlp1_weight_EGD
+w13_blocks@mxfp4  x (f c) db b  mlp.experts.gate_up_proj_blocks  mlp.mlp1_weight.blocks  -
+w13_scales@mxfp4  x (f c) db    mlp.experts.gate_up_proj_scales  mlp.mlp1_weight.scales  -
+w13_bias     x (f c)  mlp.experts.gate_up_proj_bias    mlp.mlp1_bias         moe.routed_experts.inner_experts.mlp1_bias_EG
+w2@plain     x d f    mlp.experts.down_proj x f d      mlp.mlp2_weight       moe.routed_experts.inner_experts.mlp2_weight_EDF
+w2_blocks@mxfp4  x d fb b  mlp.experts.down_proj_blocks  mlp.mlp2_weight.blocks  -
+w2_scales@mxfp4  x d fb    mlp.experts.down_proj_scales  mlp.mlp2_weight.scales  -
+w2_bias      x d      mlp.experts.down_proj_bias       mlp.mlp2_bias         moe.routed_experts.inner_experts.mlp2_bias_ED
+"""  # noqa: E501
+
+AFTER = """
+logical  axes  hf                 openai              torchtitan@0.2  torchtitan@0.3
+norm     d     model.norm.weight  norm.scale          norm.weight     norm.weight
+output   v d   lm_head.weight     unembedding.weight  output.weight   lm_head.weight
+"""
+
+TITAN_02 = """
+logical   torchtitan@0.2: layers.{i}.
+q         attention.wq.weight
+k         attention.wk.weight
+v         attention.wv.weight
+q_bias    attention.wq.bias
+k_bias    attention.wk.bias
+v_bias    attention.wv.bias
+w13       moe.experts.mlp1_weight
+w13_bias  moe.experts.mlp1_bias
+w2        moe.experts.mlp2_weight
+w2_bias   moe.experts.mlp2_bias
+"""
+
+BALANCE = "torchtitan's own bias for balancing experts, which gpt-oss does not have"
+
+FAMILY = Family(
+    name="gpt_oss",
+    title="gpt-oss 20B, 120B",
+    layouts=("hf", "openai", "torchtitan@0.2", "torchtitan@0.3"),
+    tables=(BEFORE, LAYER, AFTER, TITAN_02),
+    architecture="GptOssForCausalLM",
+    drops=(
+        Drop(
+            "torchtitan@0.2", "layers.{i}.moe.expert_bias", BALANCE, zeros="x", beside="router_bias"
+        ),
+        Drop(
+            "torchtitan@0.3",
+            "layers.{i}.moe.expert_bias_E",
+            BALANCE,
+            zeros="x",
+            beside="router_bias",
+        ),
+    ),
+    ties=(Tie("output", of="embed", stored_in=("openai", "torchtitan@0.2", "torchtitan@0.3")),),
+    constants={"c": 2, "b": 16},
+    variants=(("plain", "mxfp4"),),
+    quantised=("mxfp4",),
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "x": ("num_local_experts", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "gpt_oss"},),
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "db": 3, "fb": 5, "i": 2},
+)

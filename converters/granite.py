@@ -1,0 +1,25 @@
+"""Granite 3 and 4.0 (dense): Llama's tensors, with multipliers that only config.json states.
+
+Source: transformers' ``modeling_granite.py``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family, Tie
+from converters import llama2
+
+FAMILY: Family = replace(
+    llama2.FAMILY,
+    name="granite",
+    title="Granite 3 (dense)",
+    aliases=("granite3",),
+    layouts=("hf",),
+    like={},
+    architecture="GraniteForCausalLM",
+    drops=(),
+    ties=(Tie("output", of="embed", stored_in=()),),
+    repeated=(),
+    config_signs=({"model_type": "granite"},),
+    params_signs=(),
+    presets=(),
+)

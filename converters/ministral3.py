@@ -1,0 +1,62 @@
+"""The text model of Ministral 3: Mistral with YaRN and a scale of queries that grows with position.
+
+Sources: transformers' ``modeling_ministral3.py``, ``configuration_ministral3.py`` and
+``convert_ministral3_weights_to_hf.py``. With its vision tower it is ``mistral3``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Tie
+from converters import mistral
+
+TEXT = (
+    replace(mistral.NORM, default=1e-5),
+    replace(mistral.THETA, default=1000000.0, absent=1000000.0),
+    replace(mistral.WINDOW, default=None),
+    replace(mistral.LENGTH, default=262144),
+    Same("max_position_embeddings", "max_position_embeddings", "count", back=False),
+    Same("rope.max_position_embeddings", "max_position_embeddings", "count", back=False),
+    Same("rope.factor", "yarn.factor"),
+    Same("rope.beta_fast", "yarn.beta", default=32.0),
+    Same("rope.beta_slow", "yarn.alpha", default=1.0),
+    Same("rope.original_max_position_embeddings", "yarn.original_max_position_embeddings", "count"),
+    Same(
+        "rope.original_max_position_embeddings",
+        "llama_4_scaling.original_max_position_embeddings",
+        "count",
+    ),
+    Same("rope.llama_4_scaling_beta", "llama_4_scaling.beta"),
+)
+RULES = (
+    mistral.SILU,
+    Rule("rope.rope_type", ("yarn",), "Ministral 3 always scales by YaRN"),
+    Rule("rope.mscale", (1.0,), "YaRN does not scale attention in it"),
+    Rule("rope.mscale_all_dim", (1.0,), "YaRN does not scale attention in it"),
+)
+UNSCALED_ATTENTION = {"yarn.apply_scale": False}
+
+STYLE = ParamsStyle(
+    whose="Mistral's",
+    text=TEXT,
+    rules=RULES,
+    constant=UNSCALED_ATTENTION,
+    silent=("max_batch_size", "model_type"),
+)
+BEYOND_PARAMS = mistral.BEYOND_PARAMS | {
+    "model_type": "ministral3",
+    "max_position_embeddings": 262144,
+}
+
+FAMILY: Family = replace(
+    mistral.FAMILY,
+    name="ministral3",
+    title="Ministral 3 (text)",
+    aliases=("ministral_3",),
+    layouts=("hf", "mistral"),
+    architecture="Ministral3ForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    config_signs=({"model_type": "ministral3"},),
+    params_signs=({"hidden_dim": PRESENT, "yarn": PRESENT, "moe": None, "vision_encoder": None},),
+    params=STYLE,
+    presets=(({}, BEYOND_PARAMS),),
+)

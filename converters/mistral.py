@@ -1,0 +1,70 @@
+"""Mistral 7B, Nemo, Large 2, Codestral: Llama's model with a head dimension of its own.
+
+Sources: transformers' ``modeling_mistral.py``, ``configuration_mistral.py`` and
+``convert_mistral_weights_to_hf.py``, mistral-inference's ``args.py`` and ``transformer.py``,
+torchtune's ``models/convert_weights.py``. Mistral's own files have the names and the order of
+complex rotations that Meta's have, but are never divided among ranks.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Rule, Same, Tie
+from converters import llama2
+
+SILU = Rule("hidden_act", ("silu", "swish"), "Mistral's is always silu")
+UNSCALED = Rule("rope.rope_type", ("default",), "nothing is scaled in it", written=False)
+
+NORM = Same("rms_norm_eps", "norm_eps", default=1e-6)
+THETA = Same("rope_theta", "rope_theta", default=10000.0)
+WINDOW = Same("sliding_window", "sliding_window", "window", default=4096)
+LENGTH = Same("max_position_embeddings", "max_seq_len", "count", default=131072)
+
+ROTARY = (
+    Drop("hf", "model.rotary_emb.inv_freq", llama2.FREQUENCIES),
+    Drop("hf", "model.layers.{i}.self_attn.rotary_emb.inv_freq", llama2.FREQUENCIES),
+)
+
+STYLE = ParamsStyle(
+    whose="Mistral's",
+    text=(NORM, THETA, WINDOW, replace(WINDOW, params="_sliding_window", back=False), LENGTH),
+    rules=(SILU, UNSCALED),
+    silent=("max_batch_size", "model_type"),
+)
+
+BEYOND_PARAMS = {
+    "model_type": "mistral",
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+FAMILY: Family = replace(
+    llama2.FAMILY,
+    name="mistral",
+    title="Mistral 7B, Nemo, Small 2501, Large 2, Codestral",
+    aliases=("mistral_7b", "mistral_nemo", "mistral_large", "codestral", "mathstral"),
+    layouts=("hf", "mistral", "torchtune"),
+    like={"mistral": "meta"},
+    architecture="MistralForCausalLM",
+    drops=ROTARY,
+    ties=(Tie("output", of="embed", stored_in=("mistral", "torchtune")),),
+    repeated=(),
+    config_signs=({"model_type": "mistral"},),
+    params_signs=(
+        {
+            "hidden_dim": PRESENT,
+            "multiple_of": None,
+            "moe": None,
+            "vision_encoder": None,
+            "yarn": None,
+        },
+    ),
+    params=STYLE,
+    presets=(
+        ({}, BEYOND_PARAMS),
+        ({"sliding_window": None, "_sliding_window": None}, {"rope_theta": 1000000.0}),
+        ({"sliding_window": PRESENT}, {"rope_theta": 10000.0}),
+        ({"_sliding_window": PRESENT}, {"rope_theta": 10000.0}),
+    ),
+)

@@ -1,0 +1,46 @@
+"""Mistral Small 3.1 and 3.2: Pixtral's vision tower with a merger of patches.
+
+Sources: transformers' ``modeling_mistral3.py`` and ``convert_mistral3_weights_to_hf.py``, its
+``conversion_mapping.py`` (``hf-v5``: what transformers 5 holds in memory), mistral-inference's
+``transformer.py``. Ministral 3 has the same tensors and another text model.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Tie
+from converters import mistral, pixtral
+
+MERGER = """
+logical       axes    hf: multi_modal_projector.         hf-v5: model.multi_modal_projector.  mistral
+merger_norm   vd      norm.weight                        norm.weight                          pre_mm_projector_norm.weight
+merger        vd u    patch_merger.merging_layer.weight  patch_merger.merging_layer.weight    patch_merger.merging_layer.weight
+"""  # noqa: E501
+
+STYLE: ParamsStyle = replace(
+    pixtral.STYLE,
+    around=(
+        *pixtral.SEES,
+        replace(pixtral.BIASED, default=False, absent=False),
+        Same("spatial_merge_size", "vision_encoder.spatial_merge_size", "count", default=2),
+    ),
+    around_rules=(Rule("model_type", ("mistral3",), "it is Mistral 3"), *pixtral.SEES_RULES[1:]),
+    constant={
+        "vision_encoder.mm_projector_id": "patch_merge",
+        "vision_encoder.add_pre_mm_projector_layer_norm": True,
+    },
+)
+
+FAMILY: Family = replace(
+    pixtral.FAMILY,
+    name="mistral3",
+    title="Mistral Small 3.1, 3.2",
+    aliases=("mistral_small_3_1", "mistral_small_3_2"),
+    tables=(*pixtral.FAMILY.tables, MERGER),
+    architecture="Mistral3ForConditionalGeneration",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    config_signs=({"model_type": "mistral3"},),
+    params_signs=({"vision_encoder": PRESENT, "yarn": None},),
+    params=STYLE,
+    presets=(({}, {"text_config": mistral.BEYOND_PARAMS | {"max_position_embeddings": 131072}}),),
+    tiny={**pixtral.FAMILY.tiny, "u": 80},
+)

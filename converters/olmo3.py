@@ -1,0 +1,19 @@
+"""OLMo 3: OLMo 2 with three local layers before each global one.
+
+Sources: transformers' ``modeling_olmo3.py`` and ``convert_olmo3_weights_to_hf.py``, OLMo-core's
+``nn/hf/convert.py``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family
+from converters import olmo2
+
+FAMILY: Family = replace(
+    olmo2.FAMILY,
+    name="olmo3",
+    title="OLMo 3",
+    layouts=("hf", "olmo-core"),
+    architecture="Olmo3ForCausalLM",
+    config_signs=({"model_type": "olmo3"},),
+)

@@ -1,0 +1,62 @@
+"""OLMoE 1B-7B: experts in every layer, queries and keys normed over all heads.
+
+Sources: transformers' ``modeling_olmoe.py``, ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory) and ``convert_olmoe_weights_to_hf.py`` (``olmo``: ``model.pt`` with
+megablocks' experts, rows of all of them one after another, ``w2`` transposed); ai2's
+``olmo/model.py``. All of them rotate halves: no axis moves.
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+from converters import deepseek_v2
+
+BEFORE = """
+logical  axes  hf, hf-v5                  olmo
+embed    v d   model.embed_tokens.weight  transformer.wte.weight
+"""
+
+LAYER = """
+logical    axes     hf, hf-v5: model.layers.{i}.       olmo: transformer.blocks.{i}.
+norm_1     d        input_layernorm.weight             attn_norm.weight
+q          (h e) d  self_attn.q_proj.weight            att_proj.weight#0
+k          (k e) d  self_attn.k_proj.weight            att_proj.weight#1
+v          (k e) d  self_attn.v_proj.weight            att_proj.weight#2
+q_bias?    (h e)    self_attn.q_proj.bias              att_proj.bias#0
+k_bias?    (k e)    self_attn.k_proj.bias              att_proj.bias#1
+v_bias?    (k e)    self_attn.v_proj.bias              att_proj.bias#2
+q_norm     (h e)    self_attn.q_norm.weight            q_norm.weight
+k_norm     (k e)    self_attn.k_norm.weight            k_norm.weight
+o          d (h e)  self_attn.o_proj.weight            attn_out.weight
+o_bias?    d        self_attn.o_proj.bias              attn_out.bias
+norm_2     d        post_attention_layernorm.weight    ff_norm.weight
+router     x d      mlp.gate.weight                    ffn.router.layer.weight
+expert_w1  x f d    mlp.experts.{x}.gate_proj.weight   ffn.experts.mlp.w1 (x f) d
+expert_w3  x f d    mlp.experts.{x}.up_proj.weight     ffn.experts.mlp.v1 (x f) d
+expert_w2  x d f    mlp.experts.{x}.down_proj.weight   ffn.experts.mlp.w2 (x f) d
+"""
+
+AFTER = """
+logical  axes  hf, hf-v5          olmo
+norm     d     model.norm.weight  transformer.ln_f.weight
+output   v d   lm_head.weight     transformer.ff_out.weight
+"""
+
+FAMILY = Family(
+    name="olmoe",
+    title="OLMoE 1B-7B",
+    layouts=("hf", "hf-v5", "olmo"),
+    tables=(BEFORE, LAYER, deepseek_v2.HF_V5, AFTER),
+    architecture="OlmoeForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "x": ("num_experts", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "olmoe"},),
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "i": 2},
+)

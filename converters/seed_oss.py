@@ -1,0 +1,19 @@
+"""Seed-OSS 36B: Llama's tensors, heads of a size of their own, biases as config.json says.
+
+Source: transformers' ``modeling_seed_oss.py``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family
+from converters import granite
+
+FAMILY: Family = replace(
+    granite.FAMILY,
+    name="seed_oss",
+    title="Seed-OSS 36B",
+    aliases=("seedoss",),
+    architecture="SeedOssForCausalLM",
+    config_signs=({"model_type": "seed_oss"},),
+    proofs={"hf": "transformers 5.23"},
+)

@@ -1,0 +1,19 @@
+"""SmolLM3: Llama's tensors; some layers rotate nothing, which config.json states.
+
+Source: transformers' ``modeling_smollm3.py``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family
+from converters import granite
+
+FAMILY: Family = replace(
+    granite.FAMILY,
+    name="smollm3",
+    title="SmolLM3",
+    aliases=("smollm_3",),
+    architecture="SmolLM3ForCausalLM",
+    tied=True,
+    config_signs=({"model_type": "smollm3"},),
+)

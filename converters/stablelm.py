@@ -1,0 +1,60 @@
+"""StableLM 2 and 3B: layer norms; the 12B model norms each head and has one norm a layer.
+
+Source: transformers' ``modeling_stablelm.py`` (``qk_layernorm``, ``use_parallel_residual``).
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+
+BEFORE = """
+logical  axes  hf
+embed    v d   model.embed_tokens.weight
+"""
+
+LAYER = """
+logical       axes     hf: model.layers.{i}.
+norm_1        d        input_layernorm.weight
+norm_1_bias   d        input_layernorm.bias
+q             (h e) d  self_attn.q_proj.weight
+q_bias?       (h e)    self_attn.q_proj.bias
+k             (k e) d  self_attn.k_proj.weight
+k_bias?       (k e)    self_attn.k_proj.bias
+v             (k e) d  self_attn.v_proj.weight
+v_bias?       (k e)    self_attn.v_proj.bias
+q_norm?       h e      self_attn.q_layernorm.norms.{h}.weight
+k_norm?       k e      self_attn.k_layernorm.norms.{k}.weight
+o             d (h e)  self_attn.o_proj.weight
+norm_2?       d        post_attention_layernorm.weight
+norm_2_bias?  d        post_attention_layernorm.bias
+w1            f d      mlp.gate_proj.weight
+w3            f d      mlp.up_proj.weight
+w2            d f      mlp.down_proj.weight
+"""
+
+AFTER = """
+logical    axes  hf
+norm       d     model.norm.weight
+norm_bias  d     model.norm.bias
+output     v d   lm_head.weight
+"""
+
+FAMILY = Family(
+    name="stablelm",
+    title="StableLM 3B, StableLM 2",
+    aliases=("stablelm2",),
+    layouts=("hf",),
+    tables=(BEFORE, LAYER, AFTER),
+    architecture="StableLmForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "stablelm"},),
+    proofs={"hf": "transformers 5.23"},
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 2, "i": 2},
+)

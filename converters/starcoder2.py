@@ -1,0 +1,60 @@
+"""StarCoder2 3B, 7B, 15B: layer norms, biases and a feed-forward without gate.
+
+Source: transformers' ``modeling_starcoder2.py``; its default ties the embeddings, the 15B model
+does not.
+"""
+
+from ckptctl.planner.layouts import Family, Tie
+
+BEFORE = """
+logical  axes  hf
+embed    v d   model.embed_tokens.weight
+"""
+
+LAYER = """
+logical      axes     hf: model.layers.{i}.
+norm_1       d        input_layernorm.weight
+norm_1_bias  d        input_layernorm.bias
+q            (h e) d  self_attn.q_proj.weight
+q_bias?      (h e)    self_attn.q_proj.bias
+k            (k e) d  self_attn.k_proj.weight
+k_bias?      (k e)    self_attn.k_proj.bias
+v            (k e) d  self_attn.v_proj.weight
+v_bias?      (k e)    self_attn.v_proj.bias
+o            d (h e)  self_attn.o_proj.weight
+o_bias?      d        self_attn.o_proj.bias
+norm_2       d        post_attention_layernorm.weight
+norm_2_bias  d        post_attention_layernorm.bias
+w1           f d      mlp.c_fc.weight
+w1_bias?     f        mlp.c_fc.bias
+w2           d f      mlp.c_proj.weight
+w2_bias?     d        mlp.c_proj.bias
+"""
+
+AFTER = """
+logical    axes  hf
+norm       d     model.norm.weight
+norm_bias  d     model.norm.bias
+output     v d   lm_head.weight
+"""
+
+FAMILY = Family(
+    name="starcoder2",
+    title="StarCoder2",
+    layouts=("hf",),
+    tables=(BEFORE, LAYER, AFTER),
+    architecture="Starcoder2ForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=()),),
+    tied=True,
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "f": ("intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    config_signs=({"model_type": "starcoder2"},),
+    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+)

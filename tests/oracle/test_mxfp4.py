@@ -1,0 +1,106 @@
+"""gpt-oss as it is published, experts in MXFP4: transformers and OpenAI's reference agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl import families
+from tests.oracle.models import TOLERANCE, distance, tokens
+from tests.oracle.tiny import TINY
+
+pytest.importorskip("transformers", reason="the oracle extra is not installed")
+pytest.importorskip("gpt_oss", reason="gpt-oss is not installed")
+
+from safetensors.torch import load_file, save_file
+
+from tests.oracle import hf_models
+from tests.oracle.peers import openai
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """Return a folder as OpenAI has it on the Hub: bf16, experts as blocks and scales."""
+    if "gpt_oss" not in families.names():
+        pytest.skip("no model type `gpt_oss`")
+    folder = hf_models.save(hf_models.random_model(TINY["gpt_oss"]()), tmp_path / "hf")
+    state = {
+        name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()
+    }
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = state.pop(name).shape
+        generator = torch.Generator().manual_seed(len(state))
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
+        scales = torch.randint(120, 124, (experts, outputs, inputs // 32), generator=generator)
+        state |= {f"{name}_blocks": blocks.byte(), f"{name}_scales": scales.byte()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def transformers_says(folder: Path) -> torch.Tensor:
+    from transformers import GptOssForCausalLM
+
+    loaded: Any = GptOssForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True, **hf_models.EAGER
+    )
+    model, info = loaded
+    assert not {kind: keys for kind, keys in info.items() if keys}
+    with torch.no_grad():
+        return torch.as_tensor(model.float().eval()(tokens()).logits)
+
+
+def openai_says(folder: Path) -> torch.Tensor:
+    from gpt_oss.torch.model import Transformer
+
+    model: Any = Transformer.from_checkpoint(str(folder), device="cpu").float()
+    with torch.no_grad():
+        return torch.stack([model(ids) for ids in tokens()])
+
+
+def test_openai_reads_what_we_make_of_the_published_files(tmp_path: Path, published: Path) -> None:
+    expected = transformers_says(published)
+    out = tmp_path / "openai.pt"
+    ckptctl.convert(published, out, to="torch", to_layout="openai", model_type="gpt_oss")
+    native = tmp_path / "native"
+    native.mkdir()
+    state: hf_models.State = torch.load(out, weights_only=True)
+    save_file(state, native / "model.safetensors")
+    (native / "config.json").write_text(json.dumps(openai.settings(TINY["gpt_oss"]())))
+    found = openai_says(native)
+    assert distance(found, expected) < TOLERANCE * float(expected.abs().max())
+
+    halves = {name: value.flip(0) if "scales" in name else value for name, value in state.items()}
+    save_file(halves, native / "model.safetensors")
+    assert distance(openai_says(native), expected) > 0.05
+
+
+def test_transformers_reads_what_we_make_of_native_files(tmp_path: Path, published: Path) -> None:
+    expected = transformers_says(published)
+    there = tmp_path / "openai.pt"
+    ckptctl.convert(published, there, to="torch", to_layout="openai", model_type="gpt_oss")
+    ckptctl.convert(
+        there,
+        tmp_path / "out",
+        to="hf",
+        from_layout="openai",
+        model_type="gpt_oss",
+        assets=published,
+    )
+    assert torch.equal(transformers_says(tmp_path / "out"), expected)
+    before, after = (load_file(f / "model.safetensors") for f in (published, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

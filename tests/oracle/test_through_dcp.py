@@ -1,0 +1,39 @@
+"""hf → dcp → hf without a word about model type or layout: recognised by config.json and keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl import families
+from ckptctl.errors import UsageError
+from tests.oracle.tiny import TINY, family_of
+
+pytest.importorskip("transformers", reason="the oracle extra is not installed")
+
+from tests.oracle import hf_models
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+
+def require(name: str) -> str:
+    """Return the model type of *name*; skip where there is none."""
+    try:
+        return families.family(family_of(name, families.names())).name
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_transformers_loads_what_went_through_dcp(tmp_path: Path, name: str) -> None:
+    family = require(name)
+    model = hf_models.random_model(TINY[name]())
+    folder = hf_models.save(model, tmp_path / "hf")
+    there = ckptctl.convert(folder, tmp_path / "dcp", to="dcp")
+    assert there.plan.model_type in (family, model.config.model_type)
+    ckptctl.convert(tmp_path / "dcp", tmp_path / "out", to="hf")
+    found = hf_models.load_strict(tmp_path / "out")
+    assert torch.equal(hf_models.logits(found), hf_models.logits(model))
