@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptctl.api import convert as convert
     from ckptctl.api import inspect as inspect
+    from ckptctl.api import merge as merge
     from ckptctl.api import plan_conversion as plan_conversion
+    from ckptctl.api import plan_merge as plan_merge
     from ckptctl.catalog import Catalog as Catalog
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.convert import ConversionPlan as ConversionPlan
     from ckptctl.ops.convert import ConversionResult as ConversionResult
     from ckptctl.ops.inspection import Inspection as Inspection
+    from ckptctl.ops.merge import MergePlan as MergePlan
 
 __version__ = "0.1.0"
 
@@ -26,9 +29,12 @@ _HOME = {
     "ConversionPlan": "ckptctl.ops.convert",
     "ConversionResult": "ckptctl.ops.convert",
     "Inspection": "ckptctl.ops.inspection",
+    "MergePlan": "ckptctl.ops.merge",
     "convert": "ckptctl.api",
     "inspect": "ckptctl.api",
+    "merge": "ckptctl.api",
     "plan_conversion": "ckptctl.api",
+    "plan_merge": "ckptctl.api",
 }
 
 __all__ = [
@@ -37,10 +43,13 @@ __all__ = [
     "ConversionPlan",
     "ConversionResult",
     "Inspection",
+    "MergePlan",
     "__version__",
     "convert",
     "inspect",
+    "merge",
     "plan_conversion",
+    "plan_merge",
 ]
 
 

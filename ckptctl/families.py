@@ -71,10 +71,10 @@ def _load(name: str) -> Family:
             raise TypeError(f"{found!r} is not a Family")
         if name not in _built_in():
             _require_sound(found)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:
         raise UsageError(
             f"cannot load model type `{name}`",
-            why=str(error),
+            why=f"{type(error).__name__}: {error}",
             hint="mend its tables, or uninstall the package that adds it",
         ) from error
     return found

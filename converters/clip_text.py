@@ -1,20 +1,20 @@
 """CLIP's text encoder.
 
-``hf`` is what the Hub has and what ``CLIPTextModelWithProjection`` holds; ``hf-v5`` is what
-transformers 5 makes of ``CLIPTextModel``. Sources: transformers' ``modeling_clip.py``,
+``hf`` is what the Hub has and what ``CLIPTextModelWithProjection`` saves; ``hf-bare`` is what
+``CLIPTextModel`` of transformers 5 saves. Sources: transformers' ``modeling_clip.py``,
 torchtune's ``models/clip/_convert_weights.py``.
 """
 
 from ckptctl.planner.layouts import Drop, Family
 
 BEFORE = """
-logical    axes  hf: text_model.embeddings.  hf-v5: embeddings.         torchtune
+logical    axes  hf: text_model.embeddings.  hf-bare: embeddings.         torchtune
 embed      v d   token_embedding.weight      token_embedding.weight     token_embedding.weight
 positions  n d   position_embedding.weight   position_embedding.weight  position_embedding
 """
 
 LAYER = """
-logical      axes     hf: text_model.encoder.layers.{i}.  hf-v5: encoder.layers.{i}.  torchtune: layers.{i}.
+logical      axes     hf: text_model.encoder.layers.{i}.  hf-bare: encoder.layers.{i}.  torchtune: layers.{i}.
 q            (h e) d  self_attn.q_proj.weight             self_attn.q_proj.weight     attn.q_proj.weight
 q_bias       (h e)    self_attn.q_proj.bias               self_attn.q_proj.bias       attn.q_proj.bias
 k            (h e) d  self_attn.k_proj.weight             self_attn.k_proj.weight     attn.k_proj.weight
@@ -34,7 +34,7 @@ norm_2_bias  d        layer_norm2.bias                    layer_norm2.bias      
 """  # noqa: E501
 
 AFTER = """
-logical      axes  hf                                  hf-v5                    torchtune
+logical      axes  hf                                  hf-bare                    torchtune
 norm         d     text_model.final_layer_norm.weight  final_layer_norm.weight  final_norm.weight
 norm_bias    d     text_model.final_layer_norm.bias    final_layer_norm.bias    final_norm.bias
 projection?  g d   text_projection.weight              -                        -
@@ -46,12 +46,12 @@ FAMILY = Family(
     name="clip_text",
     title="CLIP's text encoder",
     aliases=("clip",),
-    layouts=("hf", "hf-v5", "torchtune"),
+    layouts=("hf", "hf-bare", "torchtune"),
     tables=(BEFORE, LAYER, AFTER),
     architecture="CLIPTextModel",
     drops=(
         Drop("hf", "text_model.embeddings.position_ids", NUMBERED),
-        Drop("hf-v5", "embeddings.position_ids", NUMBERED),
+        Drop("hf-bare", "embeddings.position_ids", NUMBERED),
     ),
     sizes={
         "v": ("vocab_size", ""),

@@ -94,6 +94,15 @@ FAMILY: Family = replace(
         "hf-fresh": "transformers 5.23",
     },
     config_signs=({"model_type": "gemma3"},),
-    tiny=gemma3_text.FAMILY.tiny
-    | {"vd": 10, "va": 6, "vf": 14, "vc": 3, "ph": 2, "pw": 5, "vp": 9, "j": 2},
+    tiny={
+        **gemma3_text.FAMILY.tiny,
+        "vd": 10,
+        "va": 6,
+        "vf": 14,
+        "vc": 3,
+        "ph": 2,
+        "pw": 5,
+        "vp": 9,
+        "j": 2,
+    },
 )

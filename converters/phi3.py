@@ -1,5 +1,6 @@
-"""Phi-3 and Phi-4: Llama's model with one tensor for queries, keys and values and one for both
-halves of the gated feed-forward.
+"""Phi-3 and Phi-4: Llama's model with queries, keys and values in one tensor, gate and up in one.
+
+Phi-4-mini ties the embeddings; torchtune, which has no Phi-4-mini, always keeps both.
 
 Sources: transformers' ``modeling_phi3.py`` (``qkv_proj``: queries, keys, values; ``gate_up_proj``:
 gate, up), torchtune's ``models/phi3/_convert_weights.py``. Both rotate halves: no axis moves.

@@ -51,7 +51,7 @@ FAMILY: Family = replace(
         TITAN_EXPERTS,
         TITAN_02_EXPERTS,
     ),
-    like=qwen2_moe.FAMILY.like | qwen3.FAMILY.like,
+    like={**qwen2_moe.FAMILY.like, **qwen3.FAMILY.like},
     architecture="Qwen3MoeForCausalLM",
     drops=(
         Drop(
@@ -66,6 +66,6 @@ FAMILY: Family = replace(
     ties=(Tie("output", of="embed", stored_in=("hf-v5", "torchtitan@0.3", "torchtitan@0.2")),),
     constants={},
     sizes={axis: names for axis, names in qwen2_moe.FAMILY.sizes.items() if axis != "s"},
-    proofs=qwen2_moe.FAMILY.proofs | qwen3.FAMILY.proofs,
+    proofs={**qwen2_moe.FAMILY.proofs, **qwen3.FAMILY.proofs},
     config_signs=({"model_type": "qwen3_moe"},),
 )

@@ -81,13 +81,23 @@ FAMILY: Family = replace(
     architecture="Qwen3NextForCausalLM",
     variants=(("linear", "full"), ("dense", "moe")),
     constants={"one": 1, "g": 2},
-    sizes=qwen2_moe.FAMILY.sizes
-    | {
+    sizes={
+        **qwen2_moe.FAMILY.sizes,
         "lh": ("linear_num_value_heads", ""),
         "le": ("linear_value_head_dim", ""),
         "taps": ("linear_conv_kernel_dim", ""),
     },
     config_signs=({"model_type": "qwen3_next"},),
-    tiny=qwen2_moe.FAMILY.tiny
-    | {"qkvz": 22, "ba": 8, "qkv": 18, "taps": 3, "lh": 2, "le": 7, "dd": 40, "i": 4, "j": 1},
+    tiny={
+        **qwen2_moe.FAMILY.tiny,
+        "qkvz": 22,
+        "ba": 8,
+        "qkv": 18,
+        "taps": 3,
+        "lh": 2,
+        "le": 7,
+        "dd": 40,
+        "i": 4,
+        "j": 1,
+    },
 )

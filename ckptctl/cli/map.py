@@ -22,7 +22,7 @@ EPILOG = opt.examples(
     "ckptctl map model.layers.0.self_attn.qkv_proj.weight -m phi3 --to-layout torchtune",
     "ckptctl map layers.3.feed_forward.experts.5.w1.weight -m mixtral --to-layout hf-v5",
     "ckptctl map output.weight -m llama3_2 --from-layout meta --to-layout hf",
-    "ckptctl map lm_head.weight -m llama3 --from-layout hf --to-layout meta --config tests/data/tiny-llama3-hf",
+    "ckptctl map lm_head.weight -m llama3 --from-layout hf --to-layout meta --set v=128256",
 )
 
 
@@ -71,9 +71,10 @@ def map_(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Show where a key goes in another layout, and what makes up its target.
+    """Show where a key goes in another layout.
 
-    Reads a family's tables and no checkpoint. Without sizes, places are formulas in axis names.
+    And what else makes up its target. Reads a family's tables and no checkpoint; without sizes,
+    places are formulas in axis names.
     """
     from ckptctl.ops.routes import map_key
 
@@ -125,7 +126,8 @@ def _show_arrival(output: Output, arrival: Arrival) -> None:
         f"  one for each {axis}" + ("" if size.number is None else f" of {size}")
         for axis, size in arrival.each.items()
     )
-    output.line(f"{arrival.key}  {shape}{each}")
+    where = f"  in {arrival.variant} layers" if arrival.variant else ""
+    output.line(f"{arrival.key}  {shape}{each}{where}")
     output.table([_human(piece) for piece in arrival.pieces])
 
 

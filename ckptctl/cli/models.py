@@ -43,7 +43,10 @@ def models(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """List the model families, or show how one names and stores its tensors."""
+    """List the model families, or show one.
+
+    With FAMILY: how each of its layouts names and stores every tensor.
+    """
     from ckptctl.ops import models as op
 
     del converter  # known while the command runs
@@ -117,8 +120,8 @@ def _summary(model: Model) -> Iterator[tuple[str, str]]:
         yield "" if number else "layouts", f"{', '.join(names)}: {proof}"
     if not model.tables:
         return
-    for number, (axis, names) in enumerate(family.sizes.items()):
-        said = [f"{name} ({file})" for name, file in zip(names, _FILES, strict=True) if name]
+    for number, (axis, known) in enumerate(family.sizes.items()):
+        said = [f"{name} ({file})" for name, file in zip(known, _FILES, strict=True) if name]
         yield "" if number else "sizes", f"{axis}  {', '.join(said)}"
     for axis, parts in family.composite.items():
         yield "", f"{axis}  = {' x '.join(_constant(model, part) for part in parts)}"

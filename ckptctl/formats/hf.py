@@ -37,6 +37,7 @@ from ckptctl.storage.safetensors_header import encode_header, read_header
 INDEX = ".safetensors.index.json"
 BIN = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
+RANK = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
@@ -52,7 +53,8 @@ class HfFormat(WritableFormat):
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if path.is_file():
-            if path.name.startswith(("adapter_model", "consolidated")):
+            foreign = path.name.startswith(("adapter_model", "consolidated"))
+            if foreign or RANK.fullmatch(path.name):
                 return None
             named = path.name.endswith((".safetensors", INDEX)) or path.name in BIN
             return Sniff(path.name) if named or torch_file.HF_BIN.fullmatch(path.name) else None
@@ -78,7 +80,7 @@ class HfFormat(WritableFormat):
         tensors: dict[str, TensorEntry] = {}
         metadata: dict[str, str] = {}
         for name in names:
-            found, strings = _read_shard(files, name)
+            found, strings = read_shard(files, name)
             merge(tensors, found, name)
             metadata |= strings
         notes = () if len(names) == 1 else (f"{len(names)} shards without an index",)
@@ -94,7 +96,7 @@ class HfFormat(WritableFormat):
         _require_all(files, shards, main)
         for name in shards:
             if name.endswith(".safetensors"):
-                found, more = _read_shard(files, name)
+                found, more = read_shard(files, name)
             else:
                 contents = read_bin(files, name)
                 found, more = contents.tensors, {}
@@ -148,7 +150,7 @@ class HfFormat(WritableFormat):
         names = request.like_files
         if not names or not all(name.endswith(".safetensors") for name in names):
             names = _shard_names(self.stem, len(shards))
-        writer = _Writer(aliases if len(shards) == 1 else {})
+        writer = Writer(aliases if len(shards) == 1 else {})
         for file, shard in zip(names, shards, strict=True):
             writer.add(file, [by_name[name] for name in shard])
         if len(names) > 1:
@@ -158,8 +160,12 @@ class HfFormat(WritableFormat):
         return Output(tuple(writer.files), tuple(writer.records), writer.boxes, (), left_out)
 
 
-class _Writer:
-    """Collects files, records and boxes."""
+class Writer:
+    """Collects files, records and boxes.
+
+    Args:
+        aliases: For each tensor that is left out as shared the one that is kept.
+    """
 
     def __init__(self, aliases: Mapping[str, str]) -> None:
         self.metadata = {"format": "pt", **aliases}
@@ -168,6 +174,7 @@ class _Writer:
         self.boxes: dict[str, tuple[Place, ...]] = {}
 
     def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
+        """Lay out one file with *tensors* in their order."""
         header, offsets = encode_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata
         )
@@ -204,7 +211,8 @@ def _index(
     return document(f"{stem}{INDEX}", json.dumps(content, indent=2).encode() + b"\n")
 
 
-def _read_shard(files: SourceFiles, name: str) -> tuple[dict[str, TensorEntry], Mapping[str, str]]:
+def read_shard(files: SourceFiles, name: str) -> tuple[dict[str, TensorEntry], Mapping[str, str]]:
+    """Return the tensors of one safetensors file, and its metadata."""
     header = read_header(files, name)
     tensors = {
         key: TensorEntry(
@@ -251,6 +259,7 @@ def _main_files(path: Path) -> list[str]:
     names = sorted(item.name for item in path.iterdir() if item.is_file())
     indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]
+    singles = [n for n in singles if not RANK.fullmatch(n)]
     if indices:
         return indices + [n for n in singles if n == "model.safetensors" and _unlisted(path, n)]
     if singles:

@@ -53,8 +53,8 @@ class PeftFormat(HfFormat):
         notes = found.notes
         if own:
             notes += (
-                f"torchtune's own {listed(own)} lies here too: convert that; what torchtune exports "
-                "for PEFT is wrong where it does not expect it (Qwen, DoRA)",
+                f"torchtune's own {listed(own)} lies here too: convert that one, because what "
+                "torchtune exports for PEFT is wrong for Qwen and for DoRA",
             )
         documents = {**found.documents, **adapter_config(root)}
         return replace(found, path=str(path), documents=documents, notes=notes)

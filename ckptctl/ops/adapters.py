@@ -10,13 +10,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, MappingError, RefusedError, UsageError
 from ckptctl.formats.peft import CONFIG, adapter_config
-from ckptctl.planner.adapters import module_of
+from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
 from ckptctl.planner.templates import skeleton
 
 Json = Mapping[str, object]
@@ -93,6 +93,24 @@ class Settings:
                 hint="`--lora-alpha` gives alpha, `--scaling` the factor itself",
             )
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def factors_only(catalog: Catalog) -> Catalog:
+    """Return an adapter without the weights of its model, where torchtitan saves them together.
+
+    Raises:
+        RefusedError: It adapts embeddings.
+    """
+    strange = next((name for name in catalog.tensors if ".lora_embedding_" in name), None)
+    if strange:
+        raise RefusedError("adapters of embeddings are not supported", where=f"tensor `{strange}`")
+    names = [name for name in catalog.tensors if not is_factor(name)]
+    if not is_adapter(catalog.tensors) or any(name.startswith(PREFIX) for name in catalog.tensors):
+        return catalog
+    kept = {name: entry for name, entry in catalog.tensors.items() if is_factor(name)}
+    note = f"{len(names):,} tensors beside the adapter's are those of its model: not used"
+    notes = (*catalog.notes, note) if names else catalog.notes
+    return replace(catalog, tensors=kept, notes=notes)
 
 
 def described(catalog: Catalog) -> Json | None:

@@ -15,6 +15,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops import checks
 from ckptctl.ops.adapter_files import beside
+from ckptctl.ops.adapters import factors_only
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.documents import gather, unquantised
@@ -73,6 +74,7 @@ def plan_changed(
     source = formats.existing(src)
     destination = checks.destination(source, Path(dst), options.overwrite, replaceable)
     catalog = formats.open_checkpoint(source, options.from_format, options.model_type)
+    catalog = factors_only(catalog) if target.adapters else catalog
     assets = beside(catalog, gather(catalog, options.assets))
     if options.dequantize:
         catalog = dequantised(catalog, options.dequantize)

@@ -21,6 +21,7 @@ from ckptctl.ops.manifest import manifest
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.output_tensors import in_checkpoint, main_dtype, output_tensors, paths, unrooted
 from ckptctl.ops.recognise import Recognition
+from ckptctl.ops.payloads import keep_together
 from ckptctl.ops.reference import reference, require_same_keys
 from ckptctl.ops.selection import Selection, chosen, select
 from ckptctl.ops.training import Rest, follow
@@ -76,6 +77,12 @@ class Draft:
             given=self.options.sizes,
         )
         self.notes += change.notes
+        keep_together(
+            self.catalog,
+            {self.known.root + name for name in selection.tensors},
+            renamed=not change.identity,
+            dtype=self.options.dtype,
+        )
         rest = self._rest(selection, change)
         mapped = in_checkpoint(change.tensors, self.known.root, self.keep_root)
         prefix = self.known.root if self.keep_root else ""

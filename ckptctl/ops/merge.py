@@ -1,7 +1,7 @@
 """Merge an adapter into its model: ``W + s B A``, while the model is converted.
 
-The changed tensors are computed as they are read (:mod:`ckptctl.storage.kinds.lora`), in float32 and
-rounded once, so that everything else is an ordinary conversion.
+The changed tensors are computed as they are read (:mod:`ckptctl.storage.kinds.lora`), in float32
+and rounded once, so that everything else is an ordinary conversion.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, 
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops import checks
-from ckptctl.ops.adapters import Settings, described, settings
+from ckptctl.ops.adapters import Settings, described, factors_only, settings
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.convert import plan_changed, run_conversion
 from ckptctl.ops.layout_change import chosen_family
@@ -126,12 +126,12 @@ class _Merge:
 
     def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
-        self.adapter = formats.open_checkpoint(path)
+        self.adapter = factors_only(formats.open_checkpoint(path))
         if not is_adapter(self.adapter.tensors):
             raise MappingError(
                 "this is no adapter",
                 where=str(path),
-                why=f"it has no low-rank factors; its tensors are {listed(list(self.adapter.tensors))}",
+                why=f"none of {listed(list(self.adapter.tensors))} is a low-rank factor",
                 hint="ckptctl merge BASE ADAPTER DST",
             )
         self.settings: Settings = settings(described(self.adapter), options.lora_alpha, scaling)
@@ -173,7 +173,8 @@ class _Merge:
             one = self._replacing(factors[name])
             computed[computed_name(f"{entry.name}+lora")] = one
             tensors[entry.name] = _computed_entry(entry, one)
-        return replace(catalog, tensors=tensors, computed=computed)
+        notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
+        return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
     def _deltas(
         self,

@@ -117,9 +117,7 @@ class Model:
             "architecture": family.architecture,
             "refines": family.refines,
             "recognised": list(self.recognised),
-            "layouts": [
-                {"name": name, "proof": family.proofs.get(name)} for name in self.layouts
-            ],
+            "layouts": [{"name": name, "proof": family.proofs.get(name)} for name in self.layouts],
         }
         return document | (self._details() if self.tables else {})
 

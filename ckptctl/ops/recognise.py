@@ -84,7 +84,8 @@ def recognise(
         if prefix not in named and any(found.exact for found in tried.values()):
             break
         selection = select(catalog, prefix)
-        tried[prefix] = _detect(selection, known, config, params, prefer, bool(model_type))
+        found = _detect(selection, known, config, params, prefer, bool(model_type))
+        tried[prefix] = found if layout else _of_format(found, catalog.format)
     best = max(tried.items(), key=lambda item: _rank(item[1]))
     _require_one_root(best, {p: d for p, d in tried.items() if p in named}, catalog.path)
     recognition = _recognition(best[0], best[1], model_type, layout, config, params)
@@ -144,6 +145,15 @@ def _detect(
     if named:
         return detect(shapes, known, prefer=prefer)
     return detect(shapes, known, config, params, prefer=prefer)
+
+
+def _of_format(found: Detection, format: str) -> Detection:
+    """Return the candidates in the layout that the format always has, where there are any."""
+    known = formats.get(format)
+    fitting = [c for c in found.candidates if known.layout in (c.layout, *c.alike)]
+    if known.other_layouts or not fitting:
+        return found
+    return replace(found, candidates=tuple(fitting))
 
 
 def _perhaps_tied(

@@ -140,6 +140,7 @@ def _target(arrival: Arrival) -> dict[str, object]:
         "shape": [size.text for size in arrival.shape],
         "numbers": [size.number for size in arrival.shape],
         "each": {axis: size.number for axis, size in arrival.each.items()},
+        "variant": arrival.variant,
         "pieces": [_piece(piece) for piece in arrival.pieces],
     }
 

@@ -1,8 +1,8 @@
 """Adapters: low-rank changes of a model's linear layers, in layouts that follow from the model's.
 
-A layer ``W`` (out, in) becomes ``W + s B A`` with ``lora_b`` = B (out, R) and ``lora_a`` = A (R, in)
-(LoRA, Hu et al., arXiv:2106.09685); DoRA (Liu et al., arXiv:2402.09353) scales the rows of that to
-the lengths in ``magnitude``. The rows of B and of the magnitude are in the order of those of W, so
+A layer ``W`` (out, in) becomes ``W + s B A`` with ``lora_b`` = B (out, R) and ``lora_a`` = A (R,
+in) (LoRA, Hu et al., arXiv:2106.09685); DoRA (Liu et al., arXiv:2402.09353) scales its rows to the
+lengths in ``magnitude``. The rows of B and of the magnitude are in the order of those of W, so
 that the tables of a model family say where they go. A layer that is part of a concatenated tensor
 has its rows of that tensor's B, and the whole of its A.
 
@@ -25,7 +25,7 @@ SUFFIX = "-lora"
 """What the name of a model type has behind it when its adapters are meant."""
 
 APART = "apart"
-"""The layout in which nothing is concatenated, keys are logical names, and rows lie as in another."""
+"""The layout of logical names in which nothing is concatenated; rows lie as in another layout."""
 
 RANK = "R"
 PREFIX = "base_model.model."
@@ -53,7 +53,7 @@ def is_adapter(names: Collection[str]) -> bool:
 
 def is_factor(name: str) -> bool:
     """Return whether *name* is that of a low-rank factor or of a magnitude."""
-    return bool(_ADAPTED.search(name)) or name.endswith((_PLAIN[2], _PEFT[2]))
+    return name.endswith((*_PLAIN, *_PEFT))
 
 
 def module_of(name: str) -> str:
@@ -114,12 +114,15 @@ def models_apart(base: Family, layout: str) -> Family:
 
 
 def _family(base: Family, layouts: Mapping[str, str]) -> Family:
+    # Layers behind all others, for predicting further tokens, are no place for adapters.
+    behind = {shift.index for shift in base.shifts}
+    tensors = [tensor for tensor in base.tensors.values() if not behind & {*tensor.indices}]
     return Family(
         name=base.name + SUFFIX,
         title=f"LoRA and DoRA adapters of {base.title}",
         layouts=tuple(layouts.values()),
         tables=(),
-        rows=tuple(row for tensor in base.tensors.values() for row in _rows(tensor, layouts)),
+        rows=tuple(row for tensor in tensors for row in _rows(tensor, layouts)),
         architecture=base.architecture,
         constants=base.constants,
         composite=base.composite,

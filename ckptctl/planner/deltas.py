@@ -121,16 +121,7 @@ class _Deltas:
     def result(self) -> Deltas:
         changed: list[Delta] = []
         replaced: dict[str, str] = {}
-        homeless = [
-            _source(next(iter(r.values()))) for n, r in self.parts.items() if n not in self.model
-        ]
-        if homeless:
-            raise MappingError(
-                f"{len(homeless):,} tensors of the adapter change nothing in the model",
-                where=f"tensor `{homeless[0]}`",
-                why=f"the model lacks the layers of {listed(homeless)}",
-                hint="is this adapter of another model? Tied tensors are not adapted apart: --untie",
-            )
+        self._require_layers()
         for name, roles in self.parts.items():
             if "saved" in roles:
                 replaced[_source(self.model[name])] = self._whole(name, roles["saved"])
@@ -138,6 +129,20 @@ class _Deltas:
                 changed.append(self._delta(name, roles))
         keys = {_source(self.model[name]) for name in self.parts if self._pinned(name)}
         return Deltas(tuple(changed), replaced, frozenset(keys))
+
+    def _require_layers(self) -> None:
+        homeless = [
+            _source(next(iter(roles.values())))
+            for name, roles in self.parts.items()
+            if name not in self.model
+        ]
+        if homeless:
+            raise MappingError(
+                f"the model lacks the layers of {len(homeless):,} tensors of the adapter",
+                where=f"tensor `{homeless[0]}`",
+                why=f"among them {listed(homeless)}",
+                hint="does it belong to another model, or are these tied to others (--untie)?",
+            )
 
     def _pinned(self, name: str) -> bool:
         return name.partition(".")[0] in self.base.pinned

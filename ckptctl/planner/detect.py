@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptctl.planner.configs import facts, is_tied
 from ckptctl.planner.joining import ranks_fit
 from ckptctl.planner.layouts import Family, holds
-from ckptctl.planner.matching import match, missing, tied_away, torn
+from ckptctl.planner.matching import Matched, match, missing, tied_away, torn
 from ckptctl.planner.templates import skeleton
 
 ENOUGH = 0.5
@@ -113,7 +113,7 @@ class _Kind(NamedTuple):
 
     skeleton: str
     words: frozenset[str]
-    count: int
+    number: int
 
 
 def _plausible(family: Family, kinds: Sequence[_Kind]) -> list[str]:
@@ -121,15 +121,15 @@ def _plausible(family: Family, kinds: Sequence[_Kind]) -> list[str]:
 
     The words of the keys come first: the tables of a family that lacks them are never parsed.
     """
-    enough = ENOUGH * sum(kind.count for kind in kinds)
+    enough = ENOUGH * sum(kind.number for kind in kinds)
     spelled = [kind for kind in kinds if kind.words <= family.words]
-    if sum(kind.count for kind in spelled) < enough:
+    if sum(kind.number for kind in spelled) < enough:
         return []
     tables = {name: family.layout(name).table for name in family.layouts}
     return [
         name
         for name, table in tables.items()
-        if sum(kind.count for kind in spelled if table.knows(kind.skeleton)) >= enough
+        if sum(kind.number for kind in spelled if table.knows(kind.skeleton)) >= enough
     ]
 
 
@@ -159,27 +159,41 @@ def _layouts(
     prefer: str | None,
     evidence: tuple[str, ...],
 ) -> Iterable[Candidate]:
+    """Yield a candidate for each layout; those that take these keys for the same are one."""
     tied = is_tied(family, *files)
     seen: list[str] = []
+    found: list[tuple[Candidate, Matched]] = []
     for name in sorted(plausible, key=lambda n: n != prefer):
         if any(family.layout(name).same_as(family.layout(other)) for other in seen):
             continue
         seen.append(name)
-        candidate = _candidate(family, name, shapes, tied, files[0] is not None, evidence)
+        matched = match(family, family.layout(name), shapes)
+        candidate = _candidate(family, name, matched, shapes, tied, files[0] is not None, evidence)
         if candidate and (ranks == 1 or ranks_fit(family, name, shapes, ranks)):
-            yield candidate
+            _add(found, candidate, matched)
+    yield from (candidate for candidate, _ in found)
+
+
+def _add(found: list[tuple[Candidate, Matched]], new: Candidate, matched: Matched) -> None:
+    """Add *new* to *found*, as alike to one that understands the same, where there is one."""
+    for place, (old, other) in enumerate(found):
+        if old.exact and new.exact and other.stored == matched.stored:
+            alike = (*old.alike, new.layout, *new.alike)
+            found[place] = (replace(old, alike=alike), other)
+            return
+    found.append((new, matched))
 
 
 def _candidate(
     family: Family,
     name: str,
+    matched: Matched,
     shapes: Mapping[str, tuple[int, ...]],
     tied: bool,
     configured: bool,
     evidence: tuple[str, ...],
 ) -> Candidate | None:
     layout = family.layout(name)
-    matched = match(family, layout, shapes)
     share = (len(shapes) - len(matched.unmatched)) / len(shapes) if shapes else 0.0
     if not matched.keys or share < ENOUGH:
         return None

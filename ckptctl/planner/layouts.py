@@ -126,6 +126,8 @@ class Shift:
         marker: Key template, in *index*, of a tensor that only inserted layers have there.
         place: ``after``: they follow all others. Else the name in config.json of the list of
             their numbers.
+        nested: Whether each has the number of the other layer that follows it, and the others
+            are counted as if there were none; *place* counts both kinds all the same.
     """
 
     layout: str
@@ -133,6 +135,7 @@ class Shift:
     into: str
     marker: str
     place: str = "after"
+    nested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,4 +318,6 @@ class Family:
         """Return how an error message names the size of *axis*."""
         whole = next((c for c, parts in self.composite.items() if axis in parts), axis)
         names = self.sizes.get(whole)
-        return f"`{names[0]}` (params.json: `{names[1]}`)" if names else f"axis `{axis}`"
+        if not names:
+            return f"axis `{axis}`"
+        return f"`{names[0]}`" + (f" (params.json: `{names[1]}`)" if names[1] else "")

@@ -253,7 +253,7 @@ class _Run:
         for tensor, values in self._wanted():
             origin = self._origin(tensor, values, partial)
             if origin and tensor.name not in self.target.leaves:
-                homeless[next(iter(origin[1].values()))] = tensor
+                homeless |= dict.fromkeys(origin[1].values(), tensor)
             elif origin:
                 tensors += self._mapped(tensor, values, *origin)
         if homeless:

@@ -1,7 +1,8 @@
 """Layer numbers of layouts that count layers of different kinds together.
 
-Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others and numbers the
-multi-token-prediction layers of DeepSeek-V3 after them; other layouts count each kind from 0.
+Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others, torchtune gives
+each the number of the layer that follows it; Hugging Face numbers the multi-token-prediction layers
+of DeepSeek-V3 after the others. Other layouts count each kind from 0.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def observed(family: Family, layout: str, keys: Iterable[str]) -> Numbering:
             found[match[0].index].add(match[1][match[0].index])
     return Numbering(
         {index: tuple(sorted(numbers)) for index, numbers in found.items()},
-        {shift.index: shift.into for shift in shifts},
+        _into(shifts),
     )
 
 
@@ -112,8 +113,15 @@ def planned(
                 hint="--assets DIR names a directory that holds config.json",
             )
         else:
-            found[shift.index] = tuple(sorted(stated))
-    return Numbering(found, {shift.index: shift.into for shift in shifts})
+            before = range(count) if shift.nested else (0,) * count
+            found[shift.index] = tuple(
+                number - n for number, n in zip(sorted(stated), before, strict=True)
+            )
+    return Numbering(found, _into(shifts))
+
+
+def _into(shifts: Iterable[Shift]) -> dict[str, str]:
+    return {shift.index: shift.into for shift in shifts if not shift.nested}
 
 
 def _shifts(family: Family, layout: str) -> list[Shift]:

@@ -25,7 +25,7 @@ from ckptctl.planner.configs import (
 from ckptctl.planner.feed_forward import PARAMS as FORMULA
 from ckptctl.planner.feed_forward import ffn_params, ffn_size
 from ckptctl.planner.layouts import Family, holds
-from ckptctl.planner.statements import NEEDED, ParamsStyle, Rule, Same, looked_up
+from ckptctl.planner.statements import NEEDED, ParamsStyle, Rule, Same, looked_up, states
 
 SCALED = "use_scaled_rope"
 _MODULES = ("text_config", "vision_config")
@@ -197,7 +197,7 @@ def config_to_params(
         params |= _derived(family, known, values, ranks)
     for name, fact in _facts_of(style):
         if fact.back:
-            _state(params, fact, name, looked_up(values, name))
+            _state(params, fact, name, values)
     if style.derived and params["rope_theta"] == preset(family, {}).get("rope_theta") == 10000.0:
         del params["rope_theta"]
     for name, value in style.constant.items():
@@ -235,8 +235,11 @@ def contradictions(family: Family, config: Json, params: Json, *, ranks: int = 1
     return found
 
 
-def _state(params: dict[str, object], fact: Same, name: str, found: object) -> None:
-    default = fact.default
+def _state(params: dict[str, object], fact: Same, name: str, values: Json) -> None:
+    """Say in *params* what *values* of config.json say; a window of null is none at all."""
+    found, default = looked_up(values, name), fact.default
+    if fact.kind == "window" and states(values, name):
+        default = None
     if found is None and default is NEEDED:
         raise MappingError(
             f"params.json needs `{fact.params}`", where="config.json", why=f"no `{name}` is stated"

@@ -52,12 +52,14 @@ class Arrival:
         shape: Its shape.
         each: How many there are for each axis that is left in keys.
         pieces: What it is made of, in order.
+        variant: The kind of layers in which the key goes there, where it depends on that.
     """
 
     key: str
     shape: tuple[Amount, ...]
     each: Mapping[str, Amount]
     pieces: tuple[Piece, ...]
+    variant: str | None = None
 
 
 @dataclass(slots=True)
@@ -133,8 +135,9 @@ class _Router:
                 self.found.notes.append("refused where it holds anything but zeros")
             return self.found
         self.found.template = meaning.template.text
+        kinds = {tensor.variant for tensor, _ in meaning.parts}
         for tensor, leaf in meaning.parts:
-            self._follow(tensor, leaf, values)
+            self._follow(tensor, leaf, values, tensor.variant if len(kinds) > 1 else None)
         if self.found.arrivals:
             self.found.dropped = ""
         return self.found
@@ -209,7 +212,7 @@ class _Router:
 
     # -------------------------------------------------------------------------- where it arrives
 
-    def _follow(self, tensor: Tensor, leaf: Leaf, values: Values) -> None:
+    def _follow(self, tensor: Tensor, leaf: Leaf, values: Values, variant: str | None) -> None:
         for tie in self.family.ties if self.tied else ():
             if tensor.name == tie.tensor and tie.of in self.source.leaves:
                 kept = self.source.leaves[tie.of].key.text
@@ -218,10 +221,8 @@ class _Router:
                     there = self.target.leaves[tensor.name].key.text
                     self.found.notes.append(f"`{there}` is made of `{kept}`")
                 return
-        names = [tensor.name]
-        for tie in self.family.ties if self.tied else ():
-            if tensor.name == tie.of and self.target.name in tie.stored_in:
-                names.append(tie.tensor)
+        ties = self.family.ties if self.tied else ()
+        twins = [t.tensor for t in ties if t.of == tensor.name and self.target.name in t.stored_in]
         if tensor.name not in self.target.leaves:
             raise MappingError(
                 f"layout `{self.target.name}` of `{self.family.name}` has no place for "
@@ -229,11 +230,11 @@ class _Router:
                 why=f"a model that has `{tensor.name.partition('.')[0]}` cannot be expressed there",
                 hint="keep its layout",
             )
-        for name in names:
+        for name in (tensor.name, *twins):
             if name in self.target.leaves:
-                self._arrive(self.family.tensors[name], leaf, values)
+                self._arrive(self.family.tensors[name], leaf, values, variant)
 
-    def _arrive(self, tensor: Tensor, asked: Leaf, values: Values) -> None:
+    def _arrive(self, tensor: Tensor, asked: Leaf, values: Values, variant: str | None) -> None:
         wanted = self.target.leaves[tensor.name]
         stored = next(s for s in self.target.stored if (tensor, wanted) in s.parts)
         own = {axis: values.get(axis, f"{{{axis}}}") for axis in wanted.spread}
@@ -242,10 +243,10 @@ class _Router:
         indices = {index: values[index] for index in tensor.indices}
         key = _fill(stored.template, {**self._stored_numbers(indices), **own})
         each = {a: self.extents.amount((a,)) for a, v in own.items() if v == f"{{{a}}}"}
-        pieces = tuple(self._pieces(stored, values, own))
+        pieces = tuple(self._pieces(stored, tensor, values, own))
         shape = self.extents.shape(self.target, wanted, tensor)
         if all(arrival.key != key for arrival in self.found.arrivals):
-            self.found.arrivals.append(Arrival(key, shape, each, pieces))
+            self.found.arrivals.append(Arrival(key, shape, each, pieces, variant))
 
     def _stored_numbers(self, indices: Values) -> Values:
         numbers = {index: value for index, value in indices.items() if isinstance(value, int)}
@@ -262,16 +263,16 @@ class _Router:
             raise self._unnumbered(self.target)
         return indices
 
-    def _pieces(self, stored: Stored, values: Values, target_lead: Values) -> Iterator[Piece]:
-        """Yield what fills a target tensor; of parts that are the same tensor, one."""
-        seen: set[int | None] = set()
+    def _pieces(
+        self, stored: Stored, followed: Tensor, values: Values, target_lead: Values
+    ) -> Iterator[Piece]:
+        """Yield what fills a target tensor; of rows that are the same part of it, one."""
+        one: dict[int | None, tuple[Tensor, Leaf, Tensor]] = {}
         for tensor, wanted in stored.parts:
-            if wanted.part in seen:
-                continue
             held = self._held(tensor)
-            if held is None:
-                continue
-            seen.add(wanted.part)
+            if held is not None and (wanted.part not in one or tensor is followed):
+                one[wanted.part] = tensor, wanted, held
+        for tensor, wanted, held in one.values():
             yield from self._of(tensor, wanted, held, values, target_lead)
 
     def _held(self, tensor: Tensor) -> Tensor | None:
@@ -321,8 +322,8 @@ class _Router:
         indices = {index: values[index] for index in held.indices}
         numbers = {index: value for index, value in indices.items() if isinstance(value, int)}
         numbering = self._numbering(self.source, list(numbers.values()))
-        stored = {**indices, **numbering.stored(numbers)} if numbering else indices
-        return _fill(leaf.key, {**stored, **lead})
+        moved: Values = numbering.stored(numbers) if numbering else {}
+        return _fill(leaf.key, {**indices, **moved, **lead})
 
 
 def _fill(template: Template, values: Values) -> str:

@@ -20,6 +20,13 @@ def looked_up(values: Mapping[str, object], name: str) -> object:
     return looked_up(inner, tail) if tail and isinstance(inner, Mapping) else None
 
 
+def states(values: Mapping[str, object], name: str) -> bool:
+    """Return whether a configuration says anything under *name*, be it null."""
+    outer, _, last = name.rpartition(".")
+    inner = looked_up(values, outer) if outer else values
+    return isinstance(inner, Mapping) and last in inner
+
+
 Kind = Literal["number", "count", "window", "flag"]
 
 

@@ -230,6 +230,13 @@ def test_the_command_reference_is_what_the_program_says() -> None:
     assert written == render(), "run `python docs/generate_cli.py`"
 
 
+def test_the_list_of_model_types_is_what_the_families_say() -> None:
+    render: Callable[[], str] = runpy.run_path(str(DOCS / "generate_models.py"))["render"]
+    written = (DOCS / "reference" / "models.md").read_text()
+    if written != render():
+        pytest.fail("families have changed: run `python docs/generate_models.py`")
+
+
 def test_the_command_reference_names_every_command_and_option() -> None:
     written = (DOCS / "reference" / "cli.md").read_text()
     group: Any = typer.main.get_command(app)
@@ -258,11 +265,17 @@ def test_every_exit_code_is_documented() -> None:
     assert {number for number, _ in documented} == {code for code, _ in found} | {0}
 
 
+MAPPINGS = (
+    *("dtypes", "tensors", "metadata", "dropped", "left_out", "sizes", "targets[].each"),
+    *("models[].tables[].dropped", "models[].constants", "models[].composite"),
+)
+
+
 def fields_of(document: object, prefix: str = "") -> Iterator[str]:
     """Yield the dotted fields of *document*; ``[]`` for items, ``*`` for keys that are data."""
     if isinstance(document, dict):
         for key, value in document.items():
-            data = prefix in ("dtypes", "tensors", "metadata", "dropped", "left_out")
+            data = prefix in MAPPINGS
             name = f"{prefix}.{'*' if data else key}".lstrip(".")
             yield name
             yield from fields_of(value, name)
@@ -299,6 +312,18 @@ def test_every_field_of_the_json_is_documented(data: Path, tmp_path: Path) -> No
     known = documented_fields("json.md", "ckptctl.convert/1")
     assert found <= known, sorted(found - known)
     assert known <= found | {"candidates[]", "dropped.*"}, sorted(known - found)
+
+    key, options = "layers.{i}.feed_forward.experts.{x}.w1.weight", ("-m", "mixtral", "--set", "x=8")
+    asked = (
+        document("map", key, "--to-layout", "hf-v5", *options),
+        document("map", "model.layers.1.mlp.experts.down_proj", "--to-layout", "hf", *options),
+    )
+    found = {name for one in asked for name in fields_of(one)}
+    assert found == documented_fields("json.md", "ckptctl.map/1")
+
+    shown = [document("models", name) for name in ("llama3", "phi3", "deepseek_v3")]
+    found = {name for one in shown for name in fields_of(one)}
+    assert found == documented_fields("json.md", "ckptctl.models/1")
 
     failed = document("inspect", tmp_path / "nothing")
     found = set(fields_of(failed))

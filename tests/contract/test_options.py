@@ -192,7 +192,7 @@ CONTRADICTIONS: list[dict[str, Any]] = [
     {"to": "torch", "max_shard_size": "1GB"},
     {"to": "hf", "only": "all"},
     {"to": "hf", "verify": True, "checksum": False},
-    {"to": "hf", "to_layout": "torchtune"},
+    {"to": "meta", "to_layout": "torchtune"},
     {"to": "hf", "dtype": "int8"},
     {"to": "hf", "max_shard_size": "nine"},
     {"to": "hf", "jobs": 0},

@@ -17,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptctl
+from ckptctl.api import conversion_options
 from ckptctl.errors import DamagedError, UsageError
 from ckptctl.ops.convert import plan_conversion, run_conversion
 from ckptctl.storage.worker import Worker
@@ -139,8 +140,9 @@ def test_an_interrupted_run_goes_on(
 
 
 def test_a_source_that_changes_is_an_error(tmp_path: Path) -> None:
-    save_hf(tmp_path / "source", STATE, CONFIG, shards=1)
-    options = ckptctl.api.conversion_options("hf", dequantize="bf16")
+    names = ("l.0.up.weight", "l.0.up.weight_scale_inv")
+    save_hf(tmp_path / "source", {name: STATE[name] for name in names}, CONFIG, shards=1)
+    options = conversion_options("hf", dequantize="bf16")
     plan = plan_conversion(tmp_path / "source", tmp_path / "out", options)
     os.utime(next((tmp_path / "source").glob("*.safetensors")), ns=(1, 1))
     with pytest.raises(DamagedError, match="changed"):

@@ -68,15 +68,11 @@ def test_what_meta_cuts_is_read_and_written(tmp_path: Path, name: str, family: s
     given = tmp_path / "theirs"
     given.mkdir()
     for rank, state in enumerate(theirs):
-        flat = {
-            key: (v.flatten(0, 1) if "moe_w" in key else v).clone() for key, v in state.items()
-        }
+        flat = {key: (v.flatten(0, 1) if "moe_w" in key else v).clone() for key, v in state.items()}
         torch.save(flat, given / f"consolidated.{rank:02d}.pth")
     (given / "params.json").write_text((assets / "params.json").read_text())
     ckptctl.convert(folder, tmp_path / "two", to="meta", mp=2, assets=assets, model_type=family)
-    for ours, other in zip(
-        shards(tmp_path / "two", False), shards(given, False), strict=True
-    ):
+    for ours, other in zip(shards(tmp_path / "two", False), shards(given, False), strict=True):
         assert ours.keys() == other.keys()
         assert all(torch.equal(ours[key], other[key]) for key in ours)
     ckptctl.convert(given, tmp_path / "back", to="hf", assets=folder, model_type=family)

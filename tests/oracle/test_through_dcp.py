@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import ckptctl
 from ckptctl import families
 from ckptctl.errors import UsageError
+from ckptctl.planner.detect import detect
+from tests.checkpoints import load_any_reference
 from tests.oracle.tiny import TINY, family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -27,11 +30,21 @@ def require(name: str) -> str:
         pytest.skip(str(error))
 
 
+def recognised(folder: Path) -> set[str]:
+    """Return the model types that know every tensor of *folder* and miss none."""
+    config = json.loads((folder / "config.json").read_text())
+    state = load_any_reference(folder)
+    shapes = {key: tuple(value.shape) for key, value in state.items()}
+    found = detect(shapes, families.families(), config)
+    return {candidate.family for candidate in found.candidates if candidate.exact}
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_transformers_loads_what_went_through_dcp(tmp_path: Path, name: str) -> None:
     family = require(name)
     model = hf_models.random_model(TINY[name]())
     folder = hf_models.save(model, tmp_path / "hf")
+    assert recognised(folder) >= {family}
     there = ckptctl.convert(folder, tmp_path / "dcp", to="dcp")
     assert there.plan.model_type in (family, model.config.model_type)
     ckptctl.convert(tmp_path / "dcp", tmp_path / "out", to="hf")

@@ -2,8 +2,8 @@
 
 LoRA (Hu et al., arXiv:2106.09685): ``W + scale · B A``. DoRA (Liu et al., arXiv:2402.09353): the
 rows of that, scaled to given lengths. Sources: peft's ``tuners/lora`` (``merge_and_unload``),
-torchtune's ``get_merged_lora_ckpt``. The n-th change applies to rows ``start{n}`` to ``stop{n}``; it
-is n's of the parameters ``changes``. All factors but B are small by nature and are kept.
+torchtune's ``get_merged_lora_ckpt``. The n-th change, counted from 0, applies to the rows from
+``start{n}`` to ``stop{n}``. A and the magnitudes are small by nature and are kept.
 
 Inputs:
     base: Floating ``[rows, columns]``.
@@ -109,7 +109,7 @@ def product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     rows = len(b)
     if rows % BLOCK:
         b = torch.cat((b, b.new_zeros(BLOCK - rows % BLOCK, b.shape[1])))
-    blocks = (torch.mm(block, a) for block in b.split(BLOCK))
+    blocks = (torch.mm(b[start : start + BLOCK], a) for start in range(0, len(b), BLOCK))
     return torch.cat(list(blocks))[:rows]
 
 

@@ -13,6 +13,8 @@ from tests.oracle.peers import (
     deepseek,
     meta,
     mistral,
+    olmo,
+    olmo_core,
     openai,
     torchtitan,
     torchtitan_0_2,
@@ -37,7 +39,17 @@ class Peer(Protocol):
         """Return fp32 logits after a strict load of *state*."""
 
 
-PEERS: tuple[Peer, ...] = (torchtune, torchtitan, torchtitan_0_2, mistral, openai, deepseek, meta)
+PEERS: tuple[Peer, ...] = (
+    torchtune,
+    torchtitan,
+    torchtitan_0_2,
+    mistral,
+    openai,
+    deepseek,
+    meta,
+    olmo,
+    olmo_core,
+)
 
 
 def missing(peer: Peer) -> list[str]:

@@ -1,0 +1,124 @@
+"""DeepSeek's own files: ``model{rank}-mp{ranks}.safetensors``, one per model-parallel rank.
+
+Source: DeepSeek-V3's ``inference/convert.py``. A rank has its rows or columns of most tensors, all
+of the others, and of the experts those that are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats import hf
+from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.base import (
+    Output,
+    OutputRequest,
+    OutputTensor,
+    Sniff,
+    WritableFormat,
+    absent,
+)
+from ckptctl.formats.rank_files import lay_out
+from ckptctl.formats.ranks import Joined
+from ckptctl.storage.files import SourceFiles
+
+
+class DeepSeekFormat(WritableFormat):
+    """Safetensors of model-parallel ranks."""
+
+    name = "deepseek"
+    title = "DeepSeek: model{rank}-mp{ranks}.safetensors"
+    layout = "deepseek"
+    parallel = True
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if path.is_file():
+            return Sniff(path.name) if hf.RANK.fullmatch(path.name) else None
+        names = _named(path) if path.is_dir() else []
+        return Sniff(listed(names)) if names else None
+
+    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+        """See :meth:`Format.read`.
+
+        Raises:
+            DamagedError: A rank is missing, or the ranks do not fit together.
+            MappingError: There are several ranks and no family can join them.
+        """
+        root = path if path.is_dir() else path.parent
+        names = _ranks(root)
+        with SourceFiles(root) as files:
+            read = [hf.read_shard(files, name) for name in names]
+            shards = [tensors for tensors, _ in read]
+            joined = Joined(shards, names, self.name, documents(root), model_type)
+            tensors = joined.tensors(files)
+            sizes = {name: files.size(name) for name in names}
+        return Catalog(
+            root=str(root),
+            path=str(root),
+            format=self.name,
+            files=sizes,
+            tensors=tensors,
+            assets=side_files(root, exclude=set(names)),
+            documents=joined.documents,
+            metadata=dict(read[0][1]),
+            notes=(*joined.notes, *left_behind(root, exclude=set(names))),
+        )
+
+    def holds(self, dtype: str) -> bool:
+        """Return whether safetensors has a code for *dtype*."""
+        return hf.FORMAT.holds(dtype)
+
+    def lay_out(self, request: OutputRequest) -> Output:
+        """See :meth:`WritableFormat.lay_out`."""
+        self.refuse_unheld(request.tensors)
+        whole = [replace(tensor, alias_of=None) for tensor in request.tensors]
+
+        def shard(rank: int, tensors: Sequence[OutputTensor]) -> Output:
+            writer = hf.Writer({})
+            writer.add(f"model{rank}-mp{request.mp}.safetensors", tensors)
+            return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
+
+        reason = "a safetensors file holds tensors only"
+        return lay_out(replace(request, tensors=whole), shard, reason)
+
+
+def _named(root: Path) -> list[str]:
+    return sorted(item.name for item in root.iterdir() if hf.RANK.fullmatch(item.name))
+
+
+def _ranks(root: Path) -> list[str]:
+    """The names of all shards in order of rank."""
+    found: dict[int, str] = {}
+    totals: set[int] = set()
+    for name in _named(root):
+        match = hf.RANK.fullmatch(name)
+        if match:
+            found[int(match[1])] = name
+            totals.add(int(match[2]))
+    if not found:
+        raise FormatError(
+            "there are no shards of DeepSeek's format here",
+            where=str(root),
+            why="expected model0-mp8.safetensors, model1-mp8.safetensors, ...",
+        )
+    if len(totals) > 1 or max(found) >= max(totals) or len(_named(root)) != len(found):
+        raise DamagedError(
+            "the shards are not those of one model", where=str(root), why=listed(_named(root))
+        )
+    total = totals.pop()
+    if len(found) != total:
+        count, missing = absent(
+            found, 0, total - 1, lambda rank: f"model{rank}-mp{total}.safetensors"
+        )
+        raise DamagedError(
+            f"{count:,} of {total:,} shards are missing", where=str(root), why=missing
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+FORMAT = DeepSeekFormat()

@@ -1,0 +1,91 @@
+"""Write ``docs/reference/models.md`` from the families: ``python docs/generate_models.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ckptctl.ops.models import NOT_PROVEN, Model, models
+
+PAGE = Path(__file__).parent / "reference" / "models.md"
+HEAD = """# Model types and layouts
+
+Generated from the families in `converters/` by `python docs/generate_models.py`.
+
+`ckptctl models FAMILY` shows the tables of one: the key, the axes and the parts of every tensor in
+every layout. `ckptctl map KEY` shows where one key goes. A family that is missing is
+[a table away](../how-to/add-a-model-family.md).
+
+| model type | also called | models | layouts | logits compared |
+| --- | --- | --- | --- | --- |
+"""
+FOOT = """
+Where logits were compared, a model with random weights, norms included, gave the same logits before
+and after a conversion, computed by the program named. A layout without a name in that column was
+not compared so.
+
+## Layouts
+
+| layout | whose names and axis orders |
+| --- | --- |
+| `hf` | Hugging Face, as `save_pretrained` writes them |
+| `hf-v5` | what transformers 5 holds in memory, where that is not what it writes |
+| `meta` | Meta's `consolidated.NN.pth` |
+| `mistral` | mistral-inference's `consolidated.safetensors` |
+| `torchtune` | torchtune's models |
+| `torchtitan@0.2`, `torchtitan@0.3` | torchtitan, which names its tensors differently from version to version |
+| others | the model's own code: `deepseek`, `openai`, `olmo`, ... |
+
+Layouts of a family may differ in the order of rotary pairs: in Llama's `hf` a pair is `j`, `j + e/2` of
+a head's `e` rows, in its other layouts it is `2j`, `2j + 1`. The axes show it: `(h p r) d` and
+`(h r p) d`.
+
+## How a model is recognised
+
+`config.json` and `params.json` come first, then the keys. Where several model types fit and the
+conversion would be the same for all of them, it goes ahead; otherwise it is an error that names them,
+and `--model-type` or `--assets` decides.
+
+| model type | recognised by |
+| --- | --- |
+"""
+TAIL = """
+Where layouts differ in rotary order, or one of them concatenates queries, keys and values, numbers of
+heads have to be known: from `config.json` or `params.json`, of the source or of `--assets`, or from
+`--set`, as in `--set n_heads=32`.
+
+A checkpoint of an unknown model converts between `hf`, `dcp` and `torch` with the names that it has.
+"""
+
+
+def render() -> str:
+    """Return the page."""
+    known = models()
+    first = (
+        (f"`{m.family.name}`", _quoted(m.family.aliases), m.family.title, _quoted(m.layouts))
+        for m in known
+    )
+    rows = ((*row, _proofs(model)) for row, model in zip(first, known, strict=True))
+    signs = ((f"`{m.family.name}`", "; ".join(m.recognised)) for m in known)
+    return "".join((HEAD, *_rows(rows), FOOT, *_rows(signs), TAIL))
+
+
+def _rows(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for cells in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _proofs(model: Model) -> str:
+    found: dict[str, list[str]] = {}
+    for name in model.layouts:
+        if model.proof(name) != NOT_PROVEN:
+            found.setdefault(model.proof(name), []).append(name)
+    return "; ".join(f"{_quoted(names)}: {proof}" for proof, names in found.items())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

@@ -1,0 +1,149 @@
+"""What the adapters of every model family have to satisfy, in every layout that has them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+
+from ckptctl import families
+from ckptctl.planner.adapters import APART, adapters_apart, is_adapter, models_apart
+from ckptctl.planner.detect import detect
+from tests.contract.test_families import mapped, moved, tiny
+
+ADAPTERS = families.adapters(families.families().values())
+PAIRS = [
+    (name, *pair)
+    for name, family in ADAPTERS.items()
+    for pair in itertools.permutations(family.layouts, 2)
+]
+BASES = [
+    (name, layout) for name, base in families.families().items() for layout in base.layouts
+]
+
+
+def factors(name, layout):
+    """Shapes of factors and magnitudes of every linear layer, without copies of whole tensors."""
+    family = ADAPTERS[name]
+    kept = {
+        leaf.key.text
+        for logical, leaf in family.layout(layout).leaves.items()
+        if logical.partition(".")[0].endswith(("-lora_a", "-lora_b", "-magnitude"))
+    }
+    table = family.layout(layout).table
+    shapes = tiny(family, layout, optional=True)
+    return {
+        key: shape
+        for key, shape in shapes.items()
+        if any(stored.template.text in kept for stored, _ in table.all(key))
+    }
+
+
+def shared(name, source, target):
+    """Those of *source* that *target* has a place for, too."""
+    family = ADAPTERS[name]
+    leaves = family.layout(target).leaves
+    table = family.layout(source).table
+    return {
+        key: shape
+        for key, shape in factors(name, source).items()
+        if all(tensor.name in leaves for s, _ in table.all(key) for tensor, _ in s.parts)
+    }
+
+
+def test_most_families_have_adapters():
+    assert {"llama3-lora", "qwen2-lora", "phi3-lora", "mixtral-lora"} <= ADAPTERS.keys()
+    assert ADAPTERS["llama3-lora"].layouts == ("peft", "torchtune", "torchtitan@0.3")
+    assert families.family("llama3-lora") is ADAPTERS["llama3-lora"]
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_recognised_by_its_keys(name):
+    for layout in ADAPTERS[name].layouts:
+        shapes = factors(name, layout)
+        if shapes:
+            found = detect(shapes, ADAPTERS)
+            assert is_adapter(shapes) and found.exact
+            assert any(c.family == name and layout in (c.layout, *c.alike) for c in found.candidates)
+
+
+@pytest.mark.parametrize(("name", "source", "target"), PAIRS)
+def test_there_and_back_is_the_identity(name, source, target):
+    shapes = shared(name, source, target)
+    there = mapped(ADAPTERS[name], source, target, shapes)
+    values, start = {}, 0
+    for key, shape in shapes.items():
+        values[key] = np.arange(start, start + math.prod(shape)).reshape(shape)
+        start += math.prod(shape)
+    for kept, other in there.must_equal:
+        values[other] = values[kept]
+    found = moved(there, values)
+    assert all((array >= 0).all() for array in found.values())
+    back = mapped(ADAPTERS[name], target, source, {k: v.shape for k, v in found.items()})
+    again = moved(back, found)
+    assert again.keys() == values.keys()
+    assert all((array == values[key]).all() for key, array in again.items())
+
+
+@pytest.mark.parametrize(("name", "source", "target"), PAIRS)
+def test_the_rows_of_b_go_where_those_of_the_weight_go(name, source, target):
+    """By numpy: the product of the mapped factors is the product, mapped as the weight is."""
+    base = families.family(name.removesuffix("-lora"))
+    plain = {"peft": "hf", "peft-v5": "hf-v5"}
+    before, after = plain.get(source, source), plain.get(target, target)
+    rng = np.random.default_rng(0)
+    shapes = tiny(base, before, optional=True)
+    if set(base.layout(before).leaves) - set(base.layout(after).leaves):
+        shapes = tiny(base, before)
+    weights = mapped(base, before, after, shapes)
+    adapted = untied(shared(name, source, target))
+    there = mapped(ADAPTERS[name], source, target, adapted)
+    values = {key: rng.integers(0, 9, shape) for key, shape in adapted.items()}
+    for kept, other in there.must_equal:
+        values[other] = values[kept]
+    result = moved(there, values)
+    prefix = "base_model.model." if source.startswith("peft") else ""
+    products = {
+        key: np.zeros(shape, int) for key, shape in shapes.items()
+    }
+    expected = moved(weights, products | product_of(values, prefix, products))
+    found = product_of(result, "base_model.model." if target.startswith("peft") else "", expected)
+    assert found
+    for key, array in found.items():
+        assert (array == expected[key]).all(), key
+
+
+def untied(shapes):
+    """Without the output layer: it may be the embedding."""
+    return {key: shape for key, shape in shapes.items() if re.search(r"\.\d+\.", key)}
+
+
+def product_of(values, prefix, known):
+    found = {}
+    for key, a in values.items():
+        head = key.lower()
+        if head.endswith(".lora_a.weight"):
+            module = key[: -len(".lora_a.weight")]
+            b = values[module + key[-len(".lora_a.weight") :].replace("A", "B").replace("_a", "_b")]
+            name = module.removeprefix(prefix) + ".weight"
+            if name in known:
+                found[name] = b @ a
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout"), BASES)
+def test_taken_apart_model_and_adapter_have_the_same_names(name, layout):
+    base = families.families()[name]
+    model = models_apart(base, layout).layout(APART)
+    adapter = adapters_apart(base, layout).layout(APART) if f"{name}-lora" in ADAPTERS else None
+    assert set(model.leaves) == set(base.layout(layout).leaves)
+    for logical, leaf in adapter.leaves.items() if adapter else ():
+        head, dot, rest = logical.partition(".")
+        weight = model.leaves[head.rsplit("-", 1)[0] + dot + rest]
+        if head.endswith("-lora_b"):
+            assert leaf.dims == (weight.dims[0], ("R",))
+        if head.endswith("-lora_a"):
+            assert leaf.dims == (("R",), weight.dims[1])

@@ -1,0 +1,107 @@
+"""What ``ckptctl map`` says of a key, held against what a conversion does with the tensors."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from ckptctl.planner.routes import route
+from tests.contract.test_families import (
+    FAMILIES,
+    PAIRS,
+    mapped,
+    moved,
+    tiny,
+    tiny_lists,
+    tiny_sizes,
+)
+
+
+def numbered(shapes):
+    """Arrays whose elements are all different."""
+    values, start = {}, 0
+    for key, shape in shapes.items():
+        values[key] = np.arange(start, start + math.prod(shape)).reshape(shape)
+        start += math.prod(shape)
+    return values
+
+
+def evaluated(amount, sizes):
+    return eval(amount.text, {"__builtins__": {}}, sizes)
+
+
+def part(array, ranges, sizes):
+    """The part of *array* that *ranges* mean, by their formulas alone."""
+    box = []
+    for one, length in zip(ranges, array.shape):
+        if one.among:
+            return None
+        stop = length if one.whole else evaluated(one.stop, sizes)
+        box.append(slice(0 if one.whole else evaluated(one.start, sizes), stop))
+    return array[tuple(box)]
+
+
+def filled(key, axes, sizes):
+    """Yield *key* with every combination of the axes that are left in it, and their values."""
+    left = [axis for axis in axes if f"{{{axis}}}" in key]
+    for values in itertools.product(*(range(sizes[axis]) for axis in left)):
+        named = dict(zip(left, values))
+        yield key.format(**named), named
+
+
+@pytest.mark.parametrize(("name", "source", "target"), [p for p in PAIRS if p[1] != p[2]])
+def test_a_route_says_what_a_conversion_does(name, source, target):
+    family = FAMILIES[name]
+    sizes, lists = tiny_sizes(family), tiny_lists(family, family.tiny)
+    shapes = tiny(family, source)
+    plan = mapped(family, source, target, shapes)
+    values = numbered(shapes)
+    for kept, other in plan.must_equal:
+        values[other] = values[kept]
+    result = moved(plan, values)
+    reached = set()
+    for key in shapes:
+        found = route(family, source, target, key, dict(family.tiny), lists=lists)
+        assert bool(found.dropped) == (key in plan.dropped)
+        expected = {
+            view.key
+            for tensor in plan.tensors
+            for view in tensor.targets
+            if key in {other.key for other in tensor.sources}
+        }
+        said = {
+            (arrival, filled_key, tuple(named.items()))
+            for arrival in map(Hashed, found.arrivals)
+            for filled_key, named in filled(arrival.it.key, arrival.it.each, sizes)
+            if not arrival.it.variant or filled_key in expected
+        }
+        assert {one[1] for one in said} == expected
+        assert {one[1] for one in said} <= result.keys()
+        for arrival, filled_key, named in said:
+            reached.add(filled_key)
+            check(arrival.it, result[filled_key], values, {**sizes, **dict(named)})
+    assert reached == result.keys()
+
+
+class Hashed:
+    def __init__(self, it):
+        self.it = it
+
+
+def check(arrival, array, values, sizes):
+    """The pieces of a target tensor hold the same elements as its parts, and tile it."""
+    assert [evaluated(size, sizes) for size in arrival.shape] == list(array.shape)
+    covered = np.zeros(array.shape, dtype=int)
+    assert any(piece.asked for piece in arrival.pieces)
+    for piece in arrival.pieces:
+        for key, named in filled(piece.key, sizes, sizes):
+            read = part(values[key], piece.read, {**sizes, **named})
+            write = part(array, piece.write, {**sizes, **named})
+            if read is None or write is None:
+                return
+            assert sorted(read.ravel()) == sorted(write.ravel()), (key, arrival.key)
+            same = read.size == write.size and (read.ravel() == write.ravel()).all()
+            assert same or piece.reordered, (key, arrival.key)
+            part(covered, piece.write, {**sizes, **named})[...] += 1
+    assert (covered >= 1).all(), arrival.key

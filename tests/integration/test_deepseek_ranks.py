@@ -1,0 +1,197 @@
+"""DeepSeek's rank files: experts that belong to one rank, everything else cut or copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError, DamagedError, MappingError
+from tests.checkpoints import save_hf
+
+D, H, NOPE, ROPE, VALUE, LATENT, F, M, X, V = 32, 4, 8, 4, 8, 16, 24, 8, 4, 48
+State = dict[str, torch.Tensor]
+NAMES = {
+    "embed_tokens": ("embed", 0),
+    "input_layernorm": ("attn_norm", None),
+    "post_attention_layernorm": ("ffn_norm", None),
+    "q_proj": ("wq", 0),
+    "kv_a_proj_with_mqa": ("wkv_a", None),
+    "kv_a_layernorm": ("kv_norm", None),
+    "kv_b_proj": ("wkv_b", 0),
+    "o_proj": ("wo", 1),
+    "gate": ("gate", None),
+    "gate_proj": ("w1", 0),
+    "down_proj": ("w2", 1),
+    "up_proj": ("w3", 0),
+    "norm": ("norm", None),
+    "lm_head": ("head", 0),
+}
+CONFIG = {
+    "model_type": "deepseek_v3",
+    "hidden_size": D,
+    "num_attention_heads": H,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": VALUE,
+    "kv_lora_rank": LATENT,
+    "num_hidden_layers": 2,
+    "n_routed_experts": X,
+}
+
+
+def hf() -> State:
+    """Return a DeepSeek-V3 of a dense layer and one with experts."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (V, D),
+        "model.norm.weight": (D,),
+        "lm_head.weight": (V, D),
+    }
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            at + "self_attn.q_proj.weight": (H * (NOPE + ROPE), D),
+            at + "self_attn.kv_a_proj_with_mqa.weight": (LATENT + ROPE, D),
+            at + "self_attn.kv_a_layernorm.weight": (LATENT,),
+            at + "self_attn.kv_b_proj.weight": (H * (NOPE + VALUE), LATENT),
+            at + "self_attn.o_proj.weight": (D, H * VALUE),
+            at + "input_layernorm.weight": (D,),
+            at + "post_attention_layernorm.weight": (D,),
+        }
+    shapes |= feed_forward("model.layers.0.mlp.", F)
+    at = "model.layers.1.mlp."
+    shapes |= {at + "gate.weight": (X, D), at + "gate.e_score_correction_bias": (X,)}
+    shapes |= feed_forward(at + "shared_experts.", M)
+    for expert in range(X):
+        shapes |= feed_forward(f"{at}experts.{expert}.", M)
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def feed_forward(at: str, size: int) -> dict[str, tuple[int, ...]]:
+    return {
+        at + "gate_proj.weight": (size, D),
+        at + "up_proj.weight": (size, D),
+        at + "down_proj.weight": (D, size),
+    }
+
+
+def shard(rank: int, ranks: int) -> State:
+    """Return what DeepSeek's ``convert.py`` gives rank *rank*, written from its rules."""
+    found: State = {}
+    for name, value in hf().items():
+        *parents, last, kind = name.removeprefix("model.").split(".")
+        new, dim = NAMES[last]
+        named = {"self_attn": "attn", "mlp": "ffn"}
+        ending = "bias" if kind == "e_score_correction_bias" else kind
+        key = ".".join([*(named.get(part, part) for part in parents), new, ending])
+        if "experts" in parents:
+            share = X // ranks
+            if int(parents[-1]) // share != rank:
+                continue
+        elif dim is not None:
+            value = value.chunk(ranks, dim)[rank].contiguous()
+        found[key] = value
+    return found
+
+
+def ranks_of(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    for rank in range(count):
+        save_file(shard(rank, count), folder / f"model{rank}-mp{count}.safetensors")
+    return folder
+
+
+def same(found: State, expected: State) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_hold_what_deepseek_gives_them(tmp_path: Path, ranks: int) -> None:
+    source = save_hf(tmp_path / "hf", hf(), CONFIG)
+    out = tmp_path / "out"
+    ckptctl.convert(source, out, to="deepseek", mp=ranks, verify=True)
+    assert len(list(out.glob("*.safetensors"))) == ranks
+    for rank in range(ranks):
+        assert same(load_file(out / f"model{rank}-mp{ranks}.safetensors"), shard(rank, ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_are_joined(tmp_path: Path, ranks: int) -> None:
+    given = ranks_of(tmp_path / "in", ranks)
+    assert formats.detect(given).name == "deepseek"
+    ckptctl.convert(given, tmp_path / "out.pt", to="torch", to_layout="hf")
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True), hf())
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])
+def test_ranks_are_cut_anew(tmp_path: Path, before: int, after: int) -> None:
+    given = ranks_of(tmp_path / "in", before)
+    (tmp_path / "assets").mkdir()
+    save_hf(tmp_path / "hf", hf(), CONFIG)
+    out = tmp_path / "out"
+    ckptctl.convert(given, out, to="deepseek", mp=after, assets=tmp_path / "hf")
+    for rank in range(after):
+        assert same(load_file(out / f"model{rank}-mp{after}.safetensors"), shard(rank, after))
+
+
+def test_heads_have_to_be_known_to_be_divided(tmp_path: Path) -> None:
+    given = ranks_of(tmp_path / "in", 1)
+    with pytest.raises(MappingError, match="num_attention_heads"):
+        ckptctl.convert(given, tmp_path / "out", to="deepseek", mp=2)
+
+
+def _gone(folder: Path) -> None:
+    (folder / "model1-mp2.safetensors").unlink()
+
+
+def _others(folder: Path) -> None:
+    (folder / "model1-mp2.safetensors").rename(folder / "model1-mp3.safetensors")
+
+
+def _lost(folder: Path) -> None:
+    held = load_file(folder / "model1-mp2.safetensors")
+    del held["layers.1.ffn.experts.2.w1.weight"]
+    save_file(held, folder / "model1-mp2.safetensors")
+
+
+def _swapped(folder: Path) -> None:
+    held = [load_file(folder / f"model{rank}-mp2.safetensors") for rank in range(2)]
+    for part in ("w1", "w2", "w3"):
+        name = f"layers.1.ffn.experts.2.{part}.weight"
+        held[0][name] = held[1].pop(name)
+    for rank in range(2):
+        save_file(held[rank], folder / f"model{rank}-mp2.safetensors")
+
+
+def _norm(folder: Path) -> None:
+    held = load_file(folder / "model1-mp2.safetensors")
+    held["norm.weight"] += 1
+    save_file(held, folder / "model1-mp2.safetensors")
+
+
+def _lacking(folder: Path) -> None:
+    held = load_file(folder / "model1-mp2.safetensors")
+    del held["norm.weight"]
+    save_file(held, folder / "model1-mp2.safetensors")
+
+
+@pytest.mark.parametrize("damage", [_gone, _others, _swapped, _norm, _lacking])
+def test_ranks_that_do_not_fit_together(tmp_path: Path, damage: object) -> None:
+    given = ranks_of(tmp_path / "in", 2)
+    damage(given)  # type: ignore[operator]
+    with pytest.raises(DamagedError):
+        formats.open_checkpoint(given)
+
+
+def test_an_expert_that_is_lost(tmp_path: Path) -> None:
+    given = ranks_of(tmp_path / "in", 2)
+    _lost(given)
+    with pytest.raises(CkptError, match="missing"):
+        ckptctl.convert(given, tmp_path / "out.pt", to="torch", to_layout="hf")

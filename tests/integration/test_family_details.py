@@ -1,0 +1,121 @@
+"""What single families need beyond what all of them have to satisfy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptctl
+from ckptctl.errors import MappingError
+from ckptctl.families import families
+from ckptctl.planner.detect import detect
+from tests.checkpoints.golden import Golden, State, filled
+
+BIASES = {"torchtitan@0.3": "moe.expert_bias_E", "torchtitan@0.2": "moe.expert_bias"}
+MTP = {
+    "fc.weight": [64, 128],
+    "norm.weight": [64],
+    "pre_fc_norm_embedding.weight": [64],
+    "pre_fc_norm_hidden.weight": [64],
+}
+
+
+def titan_of(golden: Golden, folder: Path, layout: str) -> State:
+    """Return the golden Qwen 3 MoE as torchtitan has it."""
+    source = golden.save(folder / "hf")
+    ckptctl.convert(source, folder / "titan.pt", to="torch", to_layout=layout)
+    state: State = torch.load(folder / "titan.pt", weights_only=True)
+    return state
+
+
+@pytest.mark.parametrize("layout", BIASES)
+def test_a_routing_bias_that_qwen_3_has_no_place_for(tmp_path: Path, layout: str) -> None:
+    golden = Golden.read("qwen3_moe")
+    state = titan_of(golden, tmp_path, layout)
+    bias = state[f"layers.1.{BIASES[layout]}"]
+    assert bias.dtype == torch.float32 and not bias.any()
+    bias[2] = 0.25
+    torch.save(state, tmp_path / "trained.pt")
+    with pytest.raises(MappingError, match=r"expert_bias.*is not zero"):
+        ckptctl.convert(tmp_path / "trained.pt", tmp_path / "out", to="hf", assets=tmp_path / "hf")
+    assert not (tmp_path / "out").exists()
+
+
+def qwen3_next_with_mtp(folder: Path) -> Path:
+    """Write Qwen 3 Next with the layer that predicts one more token, as the Hub has it."""
+    golden = Golden.read("qwen3_next")
+    last = "model.layers.3."
+    own = {f"mtp.{name}": ("float32", shape) for name, shape in MTP.items()}
+    layer = {
+        key.replace(last, "mtp.layers.0."): kind
+        for key, kind in golden.tensors.items()
+        if key.startswith(last)
+    }
+    return dataclasses.replace(golden, tensors=golden.tensors | own | layer).save(folder)
+
+
+def test_qwen_3_next_keeps_its_extra_layer(tmp_path: Path) -> None:
+    source = qwen3_next_with_mtp(tmp_path / "hf")
+    done = ckptctl.convert(source, tmp_path / "dcp", to="dcp")
+    assert done.plan.model_type == "qwen3_next"
+    ckptctl.convert(tmp_path / "dcp", tmp_path / "out", to="hf")
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(before[k].numpy().tobytes() == after[k].numpy().tobytes() for k in before)
+
+
+def test_qwen_3_next_in_memory_has_no_extra_layer(tmp_path: Path) -> None:
+    source = qwen3_next_with_mtp(tmp_path / "hf")
+    with pytest.raises(MappingError, match=r"no place for .* tensors"):
+        ckptctl.convert(source, tmp_path / "v5.pt", to="torch", to_layout="hf-v5")
+    out = tmp_path / "v5.pt"
+    ckptctl.convert(source, out, to="torch", to_layout="hf-v5", exclude=["mtp.*"])
+    state = torch.load(tmp_path / "v5.pt", weights_only=True)
+    assert state["model.layers.3.mlp.experts.gate_up_proj"].shape == (4, 48, 64)
+    assert not any(key.startswith("mtp") for key in state)
+
+
+def test_an_incomplete_extra_layer_is_noticed(tmp_path: Path) -> None:
+    source = qwen3_next_with_mtp(tmp_path / "hf")
+    shapes = {k: tuple(v.shape) for k, v in load_file(source / "model.safetensors").items()}
+    assert detect(shapes, families(), {"model_type": "qwen3_next"}).exact
+    gone = "mtp.layers.0.mlp.experts.3.up_proj.weight"
+    del shapes[gone]
+    (found,) = detect(shapes, families(), {"model_type": "qwen3_next"}).candidates
+    assert (found.layout, found.missing, found.unmatched) == ("hf", (gone,), ())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_next"])
+def test_config_json_may_leave_out_the_head_dimension(tmp_path: Path, name: str) -> None:
+    """gemma-3-12b-it states its heads and not their size, which is not hidden_size / heads."""
+    source = Golden.read(name).save(tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    inner = config.get("text_config", config)
+    assert inner.pop("head_dim") * inner["num_attention_heads"] != inner["hidden_size"]
+    (source / "config.json").write_text(json.dumps(config))
+    done = ckptctl.convert(source, tmp_path / "dcp", to="dcp")
+    assert done.plan.model_type == name
+
+
+def test_pythia_brings_masks_along(tmp_path: Path) -> None:
+    golden = Golden.read("gpt_neox")
+    folder = "gpt_neox.layers.{}.attention."
+    state = golden.state()
+    for layer in range(2):
+        for key, shape in (
+            ("bias", [1, 1, 8, 8]),
+            ("masked_bias", []),
+            ("rotary_emb.inv_freq", [2]),
+        ):
+            name = folder.format(layer) + key
+            state[name] = filled(name, "float32", shape)
+    source = golden.save(tmp_path / "hf")
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    ckptctl.convert(source, tmp_path / "v5.pt", to="torch", to_layout="hf-v5")
+    found = torch.load(tmp_path / "v5.pt", weights_only=True)
+    assert len(found) == len(golden.tensors) and "lm_head.weight" in found

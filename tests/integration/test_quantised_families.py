@@ -1,0 +1,92 @@
+"""Float8 weights of DeepSeek-V3 and their scales, from file to file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+
+import ckptctl
+from ckptctl.errors import MappingError, UsageError
+from ckptctl.families import family
+from tests.checkpoints import load_any_reference, save_hf
+from tests.contract.test_families import tiny
+from tests.unit.planner.test_companions import natively
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SCALE = "_scale_inv"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+FAMILY = family("deepseek_v3")
+CONFIG: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    **{names[0]: FAMILY.tiny[axis] for axis, names in FAMILY.sizes.items() if axis in FAMILY.tiny},
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.manual_seed(4)
+    state: dict[str, torch.Tensor] = {}
+    for name, shape in tiny(FAMILY, "hf").items():
+        state[name] = torch.randn(shape, dtype=torch.bfloat16)
+        if name == BIAS:
+            state[name] = torch.randn(shape)
+        elif "proj" in name:
+            state[name] = state[name].to(torch.float8_e4m3fn)
+            state[name + SCALE] = torch.rand(1, 1) + 0.1
+    save_hf(tmp_path / "source", state, CONFIG)
+    return tmp_path / "source"
+
+
+def test_every_byte_travels_to_deepseeks_names_and_back(tmp_path: Path, source: Path) -> None:
+    ckptctl.convert(source, tmp_path / "native.pt", to="torch", to_layout="deepseek")
+    before, after = load_any_reference(source), load_any_reference(tmp_path / "native.pt")
+    assert after.keys() == {natively(name) for name in before}
+    for name, value in before.items():
+        found = after[natively(name)]
+        assert found.dtype == value.dtype
+        assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+    ckptctl.convert(tmp_path / "native.pt", tmp_path / "back", to="hf", assets=source)
+    back = load_any_reference(tmp_path / "back")
+    assert back.keys() == before.keys()
+    assert all(torch.equal(v.view(torch.uint8), before[k].view(torch.uint8)) for k, v in back.items())
+
+
+def test_dequantised_experts_are_stacked_and_the_bias_stays_fp32(
+    tmp_path: Path, source: Path
+) -> None:
+    out = tmp_path / "titan.pt"
+    ckptctl.convert(source, out, to="torch", to_layout="torchtitan@0.3", dequantize="bf16")
+    found = load_any_reference(out)
+    names = [f"model.layers.1.mlp.experts.{x}.up_proj.weight" for x in range(FAMILY.tiny["x"])]
+    plain = {name: torch.zeros(6, 16, dtype=torch.bfloat16) for name in names}
+    reader = QuantizedHuggingFaceStorageReader(str(source), target_dtype=torch.bfloat16)
+    torch.distributed.checkpoint.load(plain, storage_reader=reader)
+    stacked = found["layers.1.moe.routed_experts.inner_experts.w3_EFD"]
+    assert torch.equal(stacked, torch.stack([plain[name] for name in names]))
+    assert found["layers.1.moe.expert_bias_E"].dtype == torch.float32
+    assert {value.dtype for value in found.values()} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (MappingError, {"to": "torch", "to_layout": "torchtitan@0.3"}),
+        (MappingError, {"to": "torch", "to_layout": "hf-v5", "exclude": ["*" + SCALE]}),
+        (MappingError, {"to": "hf", "exclude": ["*" + SCALE]}),
+        (UsageError, {"to": "hf", "dtype": "bf16"}),
+        (UsageError, {"to": "torch", "to_layout": "deepseek", "dtype": "fp32"}),
+    ],
+)
+def test_weights_are_not_parted_from_their_scales(
+    tmp_path: Path, source: Path, error: type[Exception], options: dict[str, Any]
+) -> None:
+    with pytest.raises(error) as caught:
+        ckptctl.convert(source, tmp_path / "out", **options)
+    assert "--dequantize" in str(getattr(caught.value, "hint", ""))
+    assert not (tmp_path / "out").exists()

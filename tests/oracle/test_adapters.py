@@ -1,0 +1,269 @@
+"""Adapters against the programs that train them: peft 0.21 on transformers 5.23, torchtune 0.6.1.
+
+Both programs compute their merged weights and logits themselves. torchtune exports adapters for
+PEFT, wrongly for Qwen (it permutes rows that its model does not) and for DoRA (it leaves lengths
+where rows are permuted): the negative controls show that these tests would see that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from tests.checkpoints import load_any_reference
+from tests.oracle.models import distance, tokens
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+KINDS = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "phi3": "Phi3Config"}
+ALPHA, RANK = 10, 4
+TOLERANCE = 2e-6
+
+
+def transformers_model(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a random model, saved as *folder*."""
+    import transformers
+
+    config = getattr(transformers, KINDS[kind])(**SIZES, pad_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name, value in model.named_parameters():
+        # torchtune multiplies biases by the lengths of DoRA, which PEFT and its own merge do not.
+        value.data = torch.zeros_like(value) if "bias" in name else torch.randn_like(value) * 0.1
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def trained(model: Any, folder: Path, **config: Any) -> Any:
+    """Return *model* with a random adapter of PEFT's, saved as *folder*."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        model,
+        LoraConfig(r=8, lora_alpha=12, task_type="CAUSAL_LM", init_lora_weights=False, **config),
+    )
+    for name, value in adapted.named_parameters():
+        if "magnitude" in name:
+            value.data *= 1 + 0.3 * torch.rand_like(value)
+        if "modules_to_save" in name:
+            value.data += 0.25
+    adapted.eval().save_pretrained(folder)
+    return adapted
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {"target_modules": ["q_proj", "k_proj", "down_proj", "lm_head"]}),
+        ("llama", {"target_modules": "all-linear", "use_dora": True}),
+        ("phi3", {"target_modules": "all-linear", "use_dora": True}),
+        ("qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+        ("llama", {"target_modules": ["v_proj"], "layers_to_transform": [1]}),
+        (
+            "llama",
+            {
+                "target_modules": "all-linear",
+                "use_rslora": True,
+                "rank_pattern": {"q_proj": 4, r"layers\.1\..*down_proj": 6},
+                "alpha_pattern": {"v_proj": 3, "^model.layers.0.mlp.up_proj": 5},
+            },
+        ),
+    ],
+)
+def test_merged_as_peft_merges(kind: str, config: dict[str, Any], tmp_path: Path) -> None:
+    model = transformers_model(kind, tmp_path / "base")
+    adapted = trained(model, tmp_path / "adapter", **config)
+    with torch.no_grad():
+        logits = adapted(tokens()).logits
+    ckptctl.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    expected = adapted.merge_and_unload().state_dict()
+    found = load_any_reference(tmp_path / "merged")
+    assert found.keys() == expected.keys()
+    assert max(distance(found[name], expected[name]) for name in expected) <= TOLERANCE
+    assert distance(logits_of(tmp_path / "merged"), logits) < 2e-5
+
+
+def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        return torch.as_tensor(model.eval()(tokens()).logits)
+
+
+def test_bf16_is_rounded_once(tmp_path: Path) -> None:
+    model = transformers_model("llama", tmp_path / "base", torch.bfloat16)
+    trained(model, tmp_path / "adapter", target_modules="all-linear")
+    wide = transformers_model("llama", tmp_path / "again", torch.bfloat16).float()
+    from peft import PeftModel
+
+    exact = PeftModel.from_pretrained(wide, tmp_path / "adapter").merge_and_unload().state_dict()
+    ckptctl.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    found = load_any_reference(tmp_path / "merged")
+    for name, value in found.items():
+        step = exact[name].abs() * 2**-8 + 1e-7
+        assert value.dtype == torch.bfloat16
+        assert ((value.float() - exact[name]).abs() <= step).all(), name
+
+
+def torchtune_adapted(kind: str, base: Path, folder: Path, dora: bool) -> Any:
+    """Return torchtune's model with a random adapter, which is saved as *folder*."""
+    from torchtune.models.llama3 import lora_llama3
+    from torchtune.models.phi3 import lora_phi3
+    from torchtune.models.qwen2 import lora_qwen2
+    from torchtune.modules.peft import get_adapter_params
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(base)
+    build: Any = {"llama": lora_llama3, "qwen2": lora_qwen2, "phi3": lora_phi3}[kind]
+    theta = {} if kind == "phi3" else {"rope_base": config.rope_parameters["rope_theta"]}
+    model = build(
+        ["q_proj", "k_proj", "v_proj", "output_proj"],
+        apply_lora_to_mlp=True,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        embed_dim=config.hidden_size,
+        intermediate_dim=config.intermediate_size,
+        max_seq_len=256,
+        norm_eps=config.rms_norm_eps,
+        lora_rank=RANK,
+        lora_alpha=ALPHA,
+        use_dora=dora,
+        **theta,
+    )
+    file = folder.parent / "base-torchtune.pt"
+    ckptctl.convert(base, file, to="torch", to_layout="torchtune")
+    unexpected = model.load_state_dict(torch.load(file), strict=False)[1]
+    assert not unexpected
+    torch.manual_seed(1)
+    for module in model.modules():
+        if hasattr(module, "lora_b"):
+            torch.nn.init.normal_(module.lora_a.weight, std=0.1)
+            torch.nn.init.normal_(module.lora_b.weight, std=0.1)
+        if hasattr(module, "initialize_dora_magnitude"):
+            module.initialize_dora_magnitude()
+            module.magnitude.data *= 1 + 0.5 * torch.rand_like(module.magnitude)
+    folder.mkdir()
+    torch.save(dict(get_adapter_params(model)), folder / "adapter_model.pt")
+    return model.eval()
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_peft_computes_what_torchtune_computes(kind: str, dora: bool, tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "tune"
+    transformers_model(kind, base)
+    model = torchtune_adapted(kind, base, folder, dora)
+    with torch.no_grad():
+        expected = model(tokens())
+    source = folder / "adapter_model.pt"
+    ckptctl.convert(source, tmp_path / "peft", to="peft", assets=base, lora_alpha=ALPHA)
+    assert distance(logits_of(base, tmp_path / "peft"), expected) < 2e-5
+    assert distance(logits_of(base), expected) > 1e-2
+    ckptctl.convert(
+        tmp_path / "peft", tmp_path / "back.pt", to="torch", to_layout="torchtune", assets=base
+    )
+    again, first = torch.load(tmp_path / "back.pt"), torch.load(source)
+    assert again.keys() == first.keys()
+    assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize(("kind", "dora"), [("qwen2", False), ("llama", True)])
+def test_torchtunes_own_export_is_wrong_there(kind: str, dora: bool, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+    from torchtune.models.convert_weights import tune_to_peft_adapter_weights
+
+    base, folder = tmp_path / "base", tmp_path / "tune"
+    transformers_model(kind, base)
+    model = torchtune_adapted(kind, base, folder, dora)
+    with torch.no_grad():
+        expected = model(tokens())
+    source = folder / "adapter_model.pt"
+    ckptctl.convert(source, tmp_path / "peft", to="peft", assets=base, lora_alpha=ALPHA)
+    exported = tune_to_peft_adapter_weights(
+        torch.load(source), num_heads=4, num_kv_heads=2, dim=64
+    )
+    renamed = {
+        name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): value.contiguous()
+        for name, value in exported.items()
+    }
+    save_file(renamed, tmp_path / "peft" / "adapter_model.safetensors")
+    assert distance(logits_of(base, tmp_path / "peft"), expected) > 1e-4
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
+def test_merged_as_torchtune_merges(kind: str, dora: bool, tmp_path: Path) -> None:
+    from torchtune.modules.peft import get_merged_lora_ckpt
+
+    base, folder = tmp_path / "base", tmp_path / "tune"
+    transformers_model(kind, base)
+    model = torchtune_adapted(kind, base, folder, dora)
+    with torch.no_grad():
+        logits = model(tokens())
+    expected = get_merged_lora_ckpt(dict(model.state_dict()), RANK, ALPHA)
+    source = folder / "adapter_model.pt"
+    ckptctl.merge(
+        base, source, tmp_path / "out.pt", to="torch", to_layout="torchtune", lora_alpha=ALPHA
+    )
+    found = torch.load(tmp_path / "out.pt")
+    assert found.keys() <= expected.keys()
+    assert max(distance(found[name], expected[name]) for name in found) <= TOLERANCE
+    ckptctl.merge(base, source, tmp_path / "hf", lora_alpha=ALPHA)
+    assert distance(logits_of(tmp_path / "hf"), logits) < 2e-5
+
+
+def test_factors_that_peft_shares_are_not_made_up(tmp_path: Path) -> None:
+    """phi3's queries, keys and values have one A in PEFT, three in torchtune."""
+    base, folder = tmp_path / "base", tmp_path / "tune"
+    transformers_model("phi3", base)
+    torchtune_adapted("phi3", base, folder, dora=False)
+    with pytest.raises(ckptctl.CkptError, match="different values"):
+        ckptctl.convert(
+            folder / "adapter_model.pt", tmp_path / "p", to="peft", assets=base, lora_alpha=ALPHA
+        )
+
+
+def test_patterns_are_looked_up_as_in_peft() -> None:
+    from peft.utils.other import get_pattern_key
+
+    from ckptctl.ops.adapters import settings
+
+    module = "model.layers.1.self_attn.q_proj"
+    for patterns in (
+        {"q_proj": 2},
+        {"proj": 2},
+        {"layers.0.self_attn.q_proj": 2},
+        {r".*\.1\..*q_proj": 2},
+        {"^model.layers.1.self_attn.q_proj": 2},
+        {"^layers.1.self_attn.q_proj": 2},
+        {"v_proj": 8, "q_proj": 2, "self_attn.q_proj": 8},
+    ):
+        alpha = patterns.get(get_pattern_key(patterns, module), 5)
+        known = settings({"lora_alpha": 5, "alpha_pattern": patterns})
+        assert known.scale(f"base_model.model.{module}.lora_A.weight", 1) == alpha

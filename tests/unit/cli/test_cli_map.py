@@ -1,0 +1,126 @@
+import json
+
+import pytest
+
+from ckptctl.ops.routes import map_key
+from ckptctl.planner.extents import Amount
+
+Q = "model.layers.7.self_attn.q_proj.weight"
+QKV = "model.layers.7.self_attn.qkv_proj.weight"
+
+
+def rows(result):
+    assert result.exit_code == 0, result.stderr
+    assert not result.stderr
+    return [line.split("\t") for line in result.stdout.splitlines()]
+
+
+def test_a_permuted_key(run):
+    assert rows(run("map", Q, "-m", "llama3", "--to-layout", "meta")) == [
+        ["layers.7.attention.wq.weight", "[:, :]", "(h r p) d", Q, "[:, :]", "(h p r) d"]
+        + ["reordered"]
+    ]
+
+
+def test_a_part_of_a_fused_tensor(run):
+    found = rows(run("map", QKV, "-m", "phi3", "--to-layout", "torchtune"))
+    assert [row[4] for row in found] == ["[0:h*e, :]", "[h*e:h*e + k*e, :]"] + [
+        "[h*e + k*e:h*e + k*e + k*e, :]"
+    ]
+
+
+def test_sizes_make_numbers(run):
+    sizes = ("--set", "num_attention_heads=32", "--set", "k=8", "--set", "hidden_size=4096")
+    found = rows(run("map", QKV, "-m", "phi3", "--to-layout", "torchtune", *sizes))
+    assert [row[4] for row in found] == ["[0:4096, :]", "[4096:5120, :]", "[5120:6144, :]"]
+
+
+def test_sizes_of_a_configuration(run, tiny_llama3_hf):
+    target = ("-m", "llama3", "--to-layout", "meta", "--config", tiny_llama3_hf)
+    shape = json.loads(run("map", Q, *target, "--json").stdout)["targets"][0]
+    assert shape["shape"] == ["h*e", "d"] and shape["numbers"] == [64, 64]
+    refused = run("map", Q, *target, "--set", "n_heads=3")
+    assert refused.exit_code == 2 and "contradicts the configuration" in refused.stderr
+
+
+def test_what_fills_a_fused_tensor(run):
+    key = "layers.0.attn.k_proj.weight"
+    found = rows(run("map", key, "-m", "phi3", "--to-layout", "hf"))
+    assert {row[0] for row in found} == {"model.layers.0.self_attn.qkv_proj.weight"}
+    assert [row[3].split(".")[3] for row in found] == ["q_proj", "k_proj", "v_proj"]
+    assert found[1][1] == "[h*e:h*e + k*e, :]"
+
+
+def test_an_expert_among_stacked_ones(run):
+    key = "layers.3.feed_forward.experts.5.w1.weight"
+    found = rows(run("map", key, "-m", "mixtral", "--to-layout", "hf-v5", "--set", "f=10"))
+    assert found[0][1] == "[5:6, 0:10, :]" and found[0][3] == key
+    assert found[1][3] == key.replace("5", "{x}")
+
+
+def test_all_experts_of_a_stacked_tensor(run):
+    key = "model.layers.3.mlp.experts.gate_up_proj"
+    result = run("map", key, "-m", "mixtral", "--to-layout", "mistral", "-q")
+    assert result.stdout.splitlines() == [
+        "layers.3.feed_forward.experts.{x}.w1.weight",
+        "layers.3.feed_forward.experts.{x}.w3.weight",
+    ]
+
+
+def test_a_template(run):
+    found = rows(run("map", Q.replace("7", "{i}"), "-m", "llama3", "--to-layout", "meta"))
+    assert found[0][0] == "layers.{i}.attention.wq.weight"
+
+
+def test_tied_and_dropped(run):
+    found = rows(run("map", "rope.freqs", "-m", "llama3", "--to-layout", "hf"))
+    assert found[0][-1].startswith("dropped: rotary frequencies")
+    tied = ("-m", "llama3_2", "--from-layout", "hf", "--to-layout", "meta")
+    assert "tied" in rows(run("map", "lm_head.weight", *tied))[0][-1]
+    both = rows(run("map", "model.embed_tokens.weight", *tied))
+    assert [row[0] for row in both] == ["tok_embeddings.weight", "output.weight"]
+
+
+def test_layers_that_are_numbered_together(run):
+    key = "model.layers.{}.input_layernorm.weight"
+    target = ("-m", "deepseek_v3", "--from-layout", "hf", "--to-layout", "deepseek")
+    known = ("--set", "num_hidden_layers=61")
+    for number in (60, 61):
+        found = rows(run("map", key.format(number), *target, *known))
+        assert found[0][0] == f"layers.{number}.attn_norm.weight"
+        sources = map_key(key.format(number), "deepseek_v3", "hf", "deepseek", {"i": 61})
+        assert [piece.key for piece in sources.route.arrivals[0].pieces] == [key.format(number)]
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "code", "said"),
+    [
+        (Q.replace("q_proj", "qproj"), ["--to-layout", "meta"], 5, "q_proj.weight`"),
+        (Q, ["--from-layout", "meta", "--to-layout", "hf"], 5, "it is a key of layout `hf`"),
+        (Q, ["--to-layout", "mata"], 2, "did you mean `meta`?"),
+        (Q, ["--from-layout", "hff", "--to-layout", "meta"], 2, "did you mean `hf`?"),
+        ("lm_head.weight", ["--to-layout", "meta"], 2, "several layouts"),
+        (Q.replace("weight", "bias"), ["--to-layout", "meta"], 5, "has no place"),
+        (Q, ["--to-layout", "meta", "--set", "n=3"], 2, "no size called `n`"),
+        (Q, ["--to-layout", "meta", "--set", "h"], 2, "NAME=VALUE"),
+        (Q, ["--to-layout", "meta", "--set", "h=0"], 2, "NAME=VALUE"),
+        (Q, ["--to-layout", "meta", "--set", "h=2", "--set", "h=3"], 2, "given twice"),
+        (Q, ["--to-layout", "meta", "--config", "/nothing"], 3, "no such directory"),
+    ],
+)
+def test_refusals(run, key, options, code, said):
+    result = run("map", key, "-m", "llama3", *options)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert said in result.stderr
+
+
+def test_on_a_terminal(terminal):
+    shown = terminal("map", QKV, "-m", "phi3", "--to-layout", "torchtune", "--set", "d=8")
+    assert "layers.7.attn.k_proj.weight  [k*e, 8]" in shown
+    assert f"[h*e:h*e + k*e, :] of {QKV}" in shown
+
+
+def test_amounts():
+    assert str(Amount("h*e", None).plus(Amount("0", 0))) == "h*e"
+    assert str(Amount("h", 2).plus(Amount("k", None))) == "h + k"
+    assert str(Amount("h", 2).plus(Amount("k", 3))) == "5"

@@ -1,0 +1,110 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ckptctl.families import families
+
+
+def document(result):
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)["models"]
+
+
+def test_all_families(run):
+    found = document(run("models", "--json"))
+    assert [model["name"] for model in found] == sorted(families())
+    assert run("models", "-q").stdout.split() == sorted(families())
+
+
+def test_a_row_for_each_layout_in_a_pipe(run):
+    rows = [line.split("\t") for line in run("models").stdout.splitlines()]
+    assert len(rows) == sum(len(family.layouts) for family in families().values())
+    shown = {(row[0], row[1]): row for row in rows}
+    assert shown["phi3", "hf"][2] == families()["phi3"].proofs["hf"]
+    assert shown["llama3", "meta"][5].startswith("config.json: model_type llama, rope_theta")
+
+
+def test_what_is_not_proven_says_so(run):
+    for model in document(run("models", "--json")):
+        for layout in model["layouts"]:
+            assert layout["proof"] == families()[model["name"]].proofs.get(layout["name"])
+    rows = [line.split("\t") for line in run("models").stdout.splitlines()]
+    unproven = [row for row in rows if row[1] not in families()[row[0]].proofs]
+    assert unproven and all(row[2] == "not proven by logits" for row in unproven)
+
+
+def test_only_one_layout(run):
+    found = document(run("models", "--layout", "torchtune", "--json"))
+    assert found and all([x["name"] for x in m["layouts"]] == ["torchtune"] for m in found)
+    assert "cohere2" not in {model["name"] for model in found}
+    (one,) = document(run("models", "llama3", "--layout", "meta", "--json"))
+    assert [table["name"] for table in one["tables"]] == ["meta"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lama3"], "did you mean `llama3`?"),
+        (["--layout", "torchtun"], "did you mean `torchtune`?"),
+        (["llama3", "--layout", "mistral"], "it has `hf`, `meta`"),
+    ],
+)
+def test_what_is_not_there(run, arguments, said):
+    result = run("models", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+def test_tables_say_what_the_families_say(run):
+    (mixtral,) = document(run("models", "mixtral", "--json"))
+    rows = {
+        (table["name"], row["tensor"]): row
+        for table in mixtral["tables"]
+        for row in table["rows"]
+    }
+    w3 = rows["hf-v5", "w3"]
+    assert (w3["part"], w3["parts"], w3["along"], w3["axes"]) == (1, ["w1", "w3"], 1, "x f d")
+    spread = rows["mistral", "w3"]
+    assert (spread["spread"], spread["axes"], spread["part"]) == (["x"], "f d", None)
+    assert mixtral["ties"][0]["of"] == "embed"
+    assert {"axis": "x", "config": "num_local_experts", "params": "moe.num_experts"} in mixtral[
+        "sizes"
+    ]
+
+
+def test_keys_that_no_other_family_has(run):
+    (found,) = document(run("models", "mixtral", "--layout", "mistral", "--json"))
+    for template in found["tables"][0]["own_keys"]:
+        key = template.format(i=0, x=0)
+        knowing = {
+            name
+            for name, family in families().items()
+            for layout in family.layouts
+            if family.layout(layout).table.find(key)
+        }
+        assert knowing == {"mixtral"}
+    assert found["tables"][0]["own_keys"]
+
+
+def test_layouts_that_are_alike_are_not_repeated(run):
+    (found,) = document(run("models", "llama2", "--json"))
+    alike = {table["name"]: table["same_as"] for table in found["tables"]}
+    assert alike["torchtitan@0.2"] == "meta" and alike["meta"] is None
+
+
+def test_on_a_terminal(terminal):
+    shown = terminal("models", "mixtral", "--layout", "hf-v5")
+    assert "part 1 of w1 + w3 along dimension 1" in shown
+    assert "num_local_experts (config.json)" in shown
+
+
+def test_a_list_parses_no_table():
+    code = (
+        "from ckptctl.ops.models import models; from ckptctl.planner import tables;"
+        "tables.parse_tables = None; import sys; models();"
+        "import ckptctl.planner.layouts as l; l.parse_tables = None; models();"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

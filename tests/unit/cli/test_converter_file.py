@@ -1,0 +1,122 @@
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+from ckptctl.errors import SourceNotFoundError, UsageError
+from ckptctl.families import families, family, names, using
+
+GOOD = '''
+from ckptctl.planner.layouts import Family
+
+TABLE = """
+logical  axes   hf                       own
+embed    v d    model.embed.weight       wte
+q        (h e) d  model.q.weight         q d (h e)
+"""
+
+FAMILY = Family(
+    name="mine",
+    title="Mine",
+    aliases=("my_own",),
+    layouts=("hf", "own"),
+    tables=(TABLE,),
+    architecture="MineForCausalLM",
+    sizes={"h": ("num_heads", "text.n_heads"), "e": ("head_dim", "")},
+)
+'''
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(*changes):
+        text = GOOD
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path = tmp_path / "mine.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_it_is_known_for_a_while(file):
+    with using(file()):
+        assert "mine" in names()
+        assert family("My-Own").title == "Mine"
+        assert families()["mine"].layout("own")
+    assert "mine" not in names()
+
+
+def test_nothing_is_left_behind(file):
+    before = set(file().parent.iterdir())
+    with using(file()):
+        pass
+    assert set(file().parent.iterdir()) == before
+
+
+def test_no_file_changes_nothing():
+    before = names()
+    with using(None):
+        assert names() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "why"),
+    [
+        (("FAMILY =", "FAMLY ="), "mine.py", "`FAMILY` is missing"),
+        (("FAMILY = Family(", "FAMILY = dict("), "mine.py", "`FAMILY` is dict"),
+        (("title=", "titel="), "line 10", "titel"),
+        (("from ckptctl", "import nothing_here\nfrom ckptctl"), "line 2", "nothing_here"),
+        (('name="mine"', 'name="mine'), "line 11", "SyntaxError"),
+        (("q d (h e)", "q  d (h e)"), "line 7", "5 cells of 4"),
+        (("q d (h e)", "q d (h e"), "line 7", "axes"),
+        (("q d (h e)", "{q d (h e)"), "line 7", "key template"),
+        (("q d (h e)", "q d (k e)"), "mine.py", "axes d e k in layout `own`"),
+        (('("hf", "own")', '("hf", "own", "none")'), "mine.py", "`none`, which no table has"),
+        (('name="mine"', 'name="Mine!"'), "mine.py", "lower-case"),
+        (("(TABLE,)", "()"), "mine.py", "empty"),
+    ],
+)
+def test_what_is_wrong_is_said(file, change, where, why):
+    with pytest.raises(UsageError) as caught, using(file(change)):
+        pass
+    assert where in caught.value.where
+    assert why in caught.value.why
+
+
+@pytest.mark.parametrize(
+    "change", [('name="mine"', 'name="llama3"'), ('("my_own",)', '("codellama",)')]
+)
+def test_names_of_others_are_taken(file, change):
+    with pytest.raises(UsageError, match="is taken"), using(file(change)):
+        pass
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(SourceNotFoundError), using(tmp_path / "none.py"):
+        pass
+
+
+def test_a_checkpoint_never_names_a_file(tmp_path, tiny_llama3_hf):
+    """The control: a file of that name beside the checkpoint is not run."""
+    (tmp_path / "llama9.py").write_text("raise SystemExit('was run')")
+    (tmp_path / "config.json").write_text('{"model_type": "llama9"}')
+    weights = next(tiny_llama3_hf.glob("*.safetensors"))
+    (tmp_path / "model.safetensors").write_bytes(weights.read_bytes())
+    assert ckptctl.inspect(tmp_path).format == "hf"
+
+
+def test_python_option(file, tmp_path, tiny_llama3_hf):
+    found = ckptctl.inspect(tiny_llama3_hf, converter=file(), model_type="mine")
+    assert found.model_type is None and "no layout of `mine`" in found.notes[-1]
+    ckptctl.plan_conversion(tiny_llama3_hf, tmp_path / "o", to="dcp", converter=str(file()))
+
+
+def test_options_of_the_command_in_any_order(file, run):
+    path = str(Path(file()))
+    for options in (["-m", "mine", "--converter", path], ["--converter", path, "-m", "mine"]):
+        result = run("map", "wte", "--to-layout", "hf", *options)
+        assert result.stdout.startswith("model.embed.weight\t"), result.stderr
+    assert run("models", "mine").exit_code == 2

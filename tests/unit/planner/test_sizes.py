@@ -1,0 +1,55 @@
+"""Sizes that a user states: ``--set``."""
+
+import pytest
+
+from ckptctl.errors import MappingError, UsageError
+from ckptctl.families import family
+from ckptctl.planner.configs import axis_called, read_sizes
+
+LLAMA = family("llama3")
+CONFIG = {"num_attention_heads": 32, "hidden_size": 4096}
+
+
+@pytest.mark.parametrize("name", ["h", "num_attention_heads", "n_heads"])
+def test_every_name_of_an_axis(name):
+    assert axis_called(LLAMA, name) == "h"
+    assert read_sizes(LLAMA, given={name: 8}) == {"h": 8, "k": 8}
+
+
+def test_the_last_part_of_a_nested_name():
+    mixtral = family("mixtral")
+    assert mixtral.sizes["x"][1] == "moe.num_experts"
+    assert axis_called(mixtral, "num_experts") == axis_called(mixtral, "moe.num_experts") == "x"
+
+
+def test_it_fills_what_the_configuration_leaves_open():
+    found = read_sizes(LLAMA, CONFIG, given={"num_key_value_heads": 8})
+    assert (found["h"], found["k"], found["e"]) == (32, 8, 128)
+
+
+def test_the_same_twice_is_fine():
+    assert read_sizes(LLAMA, CONFIG, given={"h": 32, "n_heads": 32})["h"] == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"h": 16}, "the configuration"), ({"k": 8, "n_kv_heads": 4}, "`--set k=8`")],
+)
+def test_contradictions_are_refused(given, said):
+    with pytest.raises(UsageError) as caught:
+        read_sizes(LLAMA, CONFIG, given=given)
+    assert said in caught.value.what
+
+
+@pytest.mark.parametrize("name", ["n_head", "p", "", "heads.h"])
+def test_unknown_names_are_refused_with_the_known_ones(name):
+    with pytest.raises(UsageError) as caught:
+        axis_called(LLAMA, name)
+    assert "`num_attention_heads`" in caught.value.why
+    if name == "n_head":
+        assert caught.value.hint == "did you mean `n_heads`?"
+
+
+def test_what_is_implied_has_to_be_possible():
+    with pytest.raises(MappingError, match="not divisible"):
+        read_sizes(LLAMA, {"hidden_size": 10}, given={"h": 3})

@@ -1,0 +1,37 @@
+from dataclasses import replace
+
+import pytest
+
+from ckptctl.families import family, names
+from ckptctl.planner.layouts import Drop, Tie
+from ckptctl.planner.soundness import flaws
+
+
+@pytest.mark.parametrize("name", names())
+def test_families_that_ship_are_sound(name):
+    assert list(flaws(family(name))) == []
+
+
+PHI = family("phi3")
+
+
+def extended(*rows):
+    table = "\n".join(("logical  axes  hf", *rows))
+    return replace(PHI, tables=(*PHI.tables, table))
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (replace(PHI, name="phi 3"), "lower-case"),
+        (replace(PHI, layouts=(*PHI.layouts, "x")), "`x`, which no table has"),
+        (replace(PHI, drops=(Drop("meta", "a", "b"),)), "layout `meta` that is not there"),
+        (replace(PHI, ties=(Tie("outputt", of="embed", stored_in=()),)), "`outputt`"),
+        (extended("extra@moe  d  a.weight"), "variant `moe`, which is not declared"),
+        (extended("extra  d  a.weight#1"), "are not 0, 1"),
+        (extended("one  d  a.weight#0", "two  d v  a.weight#1"), "unlike dimensions"),
+        (extended("extra  f* d  a.weight v d"), "divides `f`"),
+    ],
+)
+def test_flaws(broken, said):
+    assert any(said in flaw for flaw in flaws(broken)), list(flaws(broken))

@@ -1,0 +1,101 @@
+"""Merged rows against the formula, in any order and in any pieces."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptctl import formats
+from ckptctl.catalog import Computed, Input
+from ckptctl.storage.computed import ComputedFiles
+from ckptctl.storage.files import SourceFiles
+
+ROWS, COLUMNS, RANK = 96, 40, 5
+ORDER = "4,2,12:0,2,1"
+
+
+@pytest.fixture
+def state():
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "base": torch.randn(ROWS, COLUMNS, generator=generator).to(torch.bfloat16),
+        "a": torch.randn(RANK, COLUMNS, generator=generator),
+        "b": torch.randn(ROWS + 8, RANK, generator=generator).to(torch.float16),
+        "magnitude": torch.rand(ROWS + 8, generator=generator) + 0.5,
+    }
+
+
+@pytest.fixture
+def inputs(state, tmp_path: Path):
+    save_file(state, tmp_path / "model.safetensors")
+    catalog = formats.open_checkpoint(tmp_path)
+    return {name: Input(str(tmp_path), entry) for name, entry in catalog.tensors.items()}
+
+
+def read(computed, pieces):
+    """The elements of *computed*, asked for in *pieces* of so many bytes."""
+    found = bytearray(ROWS * COLUMNS * getattr(torch, computed.dtype).itemsize)
+    view, start = memoryview(found), 0
+    root = computed.inputs["base"].root
+    with SourceFiles(root) as files:
+        virtual = ComputedFiles({"//x": computed}, lambda _: files)
+        while start < len(found):
+            size = min(pieces, len(found) - start)
+            virtual.readv("//x", [view[start : start + size]], start)
+            start += size
+    return torch.frombuffer(found, dtype=getattr(torch, computed.dtype)).view(ROWS, COLUMNS)
+
+
+def definition(inputs, dtype="float32", dora=False, **parameters):
+    named = {"base": inputs["base"], "a0": inputs["a"], "b0": inputs["b"]}
+    if dora:
+        named["magnitude0"] = inputs["magnitude"]
+    numbers = {"changes": 1, "start0": 0, "stop0": ROWS, "scale0": 0.7, "from0": 0, "length0": 0}
+    return Computed("lora", dtype, (ROWS, COLUMNS), named, numbers | parameters)
+
+
+def expected(state, first=0, order=None, dora=False):
+    b, m = state["b"].double(), state["magnitude"].double()[:, None]
+    b, m = (part[first : first + ROWS] for part in (b, m))
+    if order:
+        b, m = (p.reshape(4, 2, 12, -1).transpose(1, 2).reshape(ROWS, -1) for p in (b, m))
+    whole = state["base"].double() + 0.7 * (b @ state["a"].double())
+    return whole * (m / whole.norm(dim=1, keepdim=True)) if dora else whole
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("order", [None, ORDER])
+@pytest.mark.parametrize("first", [0, 8])
+def test_the_formula(state, inputs, dora, order, first):
+    more = {"rows0": order} if order else {}
+    found = read(definition(inputs, dora=dora, from0=first, length0=first, **more), 1 << 20)
+    torch.testing.assert_close(
+        found.double(), expected(state, first, order, dora), rtol=2e-6, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("pieces", [4, 52, 160, 1000, 3 * 160 + 4])
+def test_pieces_change_no_bit(inputs, dora, pieces):
+    one = definition(inputs, dora=dora, rows0=ORDER)
+    assert torch.equal(read(one, pieces), read(one, 1 << 20))
+
+
+def test_one_rounding(state, inputs):
+    found = read(definition(inputs, "bfloat16"), 1 << 20)
+    assert torch.equal(found, read(definition(inputs), 1 << 20).to(torch.bfloat16))
+
+
+def test_rows_beside_the_change_stay(state, inputs):
+    found = read(definition(inputs, "bfloat16", start0=10, stop0=30), 1 << 20)
+    assert torch.equal(found[:10], state["base"][:10])
+    assert torch.equal(found[30:], state["base"][30:])
+    assert (found[10:30] != state["base"][10:30]).any(dim=1).all()
+
+
+def test_columns_of_a_in_another_order(state, inputs):
+    found = read(definition(inputs, columns0="5,2,4:1,0,2"), 1 << 20)
+    a = state["a"].double().view(RANK, 5, 2, 4).transpose(1, 2).reshape(RANK, COLUMNS)
+    whole = state["base"].double() + 0.7 * (state["b"][:ROWS].double() @ a)
+    torch.testing.assert_close(found.double(), whole, rtol=2e-6, atol=2e-6)
