@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
         jobs: Threads that copy; None: one per core, at most four.
         memory: Budget for buffers: bytes, or text such as ``256MiB``; None: the default.
         untie: Write both of two tied tensors.
+        vocab_size: Pad the vocabulary with zeros, or cut it, to so many rows.
         lora_alpha: Strength of an adapter, where no adapter_config.json says so.
     """
 
@@ -73,6 +74,7 @@ class Options(TypedDict, total=False):
     jobs: int | None
     memory: int | str | None
     untie: bool
+    vocab_size: int
     lora_alpha: float | None
 
 
@@ -244,6 +246,7 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         jobs=_positive("jobs", options.get("jobs")),
         memory=None if memory is None else parse_bytes(memory),
         untie=options.get("untie", False),
+        vocab_size=options.get("vocab_size"),
         lora_alpha=_factor("lora_alpha", options.get("lora_alpha")),
     )
 

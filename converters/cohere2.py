@@ -51,6 +51,7 @@ FAMILY = Family(
         "e": ("head_dim", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "cohere2"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

@@ -81,6 +81,7 @@ FAMILY = Family(
         "vd": ("v_head_dim", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "deepseek_v2"},),
     tiny={
         "v": 24,

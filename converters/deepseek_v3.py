@@ -141,6 +141,13 @@ FAMILY: Family = replace(
     free=AXES,
     pinned=("router_bias",),
     shifts=(Shift("hf", index="j", into="i", marker="model.layers.{j}.eh_proj.weight"),),
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "deepseek": "a model written from DeepSeek's papers",
+        "torchtitan@0.2": "torchtitan 0.2.2",
+        "torchtitan@0.3": "torchtitan 0.3.0",
+    },
     config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),
     tiny={**deepseek_v2.FAMILY.tiny, "dd": 32, "down": 4, "across": 8},
 )

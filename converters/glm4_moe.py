@@ -69,6 +69,7 @@ FAMILY = Family(
         "x": ("n_routed_experts", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "glm4_moe"},),
     tiny={
         "v": 24,

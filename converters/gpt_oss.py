@@ -94,6 +94,11 @@ FAMILY = Family(
         "x": ("num_local_experts", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={
+        "hf": "transformers 5.23",
+        "openai": "gpt-oss 0.0.9",
+        "torchtitan@0.3": "torchtitan 0.3.0",
+    },
     config_signs=({"model_type": "gpt_oss"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "db": 3, "fb": 5, "i": 2},
 )

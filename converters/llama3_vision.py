@@ -9,7 +9,7 @@ transformers 5 holds in memory), ``llama_models/llama3/multimodal/model.py``, to
 ``models/llama3_2_vision/_convert_weights.py``.
 """
 
-from ckptctl.planner.layouts import Drop, Family, Shift, Tie
+from ckptctl.planner.layouts import Drop, Family, Shift, Tie, Tiles
 
 EMBED = """
 embed        v* d   embed_tokens.weight#0
@@ -98,11 +98,11 @@ vision_patch          vd* (vc ph pw)  patch_embedding.weight vd vc ph pw
 vision_class          vd              class_embedding
 vision_position       vp vd           gated_positional_embedding.embedding
 vision_position_gate  one             gated_positional_embedding.gate
-vision_ratios?        vr (vt vp vd)   gated_positional_embedding.tile_embedding.weight
+vision_ratios         vr (vt vp vd)   gated_positional_embedding.tile_embedding.weight
 vision_pre_gate       one             pre_tile_positional_embedding.gate
-vision_pre_ratios?    vr (vt vd)      pre_tile_positional_embedding.embedding.weight
+vision_pre_ratios     vr (vt vd)      pre_tile_positional_embedding.embedding.weight
 vision_post_gate      one             post_tile_positional_embedding.gate
-vision_post_ratios?   vr (vt vd)      post_tile_positional_embedding.embedding.weight
+vision_post_ratios    vr (vt vd)      post_tile_positional_embedding.embedding.weight
 vision_pre            vd              layernorm_pre.weight
 vision_pre_bias       vd              layernorm_pre.bias
 vision_post           vd              layernorm_post.weight
@@ -123,9 +123,9 @@ vision_post_bias      ln_post.bias                     ln_post.bias
 """  # noqa: E501
 
 TILES = """
-vision_tiles?       ta tb vp vd   gated_positional_embedding     token_pos_embedding.global_token_positional_embedding
-vision_pre_tiles?   ta tb one vd  pre_tile_pos_embed.embedding   pre_tile_pos_embed.embedding
-vision_post_tiles?  ta tb one vd  post_tile_pos_embed.embedding  post_tile_pos_embed.embedding
+vision_tiles        ta tb vp vd   gated_positional_embedding     token_pos_embedding.global_token_positional_embedding
+vision_pre_tiles    ta tb one vd  pre_tile_pos_embed.embedding   pre_tile_pos_embed.embedding
+vision_post_tiles   ta tb one vd  post_tile_pos_embed.embedding  post_tile_pos_embed.embedding
 """  # noqa: E501
 
 VISION_LAYER = """
@@ -248,6 +248,11 @@ FAMILY = Family(
             nested=True,
         ),
     ),
+    tiles=(
+        Tiles(grid="vision_tiles", rows="vision_ratios"),
+        Tiles(grid="vision_pre_tiles", rows="vision_pre_ratios"),
+        Tiles(grid="vision_post_tiles", rows="vision_post_ratios"),
+    ),
     constants={"p": 2, "one": 1, "vc": 3},
     composite={"e": ("r", "p")},
     sizes={
@@ -266,6 +271,7 @@ FAMILY = Family(
         "tb": ("vision_config.max_num_tiles", "vision_max_num_chunks"),
         "l": ("vision_config.num_hidden_layers", ""),
         "g": ("vision_config.num_global_layers", ""),
+        "i": ("", "n_layers"),
         "j": ("", "vision_num_cross_attention_layers"),
     },
     repeated=("k",),

@@ -14,7 +14,7 @@ TEXT = (
     replace(mistral.THETA, default=1000000.0, absent=1000000.0),
     replace(mistral.WINDOW, default=None),
     replace(mistral.LENGTH, default=262144),
-    Same("max_position_embeddings", "max_position_embeddings", "count", back=False),
+    mistral.ALSO_LENGTH,
     Same("rope.max_position_embeddings", "max_position_embeddings", "count", back=False),
     Same("rope.factor", "yarn.factor"),
     Same("rope.beta_fast", "yarn.beta", default=32.0),

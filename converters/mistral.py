@@ -17,7 +17,9 @@ UNSCALED = Rule("rope.rope_type", ("default",), "nothing is scaled in it", writt
 NORM = Same("rms_norm_eps", "norm_eps", default=1e-6)
 THETA = Same("rope_theta", "rope_theta", default=10000.0)
 WINDOW = Same("sliding_window", "sliding_window", "window", default=4096)
+ALSO_WINDOW = replace(WINDOW, params="_sliding_window", back=False)
 LENGTH = Same("max_position_embeddings", "max_seq_len", "count", default=131072)
+ALSO_LENGTH = replace(LENGTH, params="max_position_embeddings", back=False)
 
 ROTARY = (
     Drop("hf", "model.rotary_emb.inv_freq", llama2.FREQUENCIES),
@@ -26,7 +28,7 @@ ROTARY = (
 
 STYLE = ParamsStyle(
     whose="Mistral's",
-    text=(NORM, THETA, WINDOW, replace(WINDOW, params="_sliding_window", back=False), LENGTH),
+    text=(NORM, THETA, WINDOW, ALSO_WINDOW, LENGTH, ALSO_LENGTH),
     rules=(SILU, UNSCALED),
     silent=("max_batch_size", "model_type"),
 )

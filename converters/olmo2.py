@@ -53,6 +53,7 @@ FAMILY = Family(
         "e": ("head_dim", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23", "olmo-core": "OLMo-core 3.0.0", "olmo": "OLMo 0.6.0"},
     config_signs=({"model_type": "olmo2"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

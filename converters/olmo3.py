@@ -15,5 +15,6 @@ FAMILY: Family = replace(
     title="OLMo 3",
     layouts=("hf", "olmo-core"),
     architecture="Olmo3ForCausalLM",
+    proofs={"hf": "transformers 5.23", "olmo-core": "OLMo-core 3.0.0"},
     config_signs=({"model_type": "olmo3"},),
 )

@@ -57,6 +57,7 @@ FAMILY = Family(
         "x": ("num_experts", ""),
         "i": ("num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "olmoe"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "i": 2},
 )

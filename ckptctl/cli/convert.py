@@ -52,6 +52,7 @@ def convert(
     assets: opt.Assets = None,
     like: opt.Like = None,
     untie: opt.Untie = False,
+    vocab_size: opt.VocabSize = None,
     lora_alpha: opt.LoraAlpha = None,
     dry_run: opt.DryRun = False,
     overwrite: opt.Overwrite = False,
@@ -97,6 +98,7 @@ def convert(
         jobs=jobs,
         memory=memory,
         untie=untie,
+        vocab_size=vocab_size,
         lora_alpha=lora_alpha,
     )
     carry_out(context, output, plan, dst, dry_run, Published(SCHEMA))

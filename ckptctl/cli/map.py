@@ -90,6 +90,8 @@ def map_(
         output.table(list(_rows(found)))
     else:
         _show(output, found)
+    for note in found.route.notes:
+        output.note(note)
 
 
 def _rows(found: KeyMap) -> Iterator[tuple[str, ...]]:
@@ -116,8 +118,6 @@ def _show(output: Output, found: KeyMap) -> None:
     for arrival in found.route.arrivals:
         output.line()
         _show_arrival(output, arrival)
-    for note in found.route.notes:
-        output.note(note)
 
 
 def _show_arrival(output: Output, arrival: Arrival) -> None:

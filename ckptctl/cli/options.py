@@ -312,6 +312,15 @@ Like = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Put the same keys in the same files as this one."),
 ]
+VocabSize = Annotated[
+    int | None,
+    typer.Option(
+        "--vocab-size",
+        metavar="N",
+        callback=check_positive,
+        help="Pad the vocabulary with zeros, or cut it, to N rows.",
+    ),
+]
 Untie = Annotated[bool, typer.Option("--untie", help="Write both of two tied tensors.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Read DST again and compare its checksums.")]

@@ -23,6 +23,7 @@ from ckptctl.ops.draft import Draft
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.overwrite import replaceable
 from ckptctl.ops.recognise import Json, Recognition, recognise
+from ckptctl.ops.tiles import require_regular
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.executor import execute
@@ -156,6 +157,8 @@ def _require_equal(plan: ConversionPlan) -> None:
                     why="leaving it out would change the model",
                     hint=f"`--exclude {name}` leaves it out all the same",
                 )
+        for tiling in plan.change.tilings:
+            require_regular(files, plan.source, root, tiling)
         for kept, dropped in plan.must_equal:
             pair = (plan.source.tensors[name] for name in (kept, dropped))
             if not equal(files, *pair):

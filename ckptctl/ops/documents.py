@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ckptctl.formats.assets import amended, documents, left_behind, side_files
 from ckptctl.formats.base import copied, document
 from ckptctl.ops.layout_change import Change
 from ckptctl.planner.configs import plain
-from ckptctl.planner.params import config_to_params, params_to_config
+from ckptctl.planner.params import assumed, config_to_params, params_to_config
 from ckptctl.planner.plan import OutputFile, RawCopy
 
 CONFIG, PARAMS = "config.json", "params.json"
@@ -121,7 +121,8 @@ def papers(
     written = _written(assets, to_format, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()
     if to_format == "hf" and CONFIG not in assets.documents:
-        notes = (_about_config(change) if CONFIG in written else NO_CONFIG,)
+        made = CONFIG in written
+        notes = (_about_config(change, assets.documents[PARAMS]) if made else NO_CONFIG,)
     if formats.target(to_format).described and PARAMS not in written:
         raise _no_params(to_format, change)
     carried = {name: size for name, size in assets.sizes.items() if name not in written}
@@ -136,11 +137,13 @@ def papers(
     )
 
 
-def _about_config(change: Change) -> str:
+def _about_config(change: Change, params: Json) -> str:
     family = change.family.name if change.family else "?"
     tied = "tied" if change.tied else "untied"
+    known = assumed(change.family, params) if change.family else {}
+    more = "".join(f", {name} {value}" for name, value in known.items())
     return (
-        f"config.json is made from params.json as for {family}, embeddings {tied}; "
+        f"config.json is made from params.json as for {family}, embeddings {tied}{more}; "
         "`--model-type` or `--assets` if that is wrong"
     )
 
@@ -151,7 +154,7 @@ def _written(
     config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
     written: dict[str, bytes] = {}
     if config is not None:
-        changed = _untied(_with_dtype(config, dtype) if cast else config, change)
+        changed = _resized(_untied(_with_dtype(config, dtype) if cast else config, change), change)
         if changed != config or CONFIG not in assets.sizes or CONFIG in assets.changed:
             written[CONFIG] = dumped(changed)
     if to_format == "hf" and config is None and params is not None and change.family:
@@ -175,10 +178,11 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
         heads = (change.sizes or {}).get("k")
         stated = max(heads, ranks) if heads and "k" in change.family.repeated else heads
         known = "n_kv_heads" in plain(params)
-        return amended(params, "n_kv_heads", stated) if stated and known else params
+        params = amended(params, "n_kv_heads", stated) if stated and known else params
+        return amended(params, "vocab_size", change.vocab) if change.vocab else params
     if config is None:
         return None
-    told = _untied(config, change)
+    told = _resized(_untied(config, change), change)
     return config_to_params(change.family, told, change.sizes or {}, ranks=ranks)
 
 
@@ -204,6 +208,21 @@ def _untied(config: Json, change: Change) -> Json:
     if change.family is None or change.tied or not config.get("tie_word_embeddings"):
         return config
     return {**config, "tie_word_embeddings": False}
+
+
+def _resized(config: Json, change: Change) -> Json:
+    """Return *config* as it holds after ``--vocab-size``."""
+    if change.family is None or change.vocab is None:
+        return config
+    return _replaced(config, change.family.sizes["v"][0].split("."), change.vocab)
+
+
+def _replaced(values: Json, path: Sequence[str], value: object) -> Json:
+    head, *tail = path
+    inner = values.get(head)
+    if tail:
+        value = _replaced(inner if isinstance(inner, Mapping) else {}, tail, value)
+    return {**values, head: value}
 
 
 def dumped(content: Json) -> bytes:

@@ -20,8 +20,8 @@ from ckptctl.ops.made import made
 from ckptctl.ops.manifest import manifest
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.output_tensors import in_checkpoint, main_dtype, output_tensors, paths, unrooted
-from ckptctl.ops.recognise import Recognition
 from ckptctl.ops.payloads import keep_together
+from ckptctl.ops.recognise import Recognition
 from ckptctl.ops.reference import reference, require_same_keys
 from ckptctl.ops.selection import Selection, chosen, select
 from ckptctl.ops.training import Rest, follow
@@ -75,6 +75,7 @@ class Draft:
             untie=self.options.untie,
             partial=bool(self.options.include or self.options.exclude),
             given=self.options.sizes,
+            vocab=self.options.vocab_size,
         )
         self.notes += change.notes
         keep_together(

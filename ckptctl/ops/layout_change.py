@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl import families
 from ckptctl.catalog import TensorEntry
@@ -11,8 +11,10 @@ from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognise import Recognition, require_one
 from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping import MappedTensor, Zeros, map_tensors
+from ckptctl.planner.mapping import MappedTensor, TensorMap, Zeros, map_tensors
 from ckptctl.planner.params import contradictions
+from ckptctl.planner.resize import resized
+from ckptctl.planner.tiles import Tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Change:
         sizes: Axis sizes that are known.
         tied: Whether tied embeddings are one.
         notes: What the user should know.
+        tilings: What becomes of embeddings of tiles that the target stores in another way.
+        vocab: Size that the vocabulary was padded or cut to; None: it was kept.
     """
 
     family: Family | None
@@ -44,6 +48,8 @@ class Change:
     sizes: Mapping[str, int] | None = None
     tied: bool = False
     notes: tuple[str, ...] = ()
+    tilings: tuple[Tiling, ...] = ()
+    vocab: int | None = None
 
     @property
     def identity(self) -> bool:
@@ -62,6 +68,7 @@ def change_layout(
     untie: bool = False,
     partial: bool = False,
     given: Mapping[str, int] | None = None,
+    vocab: int | None = None,
 ) -> Change:
     """Map the model's tensors to *target_layout*.
 
@@ -76,6 +83,7 @@ def change_layout(
         untie: Keep both of two tied tensors.
         partial: Only a part of the model was chosen.
         given: Axis sizes that the user states.
+        vocab: Size that the vocabulary is padded or cut to; None: keep it.
 
     Raises:
         MappingError: The family is not known without doubt, or keys, shapes and configuration do
@@ -96,6 +104,8 @@ def change_layout(
                 where=where,
                 why="names and axes are kept: no size is needed",
             )
+        if vocab:
+            raise UsageError("`--vocab-size` needs a known model type", where=where)
         return _unchanged(known, tensors, target)
     _agree(family, known, where)
     shapes = {name: entry.shape for name, entry in tensors.items()}
@@ -112,6 +122,9 @@ def change_layout(
         partial=partial,
         lists=read_lists(family, known.config),
     )
+    if vocab:
+        layouts = source, source if same else target or source
+        found = _with_vocabulary(found, family, layouts, vocab)
     ordered = _in_source_order(found.tensors, tensors) if same else found.tensors
     return Change(
         family,
@@ -124,6 +137,22 @@ def change_layout(
         found.zeros,
         found.sizes,
         found.tied,
+        tuple(tiling.note for tiling in found.tilings),
+        found.tilings,
+        vocab,
+    )
+
+
+def _with_vocabulary(
+    found: TensorMap, family: Family, layouts: tuple[str, str], size: int
+) -> TensorMap:
+    read, written = (family.layout(name) for name in layouts)
+    tensors, zeros = resized(found.tensors, (read, written), "v", size)
+    return replace(
+        found,
+        tensors=tuple(tensors),
+        zeros=(*found.zeros, *zeros),
+        sizes={**found.sizes, "v": size},
     )
 
 

@@ -25,7 +25,7 @@ def made(
     mapped: list[MappedTensor] = []
     for item in zeros:
         target = prefix + item.key
-        name = computed_name(target)
+        name = computed_name(f"{target}@{item.origin}" if item.origin else target)
         whole = Box.whole(item.shape)
         kind = item.dtype or entries[root + item.like].dtype
         extent = Extent(whole, name, 0, whole.numel * dtypes.itemsize(kind))

@@ -40,6 +40,7 @@ class ConversionOptions:
         jobs: Threads; None: one per core, at most four.
         memory: Bytes of buffers; None: 64 MiB.
         untie: Keep both of two tied tensors.
+        vocab_size: Rows of the vocabulary: padded with zeros or cut; None: keep them.
         lora_alpha: The strength of an adapter, where nothing beside it says so.
     """
 
@@ -67,6 +68,7 @@ class ConversionOptions:
     jobs: int | None = None
     memory: int | None = None
     untie: bool = False
+    vocab_size: int | None = None
     lora_alpha: float | None = None
 
     def execution(self) -> ExecutionOptions:

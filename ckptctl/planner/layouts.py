@@ -48,6 +48,7 @@ __all__ = [
     "Stored",
     "Tensor",
     "Tie",
+    "Tiles",
 ]
 
 _WORD = re.compile(r"[^\s.,:#{}]+")
@@ -139,6 +140,21 @@ class Shift:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """Embeddings of tiles: two logical tensors that stand for each other.
+
+    See :mod:`ckptctl.planner.tiles`.
+
+    Attributes:
+        grid: The one with a place for each row and column of tiles, its first two dimensions.
+        rows: The one with a row for each aspect ratio.
+    """
+
+    grid: str
+    rows: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor as a layout stores it: one logical tensor, or several.
 
@@ -207,6 +223,7 @@ class Family:
             them) has exactly one: ``(("dense", "moe"),)``.
         free: Axes whose size may differ from tensor to tensor, each a dimension of its own.
         shifts: Layers of different kinds that a layout numbers together.
+        tiles: Embeddings that layouts store in two ways.
         companions: Kinds of scales that are stored beside weights.
         quantised: Variants that hold quantised elements or their scales.
         proofs: For each layout whose logits were compared, with what.
@@ -241,6 +258,7 @@ class Family:
     variants: tuple[tuple[str, ...], ...] = ()
     free: tuple[str, ...] = ()
     shifts: tuple[Shift, ...] = ()
+    tiles: tuple[Tiles, ...] = ()
     companions: tuple[Companion, ...] = ()
     quantised: tuple[str, ...] = ()
     proofs: Mapping[str, str] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from ckptctl.errors import MappingError, listed
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.geometry import Geometry, geometry
 from ckptctl.planner.layouts import Family, Layout, Tie
+from ckptctl.planner.mapped import MappedTensor, View, Zeros
 from ckptctl.planner.matching import (
     Lead,
     Matched,
@@ -25,81 +26,9 @@ from ckptctl.planner.matching import (
 from ckptctl.planner.numbering import planned
 from ckptctl.planner.tables import Leaf, Tensor
 from ckptctl.planner.templates import Template
+from ckptctl.planner.tiles import Tiling, tiling
 
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How one stored tensor shows a logical tensor, or a part of it.
-
-    Attributes:
-        key: The stored tensor.
-        dims: The logical axes grouped in each dimension, outermost first, as indices into
-            ``MappedTensor.axes``: the dims of a :class:`~ckptctl.planner.plan.Side`. The first
-            ``len(lead)`` of them hold one spread axis each, the others are stored.
-        origin: Where the logical tensor begins in each stored dimension.
-        sizes: Its extent in each stored dimension.
-        lead: Position along each axis that is spread over several stored tensors.
-    """
-
-    key: str
-    dims: tuple[tuple[int, ...], ...]
-    origin: tuple[int, ...]
-    sizes: tuple[int, ...]
-    lead: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MappedTensor:
-    """One logical tensor on both sides.
-
-    Attributes:
-        logical: Its name with indices filled in, as in ``q.3``.
-        axes: Sizes of its atomic axes, in the source's order.
-        sources: The stored tensors that together hold it.
-        targets: Those that are to hold it.
-    """
-
-    logical: str
-    axes: tuple[int, ...]
-    sources: tuple[View, ...]
-    targets: tuple[View, ...]
-
-    @classmethod
-    def same(cls, source: str, target: str, shape: tuple[int, ...]) -> MappedTensor:
-        """Return a stored tensor that keeps its axes, whatever they are."""
-        dims = tuple((axis,) for axis in range(len(shape)))
-        origin = (0,) * len(shape)
-        read, written = View(source, dims, origin, shape), View(target, dims, origin, shape)
-        return cls(target, shape, (read,), (written,))
-
-    @property
-    def renames(self) -> bool:
-        """Return whether the bytes stay as they are."""
-        pairs = zip(self.sources, self.targets, strict=False)
-        return len(self.sources) == len(self.targets) == 1 and all(
-            (a.dims, a.origin, a.sizes) == (b.dims, b.origin, b.sizes) for a, b in pairs
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Zeros:
-    """A stored tensor of the target, or a part of one, that holds nothing but zeros.
-
-    Attributes:
-        key: Its name.
-        shape: Its shape.
-        dtype: torch's dtype name; empty: that of *like*.
-        after: The target's key that it stands behind.
-        origin: Where the part begins; ``()``: it is the whole tensor.
-        like: The source's key of the tensor that it is a part of.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    after: str
-    origin: tuple[int, ...] = ()
-    like: str = ""
+__all__ = ["MappedTensor", "TensorMap", "View", "Zeros", "map_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +44,7 @@ class TensorMap:
         zeros: Tensors of the target that are made.
         sizes: All axis sizes that are known, and the number of layers as ``i``.
         tied: Whether tied tensors are one.
+        tilings: What becomes of embeddings of tiles that the target stores in another way.
     """
 
     tensors: tuple[MappedTensor, ...]
@@ -125,6 +55,7 @@ class TensorMap:
     zeros: tuple[Zeros, ...]
     sizes: Mapping[str, int]
     tied: bool
+    tilings: tuple[Tiling, ...] = ()
 
 
 def map_tensors(
@@ -189,6 +120,7 @@ class _Run:
         self.counts: dict[str, int] = {}
         self.must_equal: list[tuple[str, str]] = []
         self.dropped: dict[str, str] = {}
+        self.tilings: list[Tiling] = []
         self.geometry: dict[object, Geometry] = {}
 
     def check(self, known: Mapping[str, int], partial: bool) -> None:
@@ -253,7 +185,8 @@ class _Run:
         for tensor, values in self._wanted():
             origin = self._origin(tensor, values, partial)
             if origin and tensor.name not in self.target.leaves:
-                homeless |= dict.fromkeys(origin[1].values(), tensor)
+                if not self._tiled(tensor, origin[1][()] if () in origin[1] else ""):
+                    homeless |= dict.fromkeys(origin[1].values(), tensor)
             elif origin:
                 tensors += self._mapped(tensor, values, *origin)
         if homeless:
@@ -261,7 +194,26 @@ class _Run:
         self._dropped()
         tensors = self._once(tensors)
         _require_covered(tensors, _shapes(tensors))
-        return self._map(tensors, () if partial else tuple(self._zeros(counts)))
+        zeros = [] if partial else list(self._zeros(counts))
+        for found in self.tilings:
+            tensors += found.tensors
+            zeros += found.zeros
+        return self._map(tensors, tuple(zeros))
+
+    def _tiled(self, tensor: Tensor, key: str) -> bool:
+        """Whether an embedding of tiles is stored by the target in another way: note how."""
+        for rule in self.family.tiles:
+            pair = (rule.grid, rule.rows)
+            if tensor.name not in pair:
+                continue
+            other = pair[tensor.name == rule.grid]
+            leaf, grid = self.target.leaves.get(other), other == rule.grid
+            if leaf is not None:
+                dims = (leaf if grid else self.source.leaves[tensor.name]).dims[2:]
+                inner = [self.sizes.of(self.family.expand(group)) for group in dims]
+                self.tilings.append(tiling(key, leaf.key.text, self.shapes[key], inner, grid))
+                return True
+        return False
 
     def _homeless(self, found: Mapping[str, Tensor]) -> MappingError:
         keys = list(found)
@@ -300,6 +252,7 @@ class _Run:
             zeros,
             self.sizes.axes,
             self.tied and not self.untie,
+            tuple(self.tilings),
         )
 
     def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:

@@ -85,6 +85,15 @@ def params_to_config(
     return config | ({"torch_dtype": dtype} if dtype else {})
 
 
+def assumed(family: Family, params: Json) -> dict[str, object]:
+    """Return what config.json says for want of a word in *params*, by its names there."""
+    values, style = facts(params), family.params
+    stated = {n for n, fact in _facts_of(style) if looked_up(values, fact.params) is not None}
+    extra = preset(family, values)
+    found = {name: looked_up(extra, name) for name, _ in _facts_of(style) if name not in stated}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _known_sizes(family: Family, values: Json, known: dict[str, int]) -> Iterator[tuple[str, int]]:
     """Yield the size of each axis that config.json states."""
     if family.params.derived and "f" not in known and "d" in known:

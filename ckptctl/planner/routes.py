@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.errors import MappingError, listed
-from ckptctl.planner.extents import Amount, Extents, Range
-from ckptctl.planner.layouts import Drop, Family, Layout, Stored
+from ckptctl.planner.extents import ZERO, Amount, Extents, Range
+from ckptctl.planner.layouts import Drop, Family, Layout, Shift, Stored
 from ckptctl.planner.matching import near
-from ckptctl.planner.numbering import Numbering
+from ckptctl.planner.numbering import Numbering, planned
 from ckptctl.planner.tables import Leaf, Tensor, show_dims
 from ckptctl.planner.templates import Template
 
@@ -172,21 +172,19 @@ class _Router:
 
     def _numbering(self, layout: Layout, numbers: Sequence[int]) -> Numbering | None:
         """Return how *layout* numbers its layers up to *numbers*; None: it is not known."""
-        inserted: dict[str, tuple[int, ...]] = {}
-        shifts = [shift for shift in self.family.shifts if shift.layout == layout.name]
-        for shift in shifts:
-            if shift.place != "after":
-                stated = self.lists.get(shift.place)
-                if stated is None:
-                    return None
-                inserted[shift.index] = tuple(sorted(stated))
+        counts = dict(self.sizes)
+        for shift in self.family.shifts:
+            if shift.layout != layout.name:
                 continue
-            first = self.sizes.get(shift.into)
-            if first is None:
+            if shift.place == "after" and shift.into in self.sizes:
+                counts[shift.index] = max(
+                    counts.get(shift.index, 0), *(n + 1 for n in (0, *numbers))
+                )
+            elif shift.place in self.lists:
+                counts[shift.index] = len(self.lists[shift.place])
+            else:
                 return None
-            end = first + max(self.sizes.get(shift.index, 0), *(n + 1 for n in (0, *numbers)))
-            inserted[shift.index] = tuple(range(first, end))
-        return Numbering(inserted, {shift.index: shift.into for shift in shifts})
+        return planned(self.family, layout.name, counts, self.lists)
 
     def _unnumbered(self, layout: Layout) -> MappingError:
         return MappingError(
@@ -223,6 +221,10 @@ class _Router:
                 return
         ties = self.family.ties if self.tied else ()
         twins = [t.tensor for t in ties if t.of == tensor.name and self.target.name in t.stored_in]
+        other = self._other_tiles(tensor)
+        if tensor.name not in self.target.leaves and other is not None:
+            self._rearranged(tensor, leaf, other)
+            return
         if tensor.name not in self.target.leaves:
             raise MappingError(
                 f"layout `{self.target.name}` of `{self.family.name}` has no place for "
@@ -233,6 +235,23 @@ class _Router:
         for name in (tensor.name, *twins):
             if name in self.target.leaves:
                 self._arrive(self.family.tensors[name], leaf, values, variant)
+
+    def _other_tiles(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor that stands for embeddings of tiles in the target."""
+        for tiles in self.family.tiles:
+            if tensor.name in (tiles.grid, tiles.rows):
+                name = tiles.rows if tensor.name == tiles.grid else tiles.grid
+                return self.family.tensors[name] if name in self.target.leaves else None
+        return None
+
+    def _rearranged(self, tensor: Tensor, leaf: Leaf, other: Tensor) -> None:
+        wanted = self.target.leaves[other.name]
+        axes = show_dims(leaf.dims), show_dims(wanted.dims)
+        parts = Range(ZERO, ZERO, among="tile by tile")
+        name = tensor.name.partition(".")[0]
+        piece = Piece(leaf.key.text, name, *axes, (parts,), (parts,), True, True)
+        shape = self.extents.shape(self.target, wanted, other)
+        self.found.arrivals.append(Arrival(wanted.key.text, shape, {}, (piece,)))
 
     def _arrive(self, tensor: Tensor, asked: Leaf, values: Values, variant: str | None) -> None:
         wanted = self.target.leaves[tensor.name]
@@ -257,7 +276,7 @@ class _Router:
             index
             for shift in self.family.shifts
             if shift.layout == self.target.name
-            for index in ((shift.index,) if shift.place == "after" else (shift.index, shift.into))
+            for index in (shift.index, *(() if _apart(shift) else (shift.into,)))
         }
         if moved & numbers.keys():
             raise self._unnumbered(self.target)
@@ -324,6 +343,11 @@ class _Router:
         numbering = self._numbering(self.source, list(numbers.values()))
         moved: Values = numbering.stored(numbers) if numbering else {}
         return _fill(leaf.key, {**indices, **moved, **lead})
+
+
+def _apart(shift: Shift) -> bool:
+    """Whether the other layers have the same numbers with or without the inserted ones."""
+    return shift.nested or shift.place == "after"
 
 
 def _fill(template: Template, values: Values) -> str:

@@ -47,8 +47,9 @@ def random_adapter(
 def save_peft(folder: Path, adapter: Mapping[str, torch.Tensor], **config: Any) -> Path:
     """Write *adapter* as PEFT does and return *folder*."""
     folder.mkdir(parents=True)
-    save_file(dict(adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    rank = next(value.shape[0] for name, value in adapter.items() if "lora_A" in name)
+    held = {name: value.contiguous() for name, value in adapter.items()}
+    save_file(held, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    rank = next((value.shape[0] for name, value in adapter.items() if "_A" in name), 1)
     dora = any("magnitude" in name for name in adapter)
     whole = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none", "use_dora": dora}
     (folder / "adapter_config.json").write_text(json.dumps({**whole, **config}))

@@ -32,7 +32,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 OUTSIDE_PLANNER = {"os", "pathlib", "shutil", "tempfile", "time", "datetime", "random", "torch"}
 LATE = {"torch", "rich", "numpy", "safetensors", "huggingface_hub", "fsspec", "transformers"}
-ARITHMETIC = tuple(f"ckptctl.storage.{n}" for n in ("arithmetic", "statistics", "computed", "kinds."))
+ARITHMETIC = tuple(
+    f"ckptctl.storage.{n}" for n in ("arithmetic", "statistics", "computed", "kinds.")
+)
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
 
 
@@ -136,9 +138,8 @@ def heavy(item: Import) -> bool:
 
 def arithmetic(item: Import) -> bool:
     """Whether torch is imported where nothing is calculated."""
-    return (
-        item.imported.partition(".")[0] == "torch"
-        and not item.importer.startswith((*ARITHMETIC, *TRAINING))
+    return item.imported.partition(".")[0] == "torch" and not item.importer.startswith(
+        (*ARITHMETIC, *TRAINING)
     )
 
 

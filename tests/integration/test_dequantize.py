@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -111,7 +112,8 @@ def test_from_dcp(tmp_path: Path, source: Path) -> None:
 
 
 def test_memory_and_jobs_do_not_change_a_byte(tmp_path: Path, source: Path) -> None:
-    for name, options in (("a", {}), ("b", {"jobs": 3, "memory": "1MiB"})):
+    other: dict[str, Any] = {"jobs": 3, "memory": "1MiB"}
+    for name, options in (("a", {}), ("b", other)):
         ckptctl.convert(source, tmp_path / name, to="dcp", dequantize="fp32", **options)
     for file in (tmp_path / "a").iterdir():
         assert (tmp_path / "b" / file.name).read_bytes() == file.read_bytes()
@@ -120,7 +122,8 @@ def test_memory_and_jobs_do_not_change_a_byte(tmp_path: Path, source: Path) -> N
 def test_an_interrupted_run_goes_on(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, calls = Worker.do, []
+    whole = Worker.do
+    calls: list[Any] = []
 
     def stops(self: Worker, unit: Any) -> Any:
         calls.append(unit)
@@ -128,7 +131,7 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         return whole(self, unit)
 
-    options = {"to": "hf", "dequantize": "bf16", "jobs": 1, "resume": True}
+    options: dict[str, Any] = {"to": "hf", "dequantize": "bf16", "jobs": 1, "resume": True}
     with monkeypatch.context() as patch:
         patch.setattr(Worker, "do", stops)
         with pytest.raises(KeyboardInterrupt):
@@ -154,7 +157,7 @@ def test_the_digest_says_what_is_computed(tmp_path: Path, source: Path) -> None:
     def digest(folder: Path, **options: Any) -> str:
         return ckptctl.plan_conversion(folder, tmp_path / "o", to="hf", **options).plan.digest
 
-    other = {**CONFIG, "quantization_config": {"weight_block_size": [128, 200]}}
+    other: dict[str, Any] = {**CONFIG, "quantization_config": {"weight_block_size": [128, 200]}}
     state = {name: STATE[name] for name in ("l.0.up.weight", "l.0.up.weight_scale_inv")}
     state["l.0.up.weight_scale_inv"] = torch.ones(3, 1)
     save_hf(tmp_path / "a", state, other)

@@ -1,14 +1,9 @@
 """Float8 weights of DeepSeek-V3 and their scales, from file to file."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckptctl
 from ckptctl.errors import MappingError, UsageError
@@ -21,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SCALE = "_scale_inv"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 FAMILY = family("deepseek_v3")
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "model_type": "deepseek_v3",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     **{names[0]: FAMILY.tiny[axis] for axis, names in FAMILY.sizes.items() if axis in FAMILY.tiny},
@@ -29,9 +24,9 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     torch.manual_seed(4)
-    state: dict[str, torch.Tensor] = {}
+    state = {}
     for name, shape in tiny(FAMILY, "hf").items():
         state[name] = torch.randn(shape, dtype=torch.bfloat16)
         if name == BIAS:
@@ -39,11 +34,11 @@ def source(tmp_path: Path) -> Path:
         elif "proj" in name:
             state[name] = state[name].to(torch.float8_e4m3fn)
             state[name + SCALE] = torch.rand(1, 1) + 0.1
-    save_hf(tmp_path / "source", state, CONFIG)
+    save_hf(tmp_path / "source", state, CONFIG, shards=2)
     return tmp_path / "source"
 
 
-def test_every_byte_travels_to_deepseeks_names_and_back(tmp_path: Path, source: Path) -> None:
+def test_every_byte_travels_to_deepseeks_names_and_back(tmp_path, source):
     ckptctl.convert(source, tmp_path / "native.pt", to="torch", to_layout="deepseek")
     before, after = load_any_reference(source), load_any_reference(tmp_path / "native.pt")
     assert after.keys() == {natively(name) for name in before}
@@ -54,19 +49,19 @@ def test_every_byte_travels_to_deepseeks_names_and_back(tmp_path: Path, source: 
     ckptctl.convert(tmp_path / "native.pt", tmp_path / "back", to="hf", assets=source)
     back = load_any_reference(tmp_path / "back")
     assert back.keys() == before.keys()
-    assert all(torch.equal(v.view(torch.uint8), before[k].view(torch.uint8)) for k, v in back.items())
+    assert all(
+        torch.equal(v.view(torch.uint8), before[k].view(torch.uint8)) for k, v in back.items()
+    )
 
 
-def test_dequantised_experts_are_stacked_and_the_bias_stays_fp32(
-    tmp_path: Path, source: Path
-) -> None:
+def test_dequantised_experts_are_stacked_and_the_bias_stays_fp32(tmp_path, source):
     out = tmp_path / "titan.pt"
     ckptctl.convert(source, out, to="torch", to_layout="torchtitan@0.3", dequantize="bf16")
     found = load_any_reference(out)
     names = [f"model.layers.1.mlp.experts.{x}.up_proj.weight" for x in range(FAMILY.tiny["x"])]
     plain = {name: torch.zeros(6, 16, dtype=torch.bfloat16) for name in names}
     reader = QuantizedHuggingFaceStorageReader(str(source), target_dtype=torch.bfloat16)
-    torch.distributed.checkpoint.load(plain, storage_reader=reader)
+    load(plain, storage_reader=reader)
     stacked = found["layers.1.moe.routed_experts.inner_experts.w3_EFD"]
     assert torch.equal(stacked, torch.stack([plain[name] for name in names]))
     assert found["layers.1.moe.expert_bias_E"].dtype == torch.float32
@@ -83,9 +78,7 @@ def test_dequantised_experts_are_stacked_and_the_bias_stays_fp32(
         (UsageError, {"to": "torch", "to_layout": "deepseek", "dtype": "fp32"}),
     ],
 )
-def test_weights_are_not_parted_from_their_scales(
-    tmp_path: Path, source: Path, error: type[Exception], options: dict[str, Any]
-) -> None:
+def test_weights_are_not_parted_from_their_scales(tmp_path, source, error, options):
     with pytest.raises(error) as caught:
         ckptctl.convert(source, tmp_path / "out", **options)
     assert "--dequantize" in str(getattr(caught.value, "hint", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,25 @@ def test_shards_are_joined(tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "out.pt"
     ckptctl.convert(given, out, to="torch", to_layout="hf")
     assert same(torch.load(out, weights_only=True), hf())
+
+
+def test_one_head_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each part of a rank's tensor is as large as the whole keys, or the whole values."""
+    monkeypatch.setattr(f"{__name__}.K", 1)
+    given = meta(tmp_path / "meta", 4)
+    (given / "config.json").write_text(json.dumps({"num_key_value_heads": 1}))
+    out = tmp_path / "out.pt"
+    ckptctl.convert(given, out, to="torch", to_layout="hf", model_type="llama4_text")
+    assert same(torch.load(out, weights_only=True), hf())
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_every_copy_tiles_its_tensor(tmp_path: Path, ranks: int) -> None:
+    plan = ckptctl.plan_conversion(meta(tmp_path / "in", 1), tmp_path / "out", to="meta", mp=ranks)
+    for copy in plan.plan.transfers:
+        for side in (copy.source, copy.target):
+            held = sum(math.prod(operand.sizes) for operand in side.operands)
+            assert held == math.prod(copy.axes), copy.name
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 4), (4, 2), (4, 8), (8, 1)])

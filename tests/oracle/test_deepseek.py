@@ -38,8 +38,8 @@ def folder(tmp_path: Path) -> Path:
     for name in [key for key in state if key.startswith(LAST)]:
         shape = state[name].shape
         state[name.replace(LAST, NEXT)] = torch.randn(shape, generator=generator)
-    for name, shape in (("enorm", (64,)), ("hnorm", (64,)), ("shared_head.norm", (64,))):
-        state[f"{NEXT}{name}.weight"] = torch.randn(shape, generator=generator)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        state[f"{NEXT}{name}.weight"] = torch.randn(64, generator=generator)
     state[f"{NEXT}eh_proj.weight"] = torch.randn(64, 128, generator=generator)
     state |= {copy: state[kept].clone() for copy, kept in REPEATED.items()}
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})

@@ -98,9 +98,7 @@ def quantised(tmp_path: Path) -> Path:
     return folder
 
 
-def _bytes(
-    shape: tuple[int, ...], low: int, high: int, generator: torch.Generator
-) -> torch.Tensor:
+def _bytes(shape: tuple[int, ...], low: int, high: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
 
 
@@ -111,7 +109,7 @@ def by_openai(folder: Path) -> State:
     reader = Checkpoint(str(folder), torch.device("cpu"))
     names = {name.removesuffix(".blocks").removesuffix(".scales") for name in _names(folder)}
     assert {name for name in names if name.endswith("_weight")} <= PARAM_NAME_MAP.keys()
-    return {name: reader.get(name) for name in names}  # type: ignore[misc]
+    return {name: reader.get(name) for name in names}
 
 
 def _names(folder: Path) -> list[str]:

@@ -20,8 +20,8 @@ from tests.oracle.tiny import TINY
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
 from tests.oracle import hf_models
-from tests.oracle.peers import mistral as peer
 from tests.oracle.peers import missing
+from tests.oracle.peers import mistral as peer
 from tests.oracle.shims import xformers
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ckptctl
 from ckptctl import formats
@@ -78,7 +79,7 @@ def test_options_arrive(run, calls):
         "--only", "all", "--root", "model", "--max-shard-size", "2GiB", "--mp", "2",
         "--assets", "c",
         "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
-        "--memory", "1MiB", "--untie",
+        "--memory", "1MiB", "--untie", "--set", "n_heads=4", "--set", "k=2",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     ((src, dst, options),) = calls.plan
@@ -90,6 +91,7 @@ def test_options_arrive(run, calls):
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "like": Path("d"), "overwrite": True, "resume": True, "verify": True, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True,
+        "sizes": {"n_heads": 4, "k": 2}, "converter": None,
     }  # fmt: skip
 
 
@@ -218,3 +220,22 @@ def test_bad_options(run, calls, args, said):
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in " ".join(result.stderr.split())
     assert calls.plan == []
+
+
+def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
+    made = run("convert", tiny_llama3_hf, tmp_path / "m.pt", "--to", "torch", "-q")
+    assert made.exit_code == 0, made.stderr
+    arguments = ("convert", tmp_path / "m.pt", tmp_path / "t.pt", "--to", "torch", "-m", "llama3")
+    refused = run(*arguments, "--to-layout", "torchtune")
+    assert refused.exit_code == 5 and "--set gives single numbers" in refused.stderr
+    heads = ("--set", "num_attention_heads=4", "--set", "k=2")
+    assert run(*arguments, "--to-layout", "torchtune", *heads).exit_code == 0
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    tuned = torch.load(tmp_path / "t.pt", weights_only=True)
+    query = state["model.layers.1.self_attn.q_proj.weight"]
+    rows = query.view(4, 2, query.shape[0] // 8, -1).transpose(1, 2).reshape(query.shape)
+    assert torch.equal(tuned["layers.1.attn.q_proj.weight"], rows)
+    strange = run(*arguments, "--to-layout", "torchtune", "--set", "heads=4")
+    assert strange.exit_code == 2 and "no size called `heads`" in strange.stderr
+    idle = run("convert", tmp_path / "m.pt", tmp_path / "u.pt", "--to", "torch", "--set", "x=1")
+    assert idle.exit_code == 2 and "--set" in idle.stderr

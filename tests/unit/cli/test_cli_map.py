@@ -11,7 +11,6 @@ QKV = "model.layers.7.self_attn.qkv_proj.weight"
 
 def rows(result):
     assert result.exit_code == 0, result.stderr
-    assert not result.stderr
     return [line.split("\t") for line in result.stdout.splitlines()]
 
 
@@ -83,13 +82,18 @@ def test_tied_and_dropped(run):
 
 def test_layers_that_are_numbered_together(run):
     key = "model.layers.{}.input_layernorm.weight"
-    target = ("-m", "deepseek_v3", "--from-layout", "hf", "--to-layout", "deepseek")
+    target = ("-m", "deepseek_v3", "--from-layout", "hf", "--to-layout", "torchtitan@0.3")
     known = ("--set", "num_hidden_layers=61")
-    for number in (60, 61):
+    for number, prefix in ((60, "layers.60"), (61, "mtp_layers.0"), (62, "mtp_layers.1")):
         found = rows(run("map", key.format(number), *target, *known))
-        assert found[0][0] == f"layers.{number}.attn_norm.weight"
-        sources = map_key(key.format(number), "deepseek_v3", "hf", "deepseek", {"i": 61})
-        assert [piece.key for piece in sources.route.arrivals[0].pieces] == [key.format(number)]
+        assert found[0][0] == f"{prefix}.attention_norm.weight"
+        assert found[0][3] == key.format(number)
+    presumed = run("map", key.format(61), *target)
+    assert presumed.stdout.startswith("layers.61.") and "taken for one of" in presumed.stderr
+    back = map_key("mtp_layers.1.enorm.weight", "deepseek_v3", None, "hf", {"i": 61})
+    assert back.route.arrivals[0].key == "model.layers.62.enorm.weight"
+    refused = run("map", "mtp_layers.1.enorm.weight", "-m", "deepseek_v3", "--to-layout", "hf")
+    assert refused.exit_code == 5 and "--set num_hidden_layers=N" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -151,22 +151,12 @@ def lacking(adapter, part):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(base, tmp_path, change, error, says):
     adapter = change(random_adapter(STATE, ("self_attn.q_proj",)))
-    folder = save_peft_as_it_is(tmp_path / "adapter", adapter)
+    folder = save_peft(tmp_path / "adapter", adapter)
     with pytest.raises(error) as caught:
         ckptctl.merge(base, folder, tmp_path / "out")
     shown = f"{caught.value.what} {caught.value.why}"
     assert says in shown, shown
     assert not (tmp_path / "out").exists()
-
-
-def save_peft_as_it_is(folder, adapter):
-    renamed = {name.replace("embedding_A", "A.weight"): value for name, value in adapter.items()}
-    save_peft(folder, renamed)
-    from safetensors.torch import save_file
-
-    held = {name: value.contiguous() for name, value in adapter.items()}
-    save_file(held, folder / "adapter_model.safetensors")
-    return folder
 
 
 def test_a_model_is_no_adapter(base, tmp_path):

@@ -1,0 +1,47 @@
+"""``--vocab-size``: rows of zeros are added, or rows are cut off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import CkptError
+from tests.checkpoints import load_any_reference, save_hf, tiny_llama
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_padding(tmp_path: Path, to: str) -> None:
+    state, config = tiny_llama("llama3")
+    source = save_hf(tmp_path / "in", state, config, shards=2)
+    ckptctl.convert(source, tmp_path / "out", to=to, vocab_size=160)
+    found = load_any_reference(tmp_path / "out")
+    for key in (EMBED, HEAD):
+        assert found[key].shape == (160, 64) and found[key].dtype == torch.bfloat16
+        assert torch.equal(found[key][:128], state[key])
+        assert not found[key][128:].any()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 160
+
+
+def test_padded_and_divided_among_ranks(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3")
+    source = save_hf(tmp_path / "in", state, config)
+    ckptctl.convert(source, tmp_path / "meta", to="meta", mp=2, vocab_size=132)
+    rank = torch.load(tmp_path / "meta" / "consolidated.01.pth", weights_only=True)
+    embed = rank["tok_embeddings.weight"]
+    assert torch.equal(embed[:62], state[EMBED][66:]) and not embed[62:].any()
+    assert json.loads((tmp_path / "meta" / "params.json").read_text())["vocab_size"] == 132
+    ckptctl.convert(tmp_path / "meta", tmp_path / "back", to="hf", vocab_size=128)
+    found = load_any_reference(tmp_path / "back")
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(3)}, tmp_path / "in.pt")
+    with pytest.raises(CkptError, match="known model type"):
+        ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", vocab_size=4)
