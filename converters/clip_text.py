@@ -1,40 +1,40 @@
 """CLIP's text encoder.
 
-``hf`` is what the Hub has and what ``CLIPTextModelWithProjection`` saves; ``hf-bare`` is what
-``CLIPTextModel`` of transformers 5 saves. Sources: transformers' ``modeling_clip.py``,
-torchtune's ``models/clip/_convert_weights.py``.
+``hf`` is what the Hub has and what ``CLIPTextModelWithProjection`` saves; ``hf-fresh`` is what
+transformers 5 holds of a ``CLIPTextModel``, and saves where it never came from a file. Sources:
+transformers' ``modeling_clip.py``, torchtune's ``models/clip/_convert_weights.py``.
 """
 
 from ckptctl.planner.layouts import Drop, Family
 
 BEFORE = """
-logical    axes  hf: text_model.embeddings.  hf-bare: embeddings.         torchtune
+logical    axes  hf: text_model.embeddings.  hf-fresh: embeddings.      torchtune
 embed      v d   token_embedding.weight      token_embedding.weight     token_embedding.weight
 positions  n d   position_embedding.weight   position_embedding.weight  position_embedding
 """
 
 LAYER = """
-logical      axes     hf: text_model.encoder.layers.{i}.  hf-bare: encoder.layers.{i}.  torchtune: layers.{i}.
-q            (h e) d  self_attn.q_proj.weight             self_attn.q_proj.weight     attn.q_proj.weight
-q_bias       (h e)    self_attn.q_proj.bias               self_attn.q_proj.bias       attn.q_proj.bias
-k            (h e) d  self_attn.k_proj.weight             self_attn.k_proj.weight     attn.k_proj.weight
-k_bias       (h e)    self_attn.k_proj.bias               self_attn.k_proj.bias       attn.k_proj.bias
-v            (h e) d  self_attn.v_proj.weight             self_attn.v_proj.weight     attn.v_proj.weight
-v_bias       (h e)    self_attn.v_proj.bias               self_attn.v_proj.bias       attn.v_proj.bias
-o            d (h e)  self_attn.out_proj.weight           self_attn.out_proj.weight   attn.output_proj.weight
-o_bias       d        self_attn.out_proj.bias             self_attn.out_proj.bias     attn.output_proj.bias
-w1           f d      mlp.fc1.weight                      mlp.fc1.weight              mlp.w1.weight
-w1_bias      f        mlp.fc1.bias                        mlp.fc1.bias                mlp.w1.bias
-w2           d f      mlp.fc2.weight                      mlp.fc2.weight              mlp.w2.weight
-w2_bias      d        mlp.fc2.bias                        mlp.fc2.bias                mlp.w2.bias
-norm_1       d        layer_norm1.weight                  layer_norm1.weight          sa_norm.weight
-norm_1_bias  d        layer_norm1.bias                    layer_norm1.bias            sa_norm.bias
-norm_2       d        layer_norm2.weight                  layer_norm2.weight          mlp_norm.weight
-norm_2_bias  d        layer_norm2.bias                    layer_norm2.bias            mlp_norm.bias
+logical      axes     hf: text_model.encoder.layers.{i}.  hf-fresh: encoder.layers.{i}.  torchtune: layers.{i}.
+q            (h e) d  self_attn.q_proj.weight             self_attn.q_proj.weight        attn.q_proj.weight
+q_bias       (h e)    self_attn.q_proj.bias               self_attn.q_proj.bias          attn.q_proj.bias
+k            (h e) d  self_attn.k_proj.weight             self_attn.k_proj.weight        attn.k_proj.weight
+k_bias       (h e)    self_attn.k_proj.bias               self_attn.k_proj.bias          attn.k_proj.bias
+v            (h e) d  self_attn.v_proj.weight             self_attn.v_proj.weight        attn.v_proj.weight
+v_bias       (h e)    self_attn.v_proj.bias               self_attn.v_proj.bias          attn.v_proj.bias
+o            d (h e)  self_attn.out_proj.weight           self_attn.out_proj.weight      attn.output_proj.weight
+o_bias       d        self_attn.out_proj.bias             self_attn.out_proj.bias        attn.output_proj.bias
+w1           f d      mlp.fc1.weight                      mlp.fc1.weight                 mlp.w1.weight
+w1_bias      f        mlp.fc1.bias                        mlp.fc1.bias                   mlp.w1.bias
+w2           d f      mlp.fc2.weight                      mlp.fc2.weight                 mlp.w2.weight
+w2_bias      d        mlp.fc2.bias                        mlp.fc2.bias                   mlp.w2.bias
+norm_1       d        layer_norm1.weight                  layer_norm1.weight             sa_norm.weight
+norm_1_bias  d        layer_norm1.bias                    layer_norm1.bias               sa_norm.bias
+norm_2       d        layer_norm2.weight                  layer_norm2.weight             mlp_norm.weight
+norm_2_bias  d        layer_norm2.bias                    layer_norm2.bias               mlp_norm.bias
 """  # noqa: E501
 
 AFTER = """
-logical      axes  hf                                  hf-bare                    torchtune
+logical      axes  hf                                  hf-fresh                 torchtune
 norm         d     text_model.final_layer_norm.weight  final_layer_norm.weight  final_norm.weight
 norm_bias    d     text_model.final_layer_norm.bias    final_layer_norm.bias    final_norm.bias
 projection?  g d   text_projection.weight              -                        -
@@ -46,12 +46,12 @@ FAMILY = Family(
     name="clip_text",
     title="CLIP's text encoder",
     aliases=("clip",),
-    layouts=("hf", "hf-bare", "torchtune"),
+    layouts=("hf", "hf-fresh", "torchtune"),
     tables=(BEFORE, LAYER, AFTER),
     architecture="CLIPTextModel",
     drops=(
         Drop("hf", "text_model.embeddings.position_ids", NUMBERED),
-        Drop("hf-bare", "embeddings.position_ids", NUMBERED),
+        Drop("hf-fresh", "embeddings.position_ids", NUMBERED),
     ),
     sizes={
         "v": ("vocab_size", ""),
@@ -60,6 +60,11 @@ FAMILY = Family(
         "h": ("num_attention_heads", ""),
         "n": ("max_position_embeddings", ""),
         "i": ("num_hidden_layers", ""),
+    },
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-fresh": "transformers 5.23",
+        "torchtune": "torchtune 0.6.1",
     },
     config_signs=({"model_type": "clip_text_model"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 2, "e": 8, "n": 10, "i": 2, "g": 6},

@@ -8,8 +8,7 @@ the layers that predict further tokens; on disk those repeat the embedding and t
 
 from dataclasses import replace
 
-from ckptctl.planner.companions import AXES, Companion
-from ckptctl.planner.layouts import Drop, Family, Shift, Tie
+from ckptctl.planner.layouts import BLOCK_AXES, Companion, Drop, Family, Shift, Tie
 from converters import deepseek_v2
 
 BEFORE = """
@@ -138,7 +137,7 @@ FAMILY: Family = replace(
     companions=(
         Companion({"hf": (".weight", ".weight_scale_inv"), "deepseek": (".weight", ".scale")}),
     ),
-    free=AXES,
+    free=BLOCK_AXES,
     pinned=("router_bias",),
     shifts=(Shift("hf", index="j", into="i", marker="model.layers.{j}.eh_proj.weight"),),
     proofs={

@@ -19,6 +19,7 @@ FAMILY: Family = replace(
     drops=(),
     ties=(Tie("output", of="embed", stored_in=()),),
     repeated=(),
+    proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "granite"},),
     params_signs=(),
     presets=(),

@@ -9,7 +9,7 @@ transformers 5 holds in memory), ``llama_models/llama3/multimodal/model.py``, to
 ``models/llama3_2_vision/_convert_weights.py``.
 """
 
-from ckptctl.planner.layouts import Drop, Family, Shift, Tie, Tiles
+from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Shift, Tie, Tiles
 
 EMBED = """
 embed        v* d   embed_tokens.weight#0
@@ -276,7 +276,13 @@ FAMILY = Family(
     },
     repeated=("k",),
     config_signs=({"model_type": "mllama"},),
-    params_signs=({},),
+    params_signs=({"vision_chunk_size": PRESENT},),
+    params=ParamsStyle("Meta's", translated=False),
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "torchtune": "torchtune 0.6.1",
+    },
     tiny={
         "v": 24,
         "ve": 8,

@@ -9,7 +9,7 @@ Sources: as for ``llama4_text``; ``llama_models/llama4/vision``; torchtune's
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import Drop, Family, Tie
+from ckptctl.planner.layouts import PRESENT, Drop, Family, Tie
 from converters import llama4_text
 
 VISION = """
@@ -119,19 +119,9 @@ FAMILY: Family = replace(
         "j": ("vision_config.num_hidden_layers", "vision_args.n_layers"),
     },
     config_signs=({"model_type": "llama4"},),
-    tiny=llama4_text.FAMILY.tiny
-    | {
-        "vd": 20,
-        "vh": 4,
-        "ve": 6,
-        "vf": 12,
-        "vc": 3,
-        "ph": 2,
-        "pw": 5,
-        "vp": 9,
-        "va": 16,
-        "vs": 14,
-        "vo": 10,
-        "j": 2,
-    },
+    params_signs=({"vision_args": PRESENT},),
+    tiny=dict(llama4_text.FAMILY.tiny)
+    | {"vd": 20, "vh": 4, "ve": 6, "vf": 12, "vc": 3, "ph": 2, "pw": 5, "vp": 9}
+    | {"va": 16, "vs": 14, "vo": 10, "j": 2},
+    proofs={"hf": "transformers 5.23", "meta": "llama-models 0.3.0"},
 )

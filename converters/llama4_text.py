@@ -9,7 +9,7 @@ Sources: transformers' ``modeling_llama4.py`` and ``convert_llama4_weights_to_hf
 ``llama_models/checkpoint.py``, torchtitan 0.2.2's ``models/llama4`` and ``models/moe/moe.py``.
 """
 
-from ckptctl.planner.layouts import PRESENT, Drop, Family, Tie
+from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Tie
 
 EMBED = """
 embed  v* d  embed_tokens.weight  tok_embeddings.weight
@@ -129,5 +129,11 @@ FAMILY = Family(
     variants=(("dense", "moe"),),
     config_signs=({"model_type": "llama4_text"},),
     params_signs=({"moe_args": PRESENT},),
+    params=ParamsStyle("Meta's", translated=False),
+    proofs={
+        "hf": "transformers 5.23",
+        "meta": "llama-models 0.3.0",
+        "torchtitan@0.2": "torchtitan 0.2.2",
+    },
     tiny={"v": 24, "d": 20, "f": 12, "m": 8, "s": 8, "h": 8, "k": 4, "e": 6, "x": 4, "i": 4},
 )

@@ -55,6 +55,7 @@ FAMILY: Family = replace(
     layouts=("hf", "mistral"),
     architecture="Ministral3ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=()),),
+    proofs={"hf": "transformers 5.23", "mistral": "mistral-inference 1.6.0"},
     config_signs=({"model_type": "ministral3"},),
     params_signs=({"hidden_dim": PRESENT, "yarn": PRESENT, "moe": None, "vision_encoder": None},),
     params=STYLE,

@@ -22,6 +22,7 @@ FAMILY: Family = replace(
     title="Ministral 3 3B, 8B, 14B",
     aliases=("ministral_3_vision",),
     refines="mistral3",
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "mistral3", "text_config.model_type": "ministral3"},),
     params_signs=({"vision_encoder": PRESENT, "yarn": PRESENT},),
     params=STYLE,

@@ -52,6 +52,11 @@ FAMILY: Family = replace(
     drops=ROTARY,
     ties=(Tie("output", of="embed", stored_in=("mistral", "torchtune")),),
     repeated=(),
+    proofs={
+        "hf": "transformers 5.23",
+        "mistral": "mistral-inference 1.6.0",
+        "torchtune": "torchtune 0.6.1",
+    },
     config_signs=({"model_type": "mistral"},),
     params_signs=(
         {

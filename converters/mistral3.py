@@ -11,9 +11,9 @@ from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Ti
 from converters import mistral, pixtral
 
 MERGER = """
-logical       axes    hf: multi_modal_projector.         hf-v5: model.multi_modal_projector.  mistral
-merger_norm   vd      norm.weight                        norm.weight                          pre_mm_projector_norm.weight
-merger        vd u    patch_merger.merging_layer.weight  patch_merger.merging_layer.weight    patch_merger.merging_layer.weight
+logical      axes  hf: multi_modal_projector.         hf-v5: model.multi_modal_projector.  mistral
+merger_norm  vd    norm.weight                        norm.weight                          pre_mm_projector_norm.weight
+merger       vd u  patch_merger.merging_layer.weight  patch_merger.merging_layer.weight    patch_merger.merging_layer.weight
 """  # noqa: E501
 
 STYLE: ParamsStyle = replace(
@@ -38,6 +38,11 @@ FAMILY: Family = replace(
     tables=(*pixtral.FAMILY.tables, MERGER),
     architecture="Mistral3ForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=()),),
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "mistral": "mistral-inference 1.6.0",
+    },
     config_signs=({"model_type": "mistral3"},),
     params_signs=({"vision_encoder": PRESENT, "yarn": None},),
     params=STYLE,

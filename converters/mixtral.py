@@ -17,17 +17,17 @@ embed    v d   model.embed_tokens.weight  tok_embeddings.weight
 """
 
 LAYER = """
-logical  axes       hf: model.layers.{i}.                    mistral: layers.{i}.
-q        (h r p) d  self_attn.q_proj.weight (h p r) d        attention.wq.weight
-k        (k r p) d  self_attn.k_proj.weight (k p r) d        attention.wk.weight
-v        (k e) d    self_attn.v_proj.weight                  attention.wv.weight
-o        d (h e)    self_attn.o_proj.weight                  attention.wo.weight
-router   x d        block_sparse_moe.gate.weight             feed_forward.gate.weight
-w1       x f d      block_sparse_moe.experts.{x}.w1.weight   feed_forward.experts.{x}.w1.weight
-w3       x f d      block_sparse_moe.experts.{x}.w3.weight   feed_forward.experts.{x}.w3.weight
-w2       x d f      block_sparse_moe.experts.{x}.w2.weight   feed_forward.experts.{x}.w2.weight
-norm_1   d          input_layernorm.weight                   attention_norm.weight
-norm_2   d          post_attention_layernorm.weight          ffn_norm.weight
+logical  axes       hf: model.layers.{i}.                   mistral: layers.{i}.
+q        (h r p) d  self_attn.q_proj.weight (h p r) d       attention.wq.weight
+k        (k r p) d  self_attn.k_proj.weight (k p r) d       attention.wk.weight
+v        (k e) d    self_attn.v_proj.weight                 attention.wv.weight
+o        d (h e)    self_attn.o_proj.weight                 attention.wo.weight
+router   x d        block_sparse_moe.gate.weight            feed_forward.gate.weight
+w1       x f d      block_sparse_moe.experts.{x}.w1.weight  feed_forward.experts.{x}.w1.weight
+w3       x f d      block_sparse_moe.experts.{x}.w3.weight  feed_forward.experts.{x}.w3.weight
+w2       x d f      block_sparse_moe.experts.{x}.w2.weight  feed_forward.experts.{x}.w2.weight
+norm_1   d          input_layernorm.weight                  attention_norm.weight
+norm_2   d          post_attention_layernorm.weight         ffn_norm.weight
 """
 
 PACKED = """
@@ -69,6 +69,11 @@ FAMILY = Family(
     sizes={
         **mistral.FAMILY.sizes,
         "x": ("num_local_experts", "moe.num_experts"),
+    },
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "mistral": "mistral-inference 1.6.0",
     },
     config_signs=({"model_type": "mixtral"},),
     params_signs=({"moe": PRESENT, "multiple_of": None},),

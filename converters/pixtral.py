@@ -36,30 +36,30 @@ output   v d   language_model.lm_head.weight     lm_head.weight                 
 """
 
 PATCHES = """
-logical       axes         hf: vision_tower.  hf-v5: model.vision_tower.  mistral: vision_encoder.
-patches       vd c py px   patch_conv.weight  patch_conv.weight           patch_conv.weight
-vision_norm   vd           ln_pre.weight      ln_pre.weight               ln_pre.weight
+logical      axes        hf: vision_tower.  hf-v5: model.vision_tower.  mistral: vision_encoder.
+patches      vd c py px  patch_conv.weight  patch_conv.weight           patch_conv.weight
+vision_norm  vd          ln_pre.weight      ln_pre.weight               ln_pre.weight
 """
 
 VISION = """
-logical        axes           hf: vision_tower.transformer.layers.{j}.  hf-v5: model.vision_tower.transformer.layers.{j}.  mistral: vision_encoder.transformer.layers.{j}.
-vision_q       (vh vr p) vd   attention.q_proj.weight (vh p vr) vd      attention.q_proj.weight (vh p vr) vd               attention.wq.weight
-vision_k       (vh vr p) vd   attention.k_proj.weight (vh p vr) vd      attention.k_proj.weight (vh p vr) vd               attention.wk.weight
-vision_v       (vh ve) vd     attention.v_proj.weight                   attention.v_proj.weight                            attention.wv.weight
-vision_o       vd (vh ve)     attention.o_proj.weight                   attention.o_proj.weight                            attention.wo.weight
-vision_w1      vf vd          feed_forward.gate_proj.weight             feed_forward.gate_proj.weight                      feed_forward.w1.weight
-vision_w3      vf vd          feed_forward.up_proj.weight               feed_forward.up_proj.weight                        feed_forward.w3.weight
-vision_w2      vd vf          feed_forward.down_proj.weight             feed_forward.down_proj.weight                      feed_forward.w2.weight
-vision_norm_1  vd             attention_norm.weight                     attention_norm.weight                              attention_norm.weight
-vision_norm_2  vd             ffn_norm.weight                           ffn_norm.weight                                    ffn_norm.weight
+logical        axes          hf: vision_tower.transformer.layers.{j}.  hf-v5: model.vision_tower.transformer.layers.{j}.  mistral: vision_encoder.transformer.layers.{j}.
+vision_q       (vh vr p) vd  attention.q_proj.weight (vh p vr) vd      attention.q_proj.weight (vh p vr) vd               attention.wq.weight
+vision_k       (vh vr p) vd  attention.k_proj.weight (vh p vr) vd      attention.k_proj.weight (vh p vr) vd               attention.wk.weight
+vision_v       (vh ve) vd    attention.v_proj.weight                   attention.v_proj.weight                            attention.wv.weight
+vision_o       vd (vh ve)    attention.o_proj.weight                   attention.o_proj.weight                            attention.wo.weight
+vision_w1      vf vd         feed_forward.gate_proj.weight             feed_forward.gate_proj.weight                      feed_forward.w1.weight
+vision_w3      vf vd         feed_forward.up_proj.weight               feed_forward.up_proj.weight                        feed_forward.w3.weight
+vision_w2      vd vf         feed_forward.down_proj.weight             feed_forward.down_proj.weight                      feed_forward.w2.weight
+vision_norm_1  vd            attention_norm.weight                     attention_norm.weight                              attention_norm.weight
+vision_norm_2  vd            ffn_norm.weight                           ffn_norm.weight                                    ffn_norm.weight
 """  # noqa: E501
 
 ADAPTER = """
-logical            axes   hf: multi_modal_projector.  hf-v5: model.multi_modal_projector.  mistral: vision_language_adapter.
-adapter_in         a vd   linear_1.weight             linear_1.weight                      w_in.weight
-adapter_in_bias?   a      linear_1.bias               linear_1.bias                        w_in.bias
-adapter_out        d a    linear_2.weight             linear_2.weight                      w_out.weight
-adapter_out_bias?  d      linear_2.bias               linear_2.bias                        w_out.bias
+logical            axes  hf: multi_modal_projector.  hf-v5: model.multi_modal_projector.  mistral: vision_language_adapter.
+adapter_in         a vd  linear_1.weight             linear_1.weight                      w_in.weight
+adapter_in_bias?   a     linear_1.bias               linear_1.bias                        w_in.bias
+adapter_out        d a   linear_2.weight             linear_2.weight                      w_out.weight
+adapter_out_bias?  d     linear_2.bias               linear_2.bias                        w_out.bias
 """  # noqa: E501
 
 SEES = (
@@ -117,6 +117,11 @@ FAMILY = Family(
         "c": ("vision_config.num_channels", "vision_encoder.num_channels"),
         "py": ("vision_config.patch_size", "vision_encoder.patch_size"),
         "j": ("vision_config.num_hidden_layers", "vision_encoder.num_hidden_layers"),
+    },
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "mistral": "mistral-inference 1.6.0",
     },
     config_signs=({"model_type": "llava"},),
     params_signs=({"vision_encoder": PRESENT},),

@@ -29,6 +29,7 @@ FAMILY: Family = replace(
     ),
     ties=(),
     repeated=(),
+    proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=(
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         {"model_type": "mistral", "architectures": ["MistralForSequenceClassification"]},

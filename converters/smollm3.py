@@ -15,5 +15,6 @@ FAMILY: Family = replace(
     aliases=("smollm_3",),
     architecture="SmolLM3ForCausalLM",
     tied=True,
+    proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "smollm3"},),
 )

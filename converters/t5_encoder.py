@@ -15,15 +15,15 @@ positions  n h   encoder.block.0.layer.0.SelfAttention.relative_attention_bias.w
 
 LAYER = """
 logical  axes     hf: encoder.block.{i}.layer.  torchtune: layers.{i}.
-q        (h e) d  0.SelfAttention.q.weight             attn.q_proj.weight
-k        (h e) d  0.SelfAttention.k.weight             attn.k_proj.weight
-v        (h e) d  0.SelfAttention.v.weight             attn.v_proj.weight
-o        d (h e)  0.SelfAttention.o.weight             attn.output_proj.weight
-w1       f d      1.DenseReluDense.wi_0.weight         mlp.w1.weight
-w3       f d      1.DenseReluDense.wi_1.weight         mlp.w3.weight
-w2       d f      1.DenseReluDense.wo.weight           mlp.w2.weight
-norm_1   d        0.layer_norm.weight                  sa_norm.scale
-norm_2   d        1.layer_norm.weight                  mlp_norm.scale
+q        (h e) d  0.SelfAttention.q.weight      attn.q_proj.weight
+k        (h e) d  0.SelfAttention.k.weight      attn.k_proj.weight
+v        (h e) d  0.SelfAttention.v.weight      attn.v_proj.weight
+o        d (h e)  0.SelfAttention.o.weight      attn.output_proj.weight
+w1       f d      1.DenseReluDense.wi_0.weight  mlp.w1.weight
+w3       f d      1.DenseReluDense.wi_1.weight  mlp.w3.weight
+w2       d f      1.DenseReluDense.wo.weight    mlp.w2.weight
+norm_1   d        0.layer_norm.weight           sa_norm.scale
+norm_2   d        1.layer_norm.weight           mlp_norm.scale
 """
 
 AFTER = """
@@ -49,6 +49,7 @@ FAMILY = Family(
         "n": ("relative_attention_num_buckets", ""),
         "i": ("num_layers", ""),
     },
+    proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "t5"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 4, "e": 8, "n": 10, "i": 2},
 )

@@ -33,28 +33,28 @@ not compared so.
 | `meta` | Meta's `consolidated.NN.pth` |
 | `mistral` | mistral-inference's `consolidated.safetensors` |
 | `torchtune` | torchtune's models |
-| `torchtitan@0.2`, `torchtitan@0.3` | torchtitan, which names its tensors differently from version to version |
+| `torchtitan@0.2`, `torchtitan@0.3` | torchtitan, which changes names from version to version |
 | others | the model's own code: `deepseek`, `openai`, `olmo`, ... |
 
-Layouts of a family may differ in the order of rotary pairs: in Llama's `hf` a pair is `j`, `j + e/2` of
-a head's `e` rows, in its other layouts it is `2j`, `2j + 1`. The axes show it: `(h p r) d` and
-`(h r p) d`.
+Layouts of a family may differ in the order of rotary pairs: in Llama's `hf` a pair is `j`,
+`j + e/2` of a head's `e` rows, in its other layouts it is `2j`, `2j + 1`. The axes show it:
+`(h p r) d` and `(h r p) d`.
 
 ## How a model is recognised
 
 `config.json` and `params.json` come first, then the keys. Where several model types fit and the
-conversion would be the same for all of them, it goes ahead; otherwise it is an error that names them,
-and `--model-type` or `--assets` decides.
+conversion would be the same for all of them, it goes ahead; otherwise it is an error that names
+them, and `--model-type` or `--assets` decides.
 
 | model type | recognised by |
 | --- | --- |
 """
 TAIL = """
-Where layouts differ in rotary order, or one of them concatenates queries, keys and values, numbers of
-heads have to be known: from `config.json` or `params.json`, of the source or of `--assets`, or from
-`--set`, as in `--set n_heads=32`.
+Where layouts differ in rotary order, or one of them concatenates queries, keys and values, numbers
+of heads have to be known: from `config.json` or `params.json`, of the source or of `--assets`, or
+from `--set`, as in `--set n_heads=32`.
 
-A checkpoint of an unknown model converts between `hf`, `dcp` and `torch` with the names that it has.
+A checkpoint of an unknown model converts between `hf`, `dcp` and `torch` with the names it has.
 """
 
 

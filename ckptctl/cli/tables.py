@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptctl.dtypes import BY_NAME
+from ckptctl.errors import either
 from ckptctl.ops import tree
 from ckptctl.units import format_bytes, natural_key
 
@@ -111,7 +112,7 @@ def size(output: Output, nbytes: int) -> str:
 
 def model(found: Inspection) -> str:
     """Return the model type, or those that are possible."""
-    return found.model_type or " or ".join(found.candidates) or "unknown model type"
+    return found.model_type or either(found.candidates) or "unknown model type"
 
 
 def files(found: Inspection) -> str:

@@ -161,8 +161,11 @@ class Joined:
 
     def _require_same_keys(self) -> None:
         """Refuse ranks that lack a tensor, unless it is one of those that ranks share out."""
+        if all(len(shard) == len(self.order) for shard in self.shards):
+            return
+        copied = [key for key in self.order if not self._shared_out(key)]
         for shard, name in zip(self.shards, self.names, strict=True):
-            lacking = [key for key in self.order if key not in shard and not self._shared_out(key)]
+            lacking = [key for key in copied if key not in shard]
             if lacking:
                 raise DamagedError(
                     f"`{name}` lacks tensors that other ranks hold", where=name, why=listed(lacking)

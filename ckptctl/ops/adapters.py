@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Settings:
         ranks: Ranks of modules that have another one, by regular expression.
         alphas: The same for alpha.
         scaling: The factor of B A for all modules, where the user gave it.
+        dora: Whether there are magnitudes; None: not stated.
     """
 
     alpha: float | None = None
@@ -58,6 +59,7 @@ class Settings:
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
     scaling: float | None = None
+    dora: bool | None = None
 
     @property
     def plain(self) -> bool:
@@ -113,6 +115,28 @@ def factors_only(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=kept, notes=notes)
 
 
+def check_magnitudes(known: Settings, with_: Collection[str], without: Collection[str]) -> None:
+    """Refuse magnitudes that the configuration does not know of, and missing ones.
+
+    Args:
+        known: What the configuration says.
+        with_: B's of modules that have a magnitude.
+        without: Those of modules that have none.
+
+    Raises:
+        DamagedError: PEFT would compute something else.
+    """
+    if known.dora is False and with_:
+        problem, where = f"{CONFIG} says `use_dora: false`, but there are magnitudes", with_
+    elif without and (with_ or known.dora):
+        problem, where = "some modules have a magnitude and some have none", without
+    else:
+        return
+    raise DamagedError(
+        problem, where=f"tensor `{next(iter(where))}`", hint="do the two files belong together?"
+    )
+
+
 def described(catalog: Catalog) -> Json | None:
     """Return the adapter's configuration; None: there is none beside it."""
     own = catalog.documents.get(CONFIG)
@@ -149,6 +173,7 @@ def settings(
         ranks={key: int(value) for key, value in _pattern(config, "rank_pattern").items()},
         alphas=_pattern(config, "alpha_pattern"),
         scaling=scaling,
+        dora=_stated(config, "use_dora"),
     )
 
 
@@ -174,6 +199,11 @@ def _refuse(config: Json) -> None:
 
 def _unsupported(name: str, what: str) -> RefusedError:
     return RefusedError(f"{what} are not supported in adapters", where=f"`{name}` in {CONFIG}")
+
+
+def _stated(config: Json, name: str) -> bool | None:
+    value = config.get(name)
+    return value if isinstance(value, bool) else None
 
 
 def _number(config: Json, name: str) -> float | None:

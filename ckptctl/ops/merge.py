@@ -15,7 +15,7 @@ from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, 
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops import checks
-from ckptctl.ops.adapters import Settings, described, factors_only, settings
+from ckptctl.ops.adapters import Settings, check_magnitudes, described, factors_only, settings
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.convert import plan_changed, run_conversion
 from ckptctl.ops.layout_change import chosen_family
@@ -158,6 +158,11 @@ class _Merge:
         family = chosen_family(known, known.layout, catalog.path)
         held = select(catalog, known.root).tensors
         self.found = self._deltas(family, known, held, documents)
+        check_magnitudes(
+            self.settings,
+            [delta.b.key for delta in self.found.changed if delta.magnitude],
+            [delta.b.key for delta in self.found.changed if not delta.magnitude],
+        )
         factors = self._factors()
         names = [delta.key for delta in self.found.changed] + list(self.found.replaced)
         base = _resolved(catalog, {held[name].name: held[name] for name in names})

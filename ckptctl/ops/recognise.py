@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, UsageError, nearest
+from ckptctl.errors import MappingError, UsageError, either, nearest
 from ckptctl.ops.selection import Selection, checked_root, containers, roots, select
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.detect import Candidate, Detection, detect
@@ -45,7 +45,7 @@ class Recognition:
     @property
     def named(self) -> str:
         """Return the model type as a sentence can show it."""
-        return self.model_type or " or ".join(self.candidates) or "unknown model"
+        return self.model_type or either(self.candidates) or "unknown model"
 
 
 def recognise(

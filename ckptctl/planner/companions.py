@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ckptctl.planner.tables import Leaf, Tensor
 from ckptctl.planner.templates import Template
 
-AXES = ("down", "across")
+BLOCK_AXES = ("down", "across")
 """Blocks of rows and of columns: axes that a family with companions declares as free."""
 
 
@@ -35,10 +35,10 @@ class Companion:
         """Return the scales of *weight*; None: it has none, being no matrix of its own."""
         home = next(iter(self.endings))
         first = weight.leaves.get(home)
-        if first is None or first.part is not None or len(first.dims) != len(AXES):
+        if first is None or first.part is not None or len(first.dims) != len(BLOCK_AXES):
             return None
         leaves = {
-            layout: Leaf(_key(leaf, *ends), tuple((axis,) for axis in AXES), leaf.spread)
+            layout: Leaf(_key(leaf, *ends), tuple((axis,) for axis in BLOCK_AXES), leaf.spread)
             for layout, ends in self.endings.items()
             for leaf in [weight.leaves.get(layout)]
             if leaf and _shape(leaf) == _shape(first) and leaf.key.text.endswith(ends[0])
@@ -82,5 +82,5 @@ def _split(axis: str | None, leaf: Leaf) -> str | None:
     """Return the axis of the scales that ranks divide where they divide *axis* of the weight."""
     if axis is None or axis in leaf.spread:
         return axis
-    dims = zip(AXES, leaf.dims, strict=True)
+    dims = zip(BLOCK_AXES, leaf.dims, strict=True)
     return next((own for own, group in dims if axis == group[0]), None)

@@ -156,7 +156,7 @@ class _Deltas:
         a, b, magnitude = (roles.get(role) for role in ROLES)
         assert a is not None and b is not None
         ranks = a.sources[0].sizes[0], b.sources[0].sizes[1]
-        if ranks[0] != ranks[1]:
+        if ranks[0] != ranks[1] or not ranks[0]:
             raise DamagedError(
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
                 where=f"tensors `{_source(a)}` and `{_source(b)}`",

@@ -92,16 +92,23 @@ def detect(
         MappingError: The configuration holds a value of the wrong kind.
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
-    found: list[Candidate] = []
     kinds = [
         _Kind(kind, frozenset(kind.split(".")) - {"#"}, count)
         for kind, count in Counter(map(skeleton, shapes)).items()
     ]
-    for family in families.values():
-        evidence = _evidence(family, *known)
-        names = [] if evidence is None else _plausible(family, kinds)
-        found += _layouts(family, names, shapes, (config, params), ranks, prefer, evidence or ())
-    fitting = [c for c in found if c.exact] or _closest(found)
+    fitting: list[Candidate] = []
+    # Only layouts that know every key are exact: the tables of most families need no parsing then.
+    for share in (1.0, ENOUGH):
+        found: list[Candidate] = []
+        for family in families.values():
+            evidence = _evidence(family, *known)
+            names = [] if evidence is None else _plausible(family, kinds, share)
+            files = config, params
+            found += _layouts(family, names, shapes, files, ranks, prefer, evidence or ())
+        fitting = [c for c in found if c.exact]
+        if fitting:
+            break
+    fitting = fitting or _closest(found)
     configured = any(item is not None for item in known)
     if configured:
         fitting = _most_refined(fitting, families)
@@ -116,12 +123,12 @@ class _Kind(NamedTuple):
     number: int
 
 
-def _plausible(family: Family, kinds: Sequence[_Kind]) -> list[str]:
-    """Return the layouts that may know enough keys, judged by their skeletons alone.
+def _plausible(family: Family, kinds: Sequence[_Kind], share: float) -> list[str]:
+    """Return the layouts that may know a *share* of the keys, judged by their skeletons alone.
 
     The words of the keys come first: the tables of a family that lacks them are never parsed.
     """
-    enough = ENOUGH * sum(kind.number for kind in kinds)
+    enough = share * sum(kind.number for kind in kinds)
     spelled = [kind for kind in kinds if kind.words <= family.words]
     if sum(kind.number for kind in spelled) < enough:
         return []

@@ -29,14 +29,16 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ckptctl.errors import UsageError, listed, nearest
-from ckptctl.planner.companions import Companion, with_companions
+from ckptctl.planner.companions import BLOCK_AXES, Companion, with_companions
 from ckptctl.planner.statements import META, NEEDED, ParamsStyle, Rule, Same, looked_up
 from ckptctl.planner.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.templates import Template, TemplateTable
 
 __all__ = [
+    "BLOCK_AXES",
     "NEEDED",
     "PRESENT",
+    "Companion",
     "Drop",
     "Family",
     "Layout",

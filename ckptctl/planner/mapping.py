@@ -185,7 +185,7 @@ class _Run:
         for tensor, values in self._wanted():
             origin = self._origin(tensor, values, partial)
             if origin and tensor.name not in self.target.leaves:
-                if not self._tiled(tensor, origin[1][()] if () in origin[1] else ""):
+                if not self._tiled(tensor, origin[1].get((), "")):
                     homeless |= dict.fromkeys(origin[1].values(), tensor)
             elif origin:
                 tensors += self._mapped(tensor, values, *origin)

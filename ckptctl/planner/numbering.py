@@ -1,8 +1,8 @@
 """Layer numbers of layouts that count layers of different kinds together.
 
-Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others, torchtune gives
-each the number of the layer that follows it; Hugging Face numbers the multi-token-prediction layers
-of DeepSeek-V3 after the others. Other layouts count each kind from 0.
+Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others, torchtune
+gives each the number of the layer that follows it; Hugging Face numbers the multi-token-prediction
+layers of DeepSeek-V3 after the others. Other layouts count each kind from 0.
 """
 
 from __future__ import annotations

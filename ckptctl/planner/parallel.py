@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError
@@ -77,6 +78,7 @@ class Share:
         return cls(shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
 
 
+@lru_cache(maxsize=1 << 16)
 def cuts(family: Family, layout: str, key: str) -> tuple[Cut, ...]:
     """Return how ranks divide each part of *key*; ``()``: a tensor without information.
 
@@ -177,7 +179,7 @@ class _Division:
             return 1, 0, 1
         group = cut.leaf.dims[cut.dim]
         rows = length if cut.dim == cut.leaf.along else self.shape[cut.dim]
-        outer = self.sizes.of(self.family.expand(cut.before))
+        outer = self.sizes.of(self.family.expand(cut.before)) if rows else 1
         count = rows if len(group) == 1 else self.sizes.axes.get(cut.axis)
         if outer is None:
             raise _unknown(self.family, self.key, cut.before, self.ranks)

@@ -62,6 +62,7 @@ def params_to_config(
         MappingError: params.json holds something that is not understood, or a size is missing.
     """
     style, values = family.params, facts(params)
+    _require_translated(family, "config.json", "params.json")
     _understood(family, plain(params))
     config: dict[str, object] = {"architectures": [family.architecture]}
     for axis, size in _known_sizes(family, values, read_sizes(family, None, params) | dict(sizes)):
@@ -83,6 +84,14 @@ def params_to_config(
         _put(config, f"{place}tie_word_embeddings", bool(told))
     _spell_rope(config, style)
     return config | ({"torch_dtype": dtype} if dtype else {})
+
+
+def _require_translated(family: Family, wanted: str, given: str) -> None:
+    if not family.params.translated:
+        raise MappingError(
+            f"{wanted} of `{family.name}` cannot be made of {given}",
+            hint=f"--assets DIR names a directory that holds {wanted}",
+        )
 
 
 def assumed(family: Family, params: Json) -> dict[str, object]:
@@ -192,6 +201,7 @@ def config_to_params(
         MappingError: A value of config.json has no expression in params.json.
     """
     style, values = family.params, _canonical(config)
+    _require_translated(family, "params.json", "config.json")
     known = read_sizes(family, config) | dict(sizes)
     stated = {axis: names[1] for axis, names in family.sizes.items() if names[1]}
     lacking = [family.called(axis) for axis in stated if axis not in known]

@@ -310,7 +310,8 @@ class _Router:
         concrete = {axis: values[axis] for axis in asked if isinstance(values[axis], int)}
         shared = {axis: target_lead[axis] for axis in leaf.spread if axis in wanted.spread}
         open_lead = {axis: f"{{{axis}}}" for axis in free}
-        for own in [concrete, open_lead] if concrete else [open_lead]:
+        choices: list[Values] = [concrete, open_lead] if concrete else [open_lead]
+        for own in choices:
             lead = {**shared, **open_lead, **own}
             key = self._source_key(leaf, held, values, lead)
             into = {a: str(v).strip("{}") if isinstance(v, str) else v for a, v in lead.items()}

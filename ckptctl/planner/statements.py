@@ -95,6 +95,7 @@ class ParamsStyle:
         around_rules: The same for what params.json cannot state.
         constant: What params.json always states, by name.
         silent: What params.json may state that is no property of the model.
+        translated: Whether config.json is made of params.json, and the other way round.
     """
 
     whose: str
@@ -106,6 +107,7 @@ class ParamsStyle:
     around_rules: tuple[Rule, ...] = ()
     constant: dict[str, object] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
+    translated: bool = True
 
     @property
     def prefix(self) -> str:

@@ -117,12 +117,12 @@ class _Tiles:
         zeros: list[Zeros] = []
         equal: list[tuple[Region, Region]] = []
         for place in ((y, x) for y in range(self.tiles) for x in range(self.tiles)):
-            first, *others = [*self._of(place)] or [None]
-            if first is None:
+            held = list(self._of(place))
+            if held:
+                tensors.append(self._place(place, held[0]))
+                equal += [(held[0], other) for other in held[1:]]
+            else:
                 zeros.append(self._zeros((*place, *self._origin), (1, 1, *self.inner)))
-                continue
-            tensors.append(self._place(place, first))
-            equal += [(first, other) for other in others if other]
         note = f"places of `{self.target}` that no picture can have are zeros"
         empty = tuple(self._unused(self.source))
         return Tiling(tuple(tensors), tuple(zeros), tuple(equal), empty, note)

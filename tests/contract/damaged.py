@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import ckptctl
-from ckptctl import formats
 from ckptctl.errors import CkptError
 from tests.checkpoints import (
     differences,
@@ -19,7 +18,6 @@ from tests.contract.support import (
     read,
 )
 
-READABLE = formats.names()
 STATE, CONFIG = tiny_llama("llama3", layers=1, hidden=32, heads=2, kv_heads=2, vocab=64, ffn=96)
 DAMAGE = (3, 4, 5)
 

@@ -20,9 +20,7 @@ PAIRS = [
     for name, family in ADAPTERS.items()
     for pair in itertools.permutations(family.layouts, 2)
 ]
-BASES = [
-    (name, layout) for name, base in families.families().items() for layout in base.layouts
-]
+BASES = [(name, layout) for name, base in families.families().items() for layout in base.layouts]
 
 
 def factors(name, layout):
@@ -67,7 +65,9 @@ def test_an_adapter_is_recognised_by_its_keys(name):
         if shapes:
             found = detect(shapes, ADAPTERS)
             assert is_adapter(shapes) and found.exact
-            assert any(c.family == name and layout in (c.layout, *c.alike) for c in found.candidates)
+            assert any(
+                c.family == name and layout in (c.layout, *c.alike) for c in found.candidates
+            )
 
 
 @pytest.mark.parametrize(("name", "source", "target"), PAIRS)
@@ -106,9 +106,7 @@ def test_the_rows_of_b_go_where_those_of_the_weight_go(name, source, target):
         values[other] = values[kept]
     result = moved(there, values)
     prefix = "base_model.model." if source.startswith("peft") else ""
-    products = {
-        key: np.zeros(shape, int) for key, shape in shapes.items()
-    }
+    products = {key: np.zeros(shape, int) for key, shape in shapes.items()}
     expected = moved(weights, products | product_of(values, prefix, products))
     found = product_of(result, "base_model.model." if target.startswith("peft") else "", expected)
     assert found

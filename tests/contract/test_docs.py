@@ -313,7 +313,10 @@ def test_every_field_of_the_json_is_documented(data: Path, tmp_path: Path) -> No
     assert found <= known, sorted(found - known)
     assert known <= found | {"candidates[]", "dropped.*"}, sorted(known - found)
 
-    key, options = "layers.{i}.feed_forward.experts.{x}.w1.weight", ("-m", "mixtral", "--set", "x=8")
+    key, options = (
+        "layers.{i}.feed_forward.experts.{x}.w1.weight",
+        ("-m", "mixtral", "--set", "x=8"),
+    )
     asked = (
         document("map", key, "--to-layout", "hf-v5", *options),
         document("map", "model.layers.1.mlp.experts.down_proj", "--to-layout", "hf", *options),

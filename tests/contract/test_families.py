@@ -234,7 +234,7 @@ def test_ranks_tile_every_tensor(name, layout, ranks):
 
 
 def cells(offsets, sizes):
-    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes))
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)

@@ -132,7 +132,7 @@ def one_file(folder: Path, state: State, params: Mapping[str, Any]) -> Path:
 
 def shards(folder: Path, state: State, params: Mapping[str, Any], index: bool = True) -> Path:
     described(folder, params)
-    placed = {}
+    placed: dict[str, str] = {}
     for number, part in enumerate(halved(state), 1):
         name = f"consolidated-{number:05d}-of-00002.safetensors"
         save_file(part, folder / name)

@@ -19,7 +19,6 @@ from tests.contract.damaged import (
     DAMAGE,
     KINDS,
     NORM,
-    READABLE,
     STATE,
     convert,
     data_files,
@@ -114,7 +113,7 @@ def test_what_is_something_else(tmp_path: Path, case: str) -> None:
     assert not list((tmp_path / "outputs").iterdir())
 
 
-@pytest.mark.parametrize("source_format", READABLE)
+@pytest.mark.parametrize("source_format", WRITABLE)
 @pytest.mark.parametrize("case", ["exists", "same", "inside", "around", "file", "link"])
 def test_destinations(
     tmp_path: Path, copy: Callable[[str], Path], source_format: str, case: str

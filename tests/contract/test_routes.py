@@ -34,7 +34,7 @@ def evaluated(amount, sizes):
 def part(array, ranges, sizes):
     """The part of *array* that *ranges* mean, by their formulas alone."""
     box = []
-    for one, length in zip(ranges, array.shape):
+    for one, length in zip(ranges, array.shape, strict=True):
         if one.among:
             return None
         stop = length if one.whole else evaluated(one.stop, sizes)
@@ -46,7 +46,7 @@ def filled(key, axes, sizes):
     """Yield *key* with every combination of the axes that are left in it, and their values."""
     left = [axis for axis in axes if f"{{{axis}}}" in key]
     for values in itertools.product(*(range(sizes[axis]) for axis in left)):
-        named = dict(zip(left, values))
+        named = dict(zip(left, values, strict=True))
         yield key.format(**named), named
 
 

@@ -51,6 +51,12 @@ def test_help() -> None:
     run(["--help"], ["--version"], ["convert", "--help"], ["inspect", "--help"], heavy=light)
 
 
+def test_families() -> None:
+    key = "model.layers.0.self_attn.q_proj.weight"
+    asked = ["map", key, "-m", "llama3", "--to-layout", "meta"]
+    run(["models"], ["models", "llama3"], [*asked, "--set", "h=8"])
+
+
 def test_importing_the_package_costs_nothing() -> None:
     code = "import sys, ckptctl; print(*[n for n in sys.modules if n.startswith('ckptctl.')])"
     done = subprocess.run(

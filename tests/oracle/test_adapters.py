@@ -65,7 +65,7 @@ def trained(model: Any, folder: Path, **config: Any) -> Any:
             value.data *= 1 + 0.3 * torch.rand_like(value)
         if "modules_to_save" in name:
             value.data += 0.25
-    adapted.eval().save_pretrained(folder)
+    adapted.eval().save_pretrained(str(folder))
     return adapted
 
 
@@ -205,9 +205,7 @@ def test_torchtunes_own_export_is_wrong_there(kind: str, dora: bool, tmp_path: P
         expected = model(tokens())
     source = folder / "adapter_model.pt"
     ckptctl.convert(source, tmp_path / "peft", to="peft", assets=base, lora_alpha=ALPHA)
-    exported = tune_to_peft_adapter_weights(
-        torch.load(source), num_heads=4, num_kv_heads=2, dim=64
-    )
+    exported = tune_to_peft_adapter_weights(torch.load(source), num_heads=4, num_kv_heads=2, dim=64)
     renamed = {
         name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): value.contiguous()
         for name, value in exported.items()
@@ -264,6 +262,6 @@ def test_patterns_are_looked_up_as_in_peft() -> None:
         {"^layers.1.self_attn.q_proj": 2},
         {"v_proj": 8, "q_proj": 2, "self_attn.q_proj": 8},
     ):
-        alpha = patterns.get(get_pattern_key(patterns, module), 5)
+        alpha = patterns.get(get_pattern_key(list(patterns), module), 5)
         known = settings({"lora_alpha": 5, "alpha_pattern": patterns})
         assert known.scale(f"base_model.model.{module}.lora_A.weight", 1) == alpha

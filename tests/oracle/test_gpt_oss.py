@@ -1,15 +1,14 @@
-"""gpt-oss: experts that torchtitan's own converter loses, and experts in MXFP4."""
+"""gpt-oss in torchtitan, whose own converter loses experts that are not quantised."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ckptctl
 from tests.oracle.models import TOLERANCE, distance
@@ -17,14 +16,13 @@ from tests.oracle.tiny import TINY
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
-from tests.oracle import hf_models
+from tests.oracle import hf_models, test_mxfp4
 from tests.oracle.hf_models import State
-from tests.oracle.peers import Peer, missing, openai, torchtitan
+from tests.oracle.peers import Peer, missing, torchtitan
 from tests.oracle.shims import triton
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
-EXPERTS = ("gate_up_proj", "down_proj")
-METHOD = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+published = test_mxfp4.published
 
 
 def require(peer: Peer) -> None:
@@ -81,57 +79,8 @@ def test_experts_that_are_not_transposed_would_be_noticed(tmp_path: Path) -> Non
     assert distance(said_by(torchtitan, state), hf_models.logits(model)) > 0.05
 
 
-@pytest.fixture
-def quantised(tmp_path: Path) -> Path:
-    """gpt-oss as on the Hub: experts in MXFP4, all else as it was."""
-    folder = hf_models.save(hf_models.random_model(TINY["gpt_oss"]()), tmp_path / "mxfp4")
-    state = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for name in [key for key in state if key.endswith(EXPERTS)]:
-        experts, inputs, outputs = state.pop(name).shape
-        shape = (experts, outputs, inputs // 32)
-        state[f"{name}_blocks"] = _bytes((*shape, 16), 0, 256, generator)
-        state[f"{name}_scales"] = _bytes(shape, 121, 126, generator)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": METHOD}))
-    return folder
-
-
-def _bytes(shape: tuple[int, ...], low: int, high: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
-
-
-def by_openai(folder: Path) -> State:
-    """Return what OpenAI's own reader makes of its own names."""
-    from gpt_oss.torch.weights import PARAM_NAME_MAP, Checkpoint
-
-    reader = Checkpoint(str(folder), torch.device("cpu"))
-    names = {name.removesuffix(".blocks").removesuffix(".scales") for name in _names(folder)}
-    assert {name for name in names if name.endswith("_weight")} <= PARAM_NAME_MAP.keys()
-    return {name: reader.get(name) for name in names}
-
-
-def _names(folder: Path) -> list[str]:
-    return [key for file in folder.glob("*.safetensors") for key in load_file(file)]
-
-
-def test_quantised_experts_under_openais_names(tmp_path: Path, quantised: Path) -> None:
-    require(openai)
-    state = converted(quantised, tmp_path / "openai.pt", "openai")
-    native = tmp_path / "native"
-    native.mkdir()
-    save_file(state, native / "model.safetensors")
-    plain = tmp_path / "plain"
-    ckptctl.convert(quantised, plain, to="hf", dequantize="fp32")
-    expected = hf_models.logits(hf_models.load_strict(plain))
-    assert distance(said_by(openai, by_openai(native)), expected) < TOLERANCE
-
-
-def test_dequantised_experts_in_torchtitan(tmp_path: Path, quantised: Path) -> None:
+def test_dequantised_experts_in_torchtitan(tmp_path: Path, published: Path) -> None:
     require(torchtitan)
-    plain = tmp_path / "plain"
-    ckptctl.convert(quantised, plain, to="hf", dequantize="fp32")
-    expected = hf_models.logits(hf_models.load_strict(plain))
-    state = converted(quantised, tmp_path / "titan.pt", "torchtitan@0.3", dequantize="fp32")
-    assert distance(said_by(torchtitan, state), expected) < TOLERANCE
+    state = converted(published, tmp_path / "titan.pt", "torchtitan@0.3", dequantize="fp32")
+    expected = test_mxfp4.transformers_says(published)
+    assert distance(said_by(torchtitan, state), expected) < TOLERANCE * float(expected.abs().max())

@@ -91,7 +91,7 @@ def test_options_arrive(run, calls):
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "like": Path("d"), "overwrite": True, "resume": True, "verify": True, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True,
-        "sizes": {"n_heads": 4, "k": 2}, "converter": None,
+        "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
     }  # fmt: skip
 
 
@@ -235,6 +235,7 @@ def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
     query = state["model.layers.1.self_attn.q_proj.weight"]
     rows = query.view(4, 2, query.shape[0] // 8, -1).transpose(1, 2).reshape(query.shape)
     assert torch.equal(tuned["layers.1.attn.q_proj.weight"], rows)
+    arguments = ("convert", tmp_path / "m.pt", tmp_path / "v.pt", "--to", "torch", "-m", "llama3")
     strange = run(*arguments, "--to-layout", "torchtune", "--set", "heads=4")
     assert strange.exit_code == 2 and "no size called `heads`" in strange.stderr
     idle = run("convert", tmp_path / "m.pt", tmp_path / "u.pt", "--to", "torch", "--set", "x=1")

@@ -6,6 +6,7 @@ from ckptctl.ops.routes import map_key
 from ckptctl.planner.extents import Amount
 
 Q = "model.layers.7.self_attn.q_proj.weight"
+REORDERED = "reordered"
 QKV = "model.layers.7.self_attn.qkv_proj.weight"
 
 
@@ -16,15 +17,16 @@ def rows(result):
 
 def test_a_permuted_key(run):
     assert rows(run("map", Q, "-m", "llama3", "--to-layout", "meta")) == [
-        ["layers.7.attention.wq.weight", "[:, :]", "(h r p) d", Q, "[:, :]", "(h p r) d"]
-        + ["reordered"]
+        ["layers.7.attention.wq.weight", "[:, :]", "(h r p) d", Q, "[:, :]", "(h p r) d", REORDERED]
     ]
 
 
 def test_a_part_of_a_fused_tensor(run):
     found = rows(run("map", QKV, "-m", "phi3", "--to-layout", "torchtune"))
-    assert [row[4] for row in found] == ["[0:h*e, :]", "[h*e:h*e + k*e, :]"] + [
-        "[h*e + k*e:h*e + k*e + k*e, :]"
+    assert [row[4] for row in found] == [
+        "[0:h*e, :]",
+        "[h*e:h*e + k*e, :]",
+        "[h*e + k*e:h*e + k*e + k*e, :]",
     ]
 
 

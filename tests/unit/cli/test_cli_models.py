@@ -60,9 +60,7 @@ def test_what_is_not_there(run, arguments, said):
 def test_tables_say_what_the_families_say(run):
     (mixtral,) = document(run("models", "mixtral", "--json"))
     rows = {
-        (table["name"], row["tensor"]): row
-        for table in mixtral["tables"]
-        for row in table["rows"]
+        (table["name"], row["tensor"]): row for table in mixtral["tables"] for row in table["rows"]
     }
     w3 = rows["hf-v5", "w3"]
     assert (w3["part"], w3["parts"], w3["along"], w3["axes"]) == (1, ["w1", "w3"], 1, "x f d")

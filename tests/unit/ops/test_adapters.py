@@ -100,5 +100,5 @@ def test_a_configuration_that_is_made():
     made = written(dict.fromkeys(modules("q_proj"), 4), settings(None, 8), None, True, 3)
     assert (made["r"], made["lora_alpha"], made["use_dora"]) == (4, 8, True)
     assert made["target_modules"] == ["q_proj"]
-    with pytest.raises(CkptError, match="--lora-alpha|alpha"):
+    with pytest.raises(CkptError, match="alpha"):
         written({"m": 4}, settings(None, None, 2.0), None, False, None)

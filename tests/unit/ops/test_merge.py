@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, MappingError, RefusedError, UsageError
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
+from tests.contract.support import to_halves
 
 STATE, CONFIG = tiny_llama("llama3", "float32")
 SCALE = 2.0
@@ -72,9 +74,14 @@ def test_merging_and_converting_commute(base, tmp_path, dora, to, layout):
     for other in found[1:]:
         assert other.keys() == found[0].keys()
         assert all(torch.equal(other[name], value) for name, value in found[0].items())
-    assert not torch.equal(*(contents(tmp_path / n)[next(
-        name for name in found[0] if "wq.weight" in name or "q_proj.weight" in name
-    )] for n in ("moved", "last")))
+    assert not torch.equal(
+        *(
+            contents(tmp_path / n)[
+                next(name for name in found[0] if "wq.weight" in name or "q_proj.weight" in name)
+            ]
+            for n in ("moved", "last")
+        )
+    )
 
 
 def contents(path):
@@ -130,7 +137,7 @@ def test_modules_to_save_replace_those_of_the_model(base, tmp_path):
     assert torch.equal(found["norm.scale"], saved["base_model.model.model.norm.weight"])
 
 
-def lacking(adapter, part):
+def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
     return {name: value for name, value in adapter.items() if part not in name}
 
 
@@ -157,6 +164,28 @@ def test_what_does_not_fit_is_refused(base, tmp_path, change, error, says):
     shown = f"{caught.value.what} {caught.value.why}"
     assert says in shown, shown
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_magnitudes_that_the_configuration_contradicts(base, tmp_path, dora):
+    adapter = random_adapter(STATE, ("self_attn.q_proj",), dora=not dora)
+    folder = save_peft(tmp_path / "adapter", adapter, use_dora=dora)
+    with pytest.raises(DamagedError, match="magnitude"):
+        ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_a_magnitude_that_is_missing(base, tmp_path):
+    adapter = random_adapter(STATE, ("self_attn.q_proj",), dora=True)
+    adapter = lacking(adapter, "1.self_attn.q_proj.lora_magnitude_vector")
+    with pytest.raises(DamagedError, match="some have none"):
+        ckptctl.merge(base, save_peft(tmp_path / "adapter", adapter), tmp_path / "out")
+
+
+def test_factors_without_rows(base, tmp_path):
+    """What ZeRO-3 leaves of an adapter that was not gathered."""
+    adapter = random_adapter(STATE, ("self_attn.q_proj",), rank=0)
+    with pytest.raises(DamagedError, match="rank 0"):
+        ckptctl.merge(base, save_peft(tmp_path / "adapter", adapter, r=4), tmp_path / "out")
 
 
 def test_a_model_is_no_adapter(base, tmp_path):
@@ -213,3 +242,25 @@ def test_the_plan_names_what_is_merged(base, tmp_path):
         "scales": [2.0],
     }
     assert plan.conversion.arithmetic
+
+
+def test_an_adapter_of_mistral(tmp_path):
+    """Its rows are interleaved; the factor is given, as to ``load_lora`` of mistral-inference."""
+    config = {**CONFIG, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    config = {name: value for name, value in config.items() if not name.startswith("rope")}
+    save_hf(tmp_path / "base", STATE, {**config, "rope_theta": 10000.0, "sliding_window": None})
+    generator = torch.Generator().manual_seed(2)
+    factors, expected = {}, dict(STATE)
+    for name, native, heads in (("q", "wq", 4), ("k", "wk", 2), ("v", "wv", 0)):
+        key = f"model.layers.1.self_attn.{name}_proj.weight"
+        a = torch.randn(3, STATE[key].shape[1], generator=generator)
+        b = torch.randn(STATE[key].shape[0], 3, generator=generator)
+        factors[f"layers.1.attention.{native}.lora_A.weight"] = a
+        factors[f"layers.1.attention.{native}.lora_B.weight"] = b
+        change = to_halves(b @ a, heads) if heads else b @ a
+        expected[key] = STATE[key] + 2.0 * change
+    save_file(factors, tmp_path / "lora.safetensors")
+    with pytest.raises(UsageError, match="how strong"):
+        ckptctl.plan_merge(tmp_path / "base", tmp_path / "lora.safetensors", tmp_path / "out")
+    ckptctl.merge(tmp_path / "base", tmp_path / "lora.safetensors", tmp_path / "out", scaling=2.0)
+    close(load_any_reference(tmp_path / "out"), expected)

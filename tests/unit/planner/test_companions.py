@@ -6,7 +6,7 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
-from ckptctl.planner.companions import AXES, Companion
+from ckptctl.planner.companions import BLOCK_AXES, Companion
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping import map_tensors
 from tests.contract.test_families import mapped, tiny
@@ -88,11 +88,11 @@ def test_a_scale_of_one_layer_that_is_missing_is_missed():
 def test_ranks_divide_scales_as_they_divide_weights():
     split = {name: t.split for name, t in V3.tensors.items() if t.scales and "{i}" in name}
     down = ("q", "q_b", "kv_b", "w1", "w3", "shared_w1", "shared_w3")
-    assert {n.split(".")[0] for n, axis in split.items() if axis == AXES[0]} == {
+    assert {n.split(".")[0] for n, axis in split.items() if axis == BLOCK_AXES[0]} == {
         f"{name}_scale" for name in down
     }
     across = ("o", "w2", "shared_w2")
-    assert {n.split(".")[0] for n, axis in split.items() if axis == AXES[1]} == {
+    assert {n.split(".")[0] for n, axis in split.items() if axis == BLOCK_AXES[1]} == {
         f"{name}_scale" for name in across
     }
     assert split["expert_w2_scale.{i}"] == "x"

@@ -1,6 +1,7 @@
 """Mistral's params.json; Meta's is in ``test_configs.py``."""
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from ckptctl.planner.configs import facts, is_tied
 from ckptctl.planner.layouts import holds
 from ckptctl.planner.params import assumed, config_to_params, contradictions, params_to_config
 
-BASE = {
+BASE: dict[str, Any] = {
     "dim": 4096,
     "n_layers": 32,
     "head_dim": 128,
@@ -20,11 +21,11 @@ BASE = {
     "norm_eps": 1e-05,
     "vocab_size": 32000,
 }
-V01 = BASE | {"sliding_window": 4096}
-V03 = BASE | {"vocab_size": 32768, "rope_theta": 1000000.0}
-NEMO = V03 | {"dim": 5120, "n_layers": 40, "vocab_size": 131072, "max_seq_len": 128000}
-MIXTRAL = BASE | {"moe": {"num_experts_per_tok": 2, "num_experts": 8}}
-VISION = {
+V01: dict[str, Any] = BASE | {"sliding_window": 4096}
+V03: dict[str, Any] = BASE | {"vocab_size": 32768, "rope_theta": 1000000.0}
+NEMO: dict[str, Any] = V03 | {"dim": 5120, "n_layers": 40, "vocab_size": 131072, "max_seq_len": 128000}
+MIXTRAL: dict[str, Any] = BASE | {"moe": {"num_experts_per_tok": 2, "num_experts": 8}}
+VISION: dict[str, Any] = {
     "hidden_size": 1024,
     "num_channels": 3,
     "image_size": 1024,
@@ -36,15 +37,15 @@ VISION = {
     "image_token_id": 10,
     "adapter_bias": True,
 }
-PIXTRAL = NEMO | {"rope_theta": 1e9, "vision_encoder": VISION}
-MERGER = {
+PIXTRAL: dict[str, Any] = NEMO | {"rope_theta": 1e9, "vision_encoder": VISION}
+MERGER: dict[str, Any] = {
     "adapter_bias": False,
     "mm_projector_id": "patch_merge",
     "spatial_merge_size": 2,
     "add_pre_mm_projector_layer_norm": True,
 }
-SMALL_31 = PIXTRAL | {"vision_encoder": VISION | MERGER}
-YARN = {
+SMALL_31: dict[str, Any] = PIXTRAL | {"vision_encoder": VISION | MERGER}
+YARN: dict[str, Any] = {
     "yarn": {
         "original_max_position_embeddings": 16384,
         "factor": 16.0,
@@ -54,7 +55,7 @@ YARN = {
     },
     "llama_4_scaling": {"original_max_position_embeddings": 16384, "beta": 0.1},
 }
-MINISTRAL = NEMO | YARN
+MINISTRAL: dict[str, Any] = NEMO | YARN
 EVERY = [
     ("mistral", V01),
     ("mistral", V03),

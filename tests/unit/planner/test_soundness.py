@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from ckptctl.families import family, names
-from ckptctl.planner.layouts import Drop, Tie
+from ckptctl.planner.layouts import Drop, Family, Tie
 from ckptctl.planner.soundness import flaws
 
 
@@ -15,7 +15,7 @@ def test_families_that_ship_are_sound(name):
 PHI = family("phi3")
 
 
-def extended(*rows):
+def extended(*rows: str) -> Family:
     table = "\n".join(("logical  axes  hf", *rows))
     return replace(PHI, tables=(*PHI.tables, table))
 
