@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, MappingError, RefusedError, UsageError
+from ckptctl.errors import DamagedError, RefusedError, UsageError
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
-from ckptctl.planner.templates import skeleton
 
 Json = Mapping[str, object]
 
@@ -245,77 +243,3 @@ def _matching(patterns: Mapping[str, float], module: str, otherwise: float | Non
         if re.match(rf"(.*\.)?({key})$", module):
             return value
     return otherwise
-
-
-def written(
-    ranks: Mapping[str, int], known: Settings, config: Json | None, dora: bool, layers: int | None
-) -> dict[str, object]:
-    """Return an adapter_config.json for adapters that come from another program.
-
-    Args:
-        ranks: The rank of each module, by its name in the model.
-        known: How strong the adapter is.
-        config: What lies beside the source; its other values are kept.
-        dora: Whether there are magnitudes.
-        layers: Layers of the model, if that is known.
-
-    Raises:
-        UsageError: Nothing says how strong the adapter is.
-        DamagedError: The configuration says other ranks.
-    """
-    for module, rank in ranks.items():
-        known.scale(module, rank)
-    if known.alpha is None:
-        raise UsageError(
-            "PEFT's configuration needs alpha, not a factor", hint="give `--lora-alpha`"
-        )
-    main = Counter(ranks.values()).most_common(1)[0][0]
-    others = {re.escape(module): rank for module, rank in ranks.items() if rank != main}
-    alpha: float = known.alpha
-    if others and not known.ranks:
-        raise MappingError(
-            "the modules have different ranks",
-            where=f"module `{next(iter(others))}`",
-            why="whether alpha is the same for all of them is not known",
-        )
-    return {
-        "task_type": "CAUSAL_LM",
-        "lora_dropout": 0.0,
-        "fan_in_fan_out": False,
-        "base_model_name_or_path": None,
-        **(config or {}),
-        "peft_type": "LORA",
-        "r": main,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": targets(list(ranks), layers),
-        "bias": "none",
-        "inference_mode": True,
-        "use_dora": dora,
-        "use_rslora": known.rslora,
-        "rank_pattern": others,
-        "alpha_pattern": dict(known.alphas),
-    }
-
-
-def targets(modules: list[str], layers: int | None) -> list[str]:
-    """Return PEFT's ``target_modules``: last names where they mean just *modules*, else all names.
-
-    Args:
-        modules: Names in the model.
-        layers: Layers of the model; None: not known.
-    """
-    kinds: dict[str, list[str]] = {}
-    for module in modules:
-        kinds.setdefault(module.rpartition(".")[2], []).append(module)
-    return sorted(
-        name
-        for last, found in kinds.items()
-        for name in ([last] if _all_layers(found, layers) else found)
-    )
-
-
-def _all_layers(modules: list[str], layers: int | None) -> bool:
-    """Return whether *modules* are one of each layer, or the only one."""
-    alike = {skeleton(module) for module in modules}
-    numbered = {module for module in modules if module != skeleton(module)}
-    return len(alike) == 1 and len(modules) == (layers if numbered else 1)

@@ -13,8 +13,9 @@ from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
 from ckptctl.formats.assets import amended, documents, left_behind, side_files
 from ckptctl.formats.base import copied, document
 from ckptctl.ops.layout_change import Change
+from ckptctl.planner.config_to_params import config_to_params
 from ckptctl.planner.configs import plain
-from ckptctl.planner.params import assumed, config_to_params, params_to_config
+from ckptctl.planner.params_to_config import assumed, params_to_config
 from ckptctl.planner.plan import OutputFile, RawCopy
 
 CONFIG, PARAMS = "config.json", "params.json"

@@ -12,7 +12,7 @@ from ckptctl.ops.recognise import Recognition, require_one
 from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping import MappedTensor, TensorMap, Zeros, map_tensors
-from ckptctl.planner.params import contradictions
+from ckptctl.planner.params_facts import contradictions
 from ckptctl.planner.resize import resized
 from ckptctl.planner.tiles import Tiling
 

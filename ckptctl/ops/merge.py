@@ -6,31 +6,19 @@ and rounded once, so that everything else is an ordinary conversion.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptctl import dtypes, families, formats
-from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
-from ckptctl.errors import MappingError, RefusedError, UsageError, listed
+from ckptctl import families, formats
+from ckptctl.errors import UsageError
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops import checks
-from ckptctl.ops.adapters import Settings, check_magnitudes, described, factors_only, settings
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.convert import plan_changed, run_conversion
-from ckptctl.ops.layout_change import chosen_family
+from ckptctl.ops.merging import Merging
 from ckptctl.ops.options import ConversionOptions
-from ckptctl.ops.output_tensors import cast_to
 from ckptctl.ops.overwrite import replaceable
-from ckptctl.ops.recognise import Json, Recognition, recognise, require_one
-from ckptctl.ops.selection import select
-from ckptctl.planner.adapters import is_adapter, is_factor
-from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.configs import read_lists, read_sizes
-from ckptctl.planner.deltas import Delta, Deltas, Factor, deltas
-from ckptctl.planner.layouts import Family
-
-KINDS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +78,17 @@ def plan_merge(
         options = options if options.to else replace(options, to=_same_format(base, options))
         origin = formats.existing(adapter)
         checks.destination(origin, Path(dst), options.overwrite, replaceable)
-        merge = _Merge(origin, options, scaling)
-        plan = plan_changed(base, dst, options, merge.change)
-    return merge.planned(plan)
+        merging = Merging(origin, options, scaling)
+        plan = plan_changed(base, dst, options, merging.change)
+    return MergePlan(
+        plan,
+        merging.adapter.path,
+        merging.adapter.format,
+        merging.layout,
+        len({delta.key for delta in merging.found.changed}),
+        len(merging.found.replaced),
+        tuple(sorted(merging.scales)),
+    )
 
 
 def run_merge(plan: MergePlan, progress: Callable[[int], None] | None = None) -> ConversionResult:
@@ -113,177 +109,3 @@ def _same_format(base: str | Path, options: ConversionOptions) -> str:
     if not isinstance(found, WritableFormat):
         raise UsageError(f"`{found.name}` can only be read", hint="`--to` says what to write")
     return found.name
-
-
-class _Merge:
-    """One adapter on its way into one model.
-
-    Args:
-        path: The adapter.
-        options: What is asked for.
-        scaling: The factor of B A, if it was given.
-    """
-
-    def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
-        self.options = options
-        self.adapter = factors_only(formats.open_checkpoint(path))
-        if not is_adapter(self.adapter.tensors):
-            raise MappingError(
-                "this is no adapter",
-                where=str(path),
-                why=f"none of {listed(list(self.adapter.tensors))} is a low-rank factor",
-                hint="ckptctl merge BASE ADAPTER DST",
-            )
-        self.settings: Settings = settings(described(self.adapter), options.lora_alpha, scaling)
-        self.layout = ""
-        self.scales: set[float] = set()
-        self.found = Deltas((), {}, frozenset())
-
-    def planned(self, plan: ConversionPlan) -> MergePlan:
-        """Return the plan, once :meth:`change` was called."""
-        return MergePlan(
-            plan,
-            self.adapter.path,
-            self.adapter.format,
-            self.layout,
-            len({delta.key for delta in self.found.changed}),
-            len(self.found.replaced),
-            tuple(sorted(self.scales)),
-        )
-
-    def change(
-        self, catalog: Catalog, known: Recognition, documents: Mapping[str, Json]
-    ) -> Catalog:
-        """Return *catalog* with the changed tensors in virtual files."""
-        family = chosen_family(known, known.layout, catalog.path)
-        held = select(catalog, known.root).tensors
-        self.found = self._deltas(family, known, held, documents)
-        check_magnitudes(
-            self.settings,
-            [delta.b.key for delta in self.found.changed if delta.magnitude],
-            [delta.b.key for delta in self.found.changed if not delta.magnitude],
-        )
-        factors = self._factors()
-        names = [delta.key for delta in self.found.changed] + list(self.found.replaced)
-        base = _resolved(catalog, {held[name].name: held[name] for name in names})
-        self._refuse_tied(catalog, set(base))
-        tensors, computed = dict(catalog.tensors), dict(catalog.computed)
-        for key, changes in self._by_tensor().items():
-            entry = base[held[key].name]
-            one = self._changed(Input(catalog.root, entry), changes, factors, key)
-            computed[computed_name(f"{entry.name}+lora")] = one
-            tensors[entry.name] = _computed_entry(entry, one)
-        for key, name in self.found.replaced.items():
-            entry = base[held[key].name]
-            one = self._replacing(factors[name])
-            computed[computed_name(f"{entry.name}+lora")] = one
-            tensors[entry.name] = _computed_entry(entry, one)
-        notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
-        return replace(catalog, tensors=tensors, computed=computed, notes=notes)
-
-    def _deltas(
-        self,
-        family: Family,
-        known: Recognition,
-        held: Mapping[str, TensorEntry],
-        documents: Mapping[str, Json],
-    ) -> Deltas:
-        adapter = recognise(self.adapter, family.name, documents=documents)
-        require_one(adapter, self.adapter.path)
-        self.layout = adapter.layout or ""
-        inside = select(self.adapter, adapter.root).tensors
-        return deltas(
-            family,
-            (known.layout or "", self.layout),
-            (
-                {name: entry.shape for name, entry in held.items()},
-                {name: entry.shape for name, entry in inside.items()},
-            ),
-            read_sizes(family, known.config, known.params, self.options.sizes),
-            read_lists(family, known.config),
-        )
-
-    def _factors(self) -> dict[str, Input]:
-        """Return the adapter's tensors, ready to be read."""
-        for name, entry in self.adapter.tensors.items():
-            if entry.dtype not in KINDS and is_factor(name):
-                raise MappingError(f"an adapter of {entry.dtype}", where=f"tensor `{name}`")
-        found = _resolved(self.adapter, self.adapter.tensors)
-        return {name: Input(self.adapter.root, entry) for name, entry in found.items()}
-
-    def _by_tensor(self) -> dict[str, list[Delta]]:
-        found: dict[str, list[Delta]] = {}
-        for delta in self.found.changed:
-            found.setdefault(delta.key, []).append(delta)
-        return found
-
-    def _refuse_tied(self, catalog: Catalog, changed: set[str]) -> None:
-        for name, entry in catalog.tensors.items():
-            if entry.alias_of is not None and {name, entry.alias_of} & changed:
-                raise RefusedError(
-                    f"`{name}` and `{entry.alias_of}` are one tensor, and the adapter changes one",
-                    where=catalog.path,
-                    hint="convert the model with `--untie` first",
-                )
-
-    def _changed(
-        self, base: Input, changes: Sequence[Delta], factors: Mapping[str, Input], key: str
-    ) -> Computed:
-        if base.entry.dtype not in KINDS:
-            raise MappingError(
-                f"an adapter cannot be merged into {base.entry.dtype}",
-                where=f"tensor `{base.entry.name}`",
-                hint="--dequantize bf16 dequantises the model on the way",
-            )
-        beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        inputs = {"base": factors[beneath] if beneath else base}
-        parameters: dict[str, float | int | str] = {"changes": len(changes)}
-        for number, delta in enumerate(changes):
-            scale = self.settings.scale(delta.a.key, delta.rank)
-            self.scales.add(scale)
-            inputs[f"a{number}"] = factors[delta.a.key]
-            inputs[f"b{number}"] = factors[delta.b.key]
-            parameters |= _numbered(number, delta, scale)
-            if delta.magnitude:
-                inputs[f"magnitude{number}"] = factors[delta.magnitude.key]
-                parameters[f"length{number}"] = delta.magnitude.start
-        pinned = key in self.found.pinned
-        dtype = base.entry.dtype if pinned else cast_to(base.entry.dtype, self.options.dtype)
-        return Computed("lora", dtype, base.entry.shape, inputs, parameters)
-
-    def _replacing(self, saved: Input) -> Computed:
-        """Return a tensor of the adapter as it is."""
-        entry = saved.entry
-        return Computed("copied", entry.dtype, entry.shape, {"base": saved})
-
-
-def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int | str]:
-    found: dict[str, float | int | str] = {
-        f"start{number}": delta.start,
-        f"stop{number}": delta.stop,
-        f"scale{number}": scale,
-        f"from{number}": delta.b.start,
-    }
-    for name, factor in (("rows", delta.b), ("columns", delta.a)):
-        if factor.axes:
-            found[f"{name}{number}"] = _spelled(factor)
-    return found
-
-
-def _spelled(factor: Factor) -> str:
-    return ":".join(",".join(map(str, numbers)) for numbers in (factor.axes, factor.order))
-
-
-def _resolved(catalog: Catalog, tensors: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
-    for entry in tensors.values():
-        check_coverage(entry)
-    return formats.resolve(replace(catalog, tensors=dict(tensors), blobs={})).tensors
-
-
-def _computed_entry(entry: TensorEntry, computed: Computed) -> TensorEntry:
-    nbytes = Box.whole(computed.shape).numel * dtypes.itemsize(computed.dtype)
-    name = computed_name(f"{entry.name}+lora")
-    extent = Extent(Box.whole(computed.shape), name, 0, nbytes)
-    return replace(
-        entry, dtype=computed.dtype, shape=computed.shape, extents=(extent,), alias_of=None
-    )

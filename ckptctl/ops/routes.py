@@ -13,7 +13,7 @@ from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.extents import Range
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.matching import near
-from ckptctl.planner.params import contradictions
+from ckptctl.planner.params_facts import contradictions
 from ckptctl.planner.routes import Arrival, Piece, Route, route
 
 Json = Mapping[str, object]

@@ -96,7 +96,7 @@ def read_sizes(
 
     The number of key/value heads defaults to that of the query heads, the head dimension to the
     hidden size divided by the query heads. Where both files are given, config.json wins: compare
-    them with :func:`ckptctl.planner.params.contradictions`.
+    them with :func:`ckptctl.planner.params_facts.contradictions`.
 
     Args:
         family: The model type.

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError
-from ckptctl.ops.adapters import settings, targets, written
+from ckptctl.ops.adapter_files import targets, written
+from ckptctl.ops.adapters import settings
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}

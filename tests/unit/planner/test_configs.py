@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
+from ckptctl.planner.config_to_params import config_to_params
 from ckptctl.planner.configs import is_tied, read_sizes, rope
 from ckptctl.planner.detect import detect
 from ckptctl.planner.feed_forward import ffn_params, ffn_size
-from ckptctl.planner.params import config_to_params, contradictions, params_to_config
+from ckptctl.planner.params_facts import contradictions
+from ckptctl.planner.params_to_config import params_to_config
 
 PARAMS_KEYS = (
     "dim",

@@ -7,9 +7,11 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import families, family
+from ckptctl.planner.config_to_params import config_to_params
 from ckptctl.planner.configs import facts, is_tied
 from ckptctl.planner.layouts import holds
-from ckptctl.planner.params import assumed, config_to_params, contradictions, params_to_config
+from ckptctl.planner.params_facts import contradictions
+from ckptctl.planner.params_to_config import assumed, params_to_config
 
 BASE: dict[str, Any] = {
     "dim": 4096,
@@ -23,7 +25,12 @@ BASE: dict[str, Any] = {
 }
 V01: dict[str, Any] = BASE | {"sliding_window": 4096}
 V03: dict[str, Any] = BASE | {"vocab_size": 32768, "rope_theta": 1000000.0}
-NEMO: dict[str, Any] = V03 | {"dim": 5120, "n_layers": 40, "vocab_size": 131072, "max_seq_len": 128000}
+NEMO: dict[str, Any] = V03 | {
+    "dim": 5120,
+    "n_layers": 40,
+    "vocab_size": 131072,
+    "max_seq_len": 128000,
+}
 MIXTRAL: dict[str, Any] = BASE | {"moe": {"num_experts_per_tok": 2, "num_experts": 8}}
 VISION: dict[str, Any] = {
     "hidden_size": 1024,
