@@ -150,10 +150,12 @@ def listed(names: Sequence[str], shown: int = SHOWN) -> str:
     return f"{head} and {more:,} more" if more > 0 else head
 
 
-def either(names: Sequence[str], shown: int = SHOWN) -> str:
+def either(names: Sequence[str], word: str = "or") -> str:
     """Return the first names as alternatives, and how many more there are."""
-    more = len(names) - shown
-    return " or ".join([*names[:shown], *([f"{more:,} others"] if more > 1 else names[shown:])])
+    more = len(names) - SHOWN
+    return f" {word} ".join(
+        [*names[:SHOWN], *([f"{more:,} others"] if more > 1 else names[SHOWN:])]
+    )
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

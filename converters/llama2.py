@@ -80,6 +80,13 @@ FAMILY = Family(
         "i": ("num_hidden_layers", "n_layers"),
     },
     repeated=("k",),
+    proofs={
+        "hf": "transformers 5.23",
+        "meta": "llama-models 0.3.0",
+        "torchtune": "torchtune 0.6.1",
+        "torchtitan@0.2": "torchtitan 0.2.2",
+        "torchtitan@0.3": "torchtitan 0.3.0",
+    },
     config_signs=({"model_type": "llama"},),
     params_signs=({"moe": None, "hidden_dim": None, "vision_chunk_size": None},),
     presets=(

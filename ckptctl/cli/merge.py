@@ -86,6 +86,7 @@ def merge(
     """
     from ckptctl import api
 
+    del converter  # known while the command runs
     output = Output(json, quiet)
     plan = api.plan_merge(
         base,
@@ -96,7 +97,6 @@ def merge(
         lora_alpha=lora_alpha,
         from_format=from_format,
         model_type=model_type,
-        converter=converter,
         sizes=opt.sizes_of(sizes),
         from_layout=from_layout,
         to_layout=to_layout,

@@ -10,7 +10,7 @@ from ckptctl.formats.assets import documents
 
 PARAMS = "params.json"
 _MISTRAL = ("hidden_dim", "head_dim", "moe", "vision_encoder", "num_local_experts")
-_META = ("multiple_of", "ffn_dim_multiplier")
+_META = ("multiple_of", "ffn_dim_multiplier", "moe_args", "vision_args")
 _FIRST_RELEASE = {
     "hidden_size": "dim",
     "intermediate_size": "hidden_dim",

@@ -17,9 +17,10 @@ from ckptctl.formats.assets import amended
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs import read_sizes
 from ckptctl.planner.detect import detect
+from ckptctl.planner.division import divide
 from ckptctl.planner.joining import possible_repeats, stored_sizes, whole_shape, without_repeats
 from ckptctl.planner.layouts import Family, Stored
-from ckptctl.planner.parallel import Piece, Share, cuts, divide, owned
+from ckptctl.planner.parallel import Piece, Share, cuts, owned
 from ckptctl.storage.compare import equal, row_major
 from ckptctl.storage.files import SourceFiles
 

@@ -29,8 +29,9 @@ from ckptctl.ops.transfers import transfers
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.division import divide
 from ckptctl.planner.mapping import MappedTensor
-from ckptctl.planner.parallel import Share, divide
+from ckptctl.planner.parallel import Share
 from ckptctl.planner.plan import FileIdentity, Plan, RawCopy, Transfer
 from ckptctl.storage.files import SourceFiles
 

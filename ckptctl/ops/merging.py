@@ -58,6 +58,12 @@ class Merging:
         self, catalog: Catalog, known: Recognition, documents: Mapping[str, Json]
     ) -> Catalog:
         """Return *catalog* with the changed tensors in virtual files."""
+        if is_adapter(catalog.tensors):
+            raise MappingError(
+                "this is an adapter, not its model",
+                where=catalog.path,
+                hint="ckptctl merge BASE ADAPTER DST",
+            )
         family = chosen_family(known, known.layout, catalog.path)
         held = select(catalog, known.root).tensors
         self.found = self._deltas(family, known, held, documents)

@@ -127,7 +127,7 @@ def require_one(found: Recognition, where: str) -> None:
         )
     if found.model_type is None or found.layout is None:
         raise MappingError(
-            f"several model types or layouts are possible: {' and '.join(found.evidence)}",
+            f"several model types or layouts are possible: {either(found.evidence, 'and')}",
             where=where,
             hint="`--model-type` says which; a config.json (`--assets DIR`) decides it too",
         )

@@ -10,10 +10,10 @@ from ckptctl.errors import MappingError
 from ckptctl.families import families, names
 from ckptctl.planner.axes import Sizes, dim_sizes
 from ckptctl.planner.detect import detect
+from ckptctl.planner.division import divide
 from ckptctl.planner.mapping import map_tensors
 from ckptctl.planner.matching import key_of, leads, slots
 from ckptctl.planner.numbering import planned
-from ckptctl.planner.parallel import divide
 
 FAMILIES = families()
 PAIRS = [

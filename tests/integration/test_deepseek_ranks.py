@@ -195,3 +195,44 @@ def test_an_expert_that_is_lost(tmp_path: Path) -> None:
     _lost(given)
     with pytest.raises(CkptError, match="missing"):
         ckptctl.convert(given, tmp_path / "out.pt", to="torch", to_layout="hf")
+
+
+def with_scales(state: State) -> State:
+    """Return *state* with its projections in fp8 and a scale for each block of 128 x 128."""
+    found: State = {}
+    for name, value in state.items():
+        found[name] = value
+        if name.split(".")[-2] in NAMES and "_proj" in name:
+            blocks = [-(-size // 128) for size in value.shape]
+            found[name] = value.to(torch.float8_e4m3fn)
+            found[f"{name}_scale_inv"] = torch.rand(blocks)
+    return found
+
+
+def test_scales_are_cut_with_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"D": 256, "NOPE": 64, "ROPE": 64, "VALUE": 64, "LATENT": 128, "F": 256, "M": 256}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"{__name__}.{name}", size)
+    stated = {"hidden_size": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
+    stated |= {"v_head_dim": 64, "kv_lora_rank": 128}
+    state = with_scales(hf())
+    source = save_hf(tmp_path / "hf", state, {**CONFIG, **stated})
+    ckptctl.convert(source, tmp_path / "out", to="deepseek", mp=2)
+    held = [load_file(tmp_path / "out" / f"model{rank}-mp2.safetensors") for rank in range(2)]
+    for rank, found in enumerate(held):
+        for new, old, dim in (
+            ("wq", "q_proj", 0),
+            ("wo", "o_proj", 1),
+            ("wkv_a", "kv_a_proj_with_mqa", None),
+        ):
+            scale = state[f"model.layers.0.self_attn.{old}.weight_scale_inv"]
+            expected = scale if dim is None else scale.chunk(2, dim)[rank]
+            assert torch.equal(found[f"layers.0.attn.{new}.scale"], expected)
+        mine = {key for key in found if "ffn.experts." in key and key.endswith("w1.scale")}
+        assert mine == {f"layers.1.ffn.experts.{2 * rank + n}.w1.scale" for n in range(2)}
+    ckptctl.convert(tmp_path / "out", tmp_path / "back", to="hf", assets=source)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == state.keys()
+    assert all(
+        torch.equal(back[k].view(torch.uint8), v.view(torch.uint8)) for k, v in state.items()
+    )

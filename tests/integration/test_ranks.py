@@ -228,6 +228,14 @@ def test_ranks_that_disagree_on_a_repeated_head(tmp_path: Path) -> None:
         formats.open_checkpoint(given, model_type="llama4_text")
 
 
+def test_configurations_that_are_not_made(tmp_path: Path, source: Path) -> None:
+    """Neither file says all that the other one has to: better none than a wrong one."""
+    for given, target in ((source, "meta"), (meta(tmp_path / "meta", 2), "hf")):
+        with pytest.raises(CkptError, match="cannot be made") as caught:
+            ckptctl.convert(given, tmp_path / "out", to=target)
+        assert "--assets" in str(caught.value.hint)
+
+
 def test_experts_that_ranks_cannot_divide(tmp_path: Path, source: Path, assets: Path) -> None:
     with pytest.raises(CkptError, match="cannot be divided among 3"):
         ckptctl.convert(source, tmp_path / "out", to="meta", mp=3, assets=assets)

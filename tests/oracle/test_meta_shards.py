@@ -80,6 +80,57 @@ def test_what_meta_cuts_is_read_and_written(tmp_path: Path, name: str, family: s
     assert torch.equal(found, hf_models.logits(model))
 
 
+WHOLE = {"text_model.learnable_embedding.weight", "vision_model.vision_projection.bias"}
+"""Meta's modules divide these by rows; its resharder knows no rule for them."""
+PICTURES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "llama3_vision": (
+        "llama3_vision",
+        {
+            "n_layers": 4,
+            "vocab_size": 128,
+            "vision_num_cross_attention_layers": 2,
+            "vision_chunk_size": 28,
+        },
+        WHOLE,
+    ),
+    "llama4.vlm": (
+        "llama4",
+        {
+            "n_layers": 4,
+            "vocab_size": 136,
+            "head_dim": 24,
+            "moe_args": {"num_experts": EXPERTS},
+            "vision_args": {"dim": 32, "n_heads": 2, "n_layers": 2, "output_dim": 48},
+        },
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_models_with_pictures_are_cut_as_meta_does(tmp_path: Path, name: str) -> None:
+    from llama_models.checkpoint import reshard_mp
+
+    family, sizes, known = PICTURES[name]
+    model = hf_models.random_model(TINY[name]())
+    folder = hf_models.save(model, tmp_path / "hf")
+    (folder / "params.json").write_text(
+        json.dumps({"dim": 64, "n_heads": 4, "n_kv_heads": 2, **sizes})
+    )
+    for ranks in (1, 2):
+        out = tmp_path / f"mp{ranks}"
+        ckptctl.convert(folder, out, to="meta", mp=ranks, model_type=family)
+    one = shards(tmp_path / "mp1")
+    for rank, ours in enumerate(shards(tmp_path / "mp2")):
+        theirs = reshard_mp(one, size=2, rank=rank)
+        assert ours.keys() == theirs.keys()
+        assert {key for key, value in ours.items() if not torch.equal(value, theirs[key])} == known
+    (tmp_path / "mp2" / "config.json").unlink()
+    ckptctl.convert(tmp_path / "mp2", tmp_path / "back", to="hf", assets=folder)
+    found = hf_models.logits(hf_models.load_strict(tmp_path / "back"))
+    assert torch.equal(found, hf_models.logits(model))
+
+
 def test_llama_4_as_its_own_modules_name_it(tmp_path: Path) -> None:
     """The vision half: every name and shape of Meta's modules, and nothing else."""
     from llama_models.llama4.args import VisionArgs

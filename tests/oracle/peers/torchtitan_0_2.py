@@ -169,6 +169,7 @@ def _gpt_oss(config: Any) -> torch.nn.Module:
 
 
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "llama2": _llama3,
     "llama3": _llama3,
     "llama3_2": _llama3,
     "llama4.plain": _llama4,

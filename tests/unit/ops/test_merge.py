@@ -193,6 +193,12 @@ def test_a_model_is_no_adapter(base, tmp_path):
         ckptctl.merge(base, base, tmp_path / "out")
 
 
+def test_an_adapter_is_no_model(tmp_path):
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
+    with pytest.raises(MappingError, match="not its model"):
+        ckptctl.merge(folder, folder, tmp_path / "out")
+
+
 def test_an_adapter_of_another_model(tmp_path):
     other, config = tiny_llama("llama3", "float32", layers=1)
     save_hf(tmp_path / "base", other, config)

@@ -11,10 +11,11 @@ from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import families, family
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.detect import detect
+from ckptctl.planner.division import divide
 from ckptctl.planner.joining import possible_repeats, ranks_fit
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import PRESENT, Family, holds
 from ckptctl.planner.mapping import map_tensors
-from ckptctl.planner.parallel import cuts, divide, divided_dim
+from ckptctl.planner.parallel import cuts, divided_dim
 from ckptctl.planner.tables import parse_dims, parse_tables, show_dims
 from ckptctl.planner.templates import Template, TemplateTable
 
@@ -522,3 +523,23 @@ def test_a_new_family_is_a_table():
     out = applied(mapped, {"w": data})["x"]
     expected = data.reshape(2, 3, 5).transpose(2, 1, 0).reshape(5, 6)
     np.testing.assert_array_equal(out, expected)
+
+
+def test_layouts_that_take_these_keys_for_the_same_are_one():
+    """Where no layer has experts, what packs experts is no other layout."""
+    found = [c for c in detect(hf(), families()).candidates if c.family == "qwen2_moe"]
+    assert [(c.layout, "hf-v5" in c.alike) for c in found] == [("hf", True)]
+
+
+def test_signs():
+    said = {"a": 1, "b": {"c": 2}, "d": None}
+    assert holds({"a": 1, "b.c": 2, "d": None, "e.f": None}, said)
+    assert holds({"a": PRESENT, "b.c": PRESENT}, said)
+    assert not any(holds({name: PRESENT}, said) for name in ("d", "e", "b.x", "a.c"))
+    assert str(PRESENT) == "stated"
+
+
+def test_columns_of_other_layouts_are_left_out():
+    mistral = family("mistral")
+    assert {name for t in mistral.tensors.values() for name in t.leaves} == set(mistral.layouts)
+    assert family("llama2").layout("meta").leaves == mistral.layout("mistral").leaves

@@ -1,0 +1,48 @@
+"""The table of ``ckptctl models`` claims what these tests compare, no more and no less."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptctl import families
+from tests.oracle.tiny import TINY, family_of
+
+pytest.importorskip("transformers", reason="the oracle extra is not installed")
+
+from tests.oracle.peers import PEERS
+from tests.oracle.test_families import in_memory_layout
+
+pytestmark = pytest.mark.oracle
+
+ELSEWHERE = {
+    ("llama3_2", "meta"): "test_logits.py",
+    ("gemma3", "hf-fresh"): "test_gemma.py",
+    ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
+}
+"""Compared by a test of its own."""
+
+
+def compared() -> set[tuple[str, str]]:
+    known = families.names()
+    found = {
+        (family_of(name, known), peer.LAYOUT)
+        for peer in PEERS
+        for name in peer.BUILDERS
+        if family_of(name, known) in known
+    }
+    for name in TINY:
+        family = family_of(name, known)
+        if family in known:
+            found |= {(family, "hf"), (family, in_memory_layout(name, family))}
+    layouts = {(name, layout) for name, f in families.families().items() for layout in f.layouts}
+    return (found | ELSEWHERE.keys()) & layouts
+
+
+def test_what_is_claimed_is_compared() -> None:
+    claimed = {(n, layout) for n, f in families.families().items() for layout in f.proofs}
+    assert claimed - compared() == set()
+
+
+def test_what_is_compared_is_claimed() -> None:
+    claimed = {(n, layout) for n, f in families.families().items() for layout in f.proofs}
+    assert compared() - claimed == set()
