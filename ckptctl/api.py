@@ -74,7 +74,7 @@ class Options(TypedDict, total=False):
     jobs: int | None
     memory: int | str | None
     untie: bool
-    vocab_size: int
+    vocab_size: int | None
     lora_alpha: float | None
 
 

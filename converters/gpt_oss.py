@@ -97,6 +97,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "openai": "gpt-oss 0.0.9",
+        "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
     },
     config_signs=({"model_type": "gpt_oss"},),

@@ -105,7 +105,7 @@ class ParamsStyle:
     rules: tuple[Rule, ...] = ()
     around: tuple[Same, ...] = ()
     around_rules: tuple[Rule, ...] = ()
-    constant: dict[str, object] = field(default_factory=dict)
+    constant: Mapping[str, object] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     translated: bool = True
 

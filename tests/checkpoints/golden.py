@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
+TILES = re.compile(r"tile_(positional_embedding\.)?embedding\.weight$")
 State = dict[str, torch.Tensor]
 
 
@@ -55,8 +57,13 @@ class Golden:
 
 
 def filled(key: str, dtype: str, shape: list[int]) -> torch.Tensor:
-    """Return a tensor whose bytes follow from its key."""
+    """Return a tensor whose bytes follow from its key.
+
+    The rows of mllama's tile embeddings have to come from one grid: those are zeros.
+    """
     kind = getattr(torch, dtype)
+    if TILES.search(key):
+        return torch.zeros(shape, dtype=kind)
     count = torch.Size(shape).numel() * kind.itemsize
     content = bytearray(hashlib.shake_256(key.encode()).digest(count))
     return torch.frombuffer(content, dtype=torch.uint8).view(kind).reshape(shape)

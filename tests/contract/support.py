@@ -19,7 +19,6 @@ from ckptctl.families import family
 from tests.checkpoints import load_any_reference, rename, save_dcp, save_hf, save_meta, save_torch
 
 
-
 def holds_llama(name: str) -> bool:
     """Return whether the format called *name* can hold a whole Llama."""
     known = formats.get(name)

@@ -71,7 +71,7 @@ def tiny(family, layout, *, optional=False, tied=None):
             beside = next(t for n, t in family.tensors.items() if n.split(".")[0] == drop.beside)
             for values in slots(beside, sizes):
                 if beside.variant is None or values in layers.get(beside.variant, ()):
-                    found[drop.key.format(**dict(zip(beside.indices, values)))] = shape
+                    found[drop.key.format(**dict(zip(beside.indices, values, strict=True)))] = shape
     return found
 
 
@@ -189,7 +189,7 @@ def box(view):
 def at(whole, view):
     """The part of a logical tensor that *view* stores, its axes in the order stored there."""
     index = [slice(None)] * whole.ndim
-    for group, position in zip(view.dims, view.lead):
+    for group, position in zip(view.dims, view.lead, strict=False):
         index[group[0]] = slice(position, position + 1)
     return whole[tuple(index)].transpose([axis for group in view.dims for axis in group])
 

@@ -38,7 +38,8 @@ def phi3() -> dict[str, torch.Tensor]:
 def split_phi3(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What torchtune calls them: by hand, from the order that transformers documents."""
     hf, tune = "model.layers.0.", "layers.0."
-    q, k, v = state[hf + "self_attn.qkv_proj.weight"].split([HEADS * HEAD, KV * HEAD, KV * HEAD])
+    sizes = [HEADS * HEAD, KV * HEAD, KV * HEAD]
+    q, k, v = torch.split(state[hf + "self_attn.qkv_proj.weight"], sizes)
     gate, up = state[hf + "mlp.gate_up_proj.weight"].chunk(2)
     return {
         "tok_embeddings.weight": state["model.embed_tokens.weight"],

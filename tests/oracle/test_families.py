@@ -35,7 +35,7 @@ WITH_PEER = [
 
 def require(name: str, layout: str = "hf", peer: Peer | None = None) -> str:
     """Return the family of *name*; skip what is not there."""
-    family = family_of(name, families.names())
+    family = family_of(name)
     if family not in families.names():
         pytest.skip(f"no model type `{family}`")
     if layout not in families.families()[family].layouts:

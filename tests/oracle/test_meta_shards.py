@@ -22,7 +22,7 @@ from tests.oracle.hf_models import State
 from tests.oracle.peers import meta
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
-CASES = [("llama3", "llama3"), ("llama4", "llama4_text")]
+CASES = [("llama3", "llama3"), ("llama4_text", "llama4_text")]
 EXPERTS = 4
 
 
@@ -93,7 +93,7 @@ PICTURES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         },
         WHOLE,
     ),
-    "llama4.vlm": (
+    "llama4": (
         "llama4",
         {
             "n_layers": 4,
@@ -138,7 +138,7 @@ def test_llama_4_as_its_own_modules_name_it(tmp_path: Path) -> None:
 
     from tests.oracle.shims import no_cuda, one_rank
 
-    config = TINY["llama4.vlm"]()
+    config = TINY["llama4"]()
     vision = config.vision_config
     folder = hf_models.save(hf_models.random_model(config), tmp_path / "hf")
     sizes = {

@@ -26,7 +26,7 @@ from tests.oracle.shims import xformers
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 READ_BY_PEER = ("mistral", "mistral.7b", "mixtral", "mistral3", "pixtral")
-ALL = (*READ_BY_PEER, "ministral3", "ministral3.vlm")
+ALL = (*READ_BY_PEER, "ministral3", "ministral3_vision")
 
 
 def hub(tmp_path: Path, name: str) -> tuple[Any, Path, torch.Tensor]:

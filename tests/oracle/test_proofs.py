@@ -16,6 +16,7 @@ pytestmark = pytest.mark.oracle
 
 ELSEWHERE = {
     ("llama3_2", "meta"): "test_logits.py",
+    ("llama4", "meta"): "test_meta_shards.py (vision) and the text of llama4_text",
     ("gemma3", "hf-fresh"): "test_gemma.py",
     ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
 }
@@ -25,13 +26,13 @@ ELSEWHERE = {
 def compared() -> set[tuple[str, str]]:
     known = families.names()
     found = {
-        (family_of(name, known), peer.LAYOUT)
+        (family_of(name), peer.LAYOUT)
         for peer in PEERS
         for name in peer.BUILDERS
-        if family_of(name, known) in known
+        if family_of(name) in known
     }
     for name in TINY:
-        family = family_of(name, known)
+        family = family_of(name)
         if family in known:
             found |= {(family, "hf"), (family, in_memory_layout(name, family))}
     layouts = {(name, layout) for name, f in families.families().items() for layout in f.layouts}

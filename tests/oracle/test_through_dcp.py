@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 def require(name: str) -> str:
     """Return the model type of *name*; skip where there is none."""
     try:
-        return families.family(family_of(name, families.names())).name
+        return families.family(family_of(name)).name
     except UsageError as error:
         pytest.skip(str(error))
 

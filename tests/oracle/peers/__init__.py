@@ -35,7 +35,7 @@ class Peer(Protocol):
     REQUIRES: tuple[str, ...]
     BUILDERS: dict[str, Callable[[Any], torch.nn.Module]]
 
-    def logits(self, model: torch.nn.Module, state: State, config: Any) -> torch.Tensor:
+    def logits(self, model: Any, state: State, config: Any) -> torch.Tensor:
         """Return fp32 logits after a strict load of *state*."""
 
 

@@ -74,8 +74,8 @@ def _llama4(config: Any) -> torch.nn.Module:
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "llama2": _llama3,
     "llama3": _llama3,
-    "llama4": _llama4,
-    "llama4.plain": _llama4,
+    "llama4_text": _llama4,
+    "llama4_text.plain": _llama4,
 }
 
 

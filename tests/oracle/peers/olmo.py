@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from tests.oracle.hf_models import State
 from tests.oracle.models import tokens
 from tests.oracle.shims import stubbed
 
-REQUIRES = ("olmo", "olmo_data")
+REQUIRES: tuple[str, ...] = ("olmo", "olmo_data")
 LAYOUT = "olmo"
 STORES = (
     "boto3",
@@ -68,7 +69,7 @@ def _build(config: Any) -> torch.nn.Module:
     return model.eval()
 
 
-BUILDERS = {"olmo2": _build}
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {"olmo2": _build}
 
 
 def logits(model: torch.nn.Module, state: State, config: Any) -> torch.Tensor:

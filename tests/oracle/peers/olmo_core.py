@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from tests.oracle.hf_models import State
 from tests.oracle.models import tokens
 from tests.oracle.shims import stubbed
 
-REQUIRES = ("olmo_core", "dataclass_extensions")
+REQUIRES: tuple[str, ...] = ("olmo_core", "dataclass_extensions")
 LAYOUT = "olmo-core"
 ABSENT = (
     "bettermap",
@@ -56,7 +57,7 @@ def _build(config: Any) -> torch.nn.Module:
     return model.eval()
 
 
-BUILDERS = {"olmo2": _build, "olmo3": _build}
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {"olmo2": _build, "olmo3": _build}
 
 
 def logits(model: torch.nn.Module, state: State, config: Any) -> torch.Tensor:

@@ -172,7 +172,7 @@ BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "llama2": _llama3,
     "llama3": _llama3,
     "llama3_2": _llama3,
-    "llama4.plain": _llama4,
+    "llama4_text.plain": _llama4,
     "qwen3": _qwen3,
     "qwen3.tied": _qwen3,
     "qwen3_moe": _qwen3,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.oracle.tiny import dense, encoders, gemma, llama, mistral, moe, others, phi, qwen
@@ -26,14 +26,6 @@ TINY: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-def family_of(name: str, known: Collection[str]) -> str:
-    """Return the family of a key of ``TINY``.
-
-    Args:
-        name: The key.
-        known: All families. Where text and pictures are two of them, one is ``…_text`` or the
-            other ``…_vision``.
-    """
-    base = name.partition(".")[0]
-    half = "vision" if hasattr(TINY[name](), "vision_config") else "text"
-    return f"{base}_{half}" if f"{base}_{half}" in known else base
+def family_of(name: str) -> str:
+    """Return the family of a key of ``TINY``."""
+    return name.partition(".")[0]

@@ -110,18 +110,18 @@ def _llama4_text(head_dim: int) -> dict[str, Any]:
     }
 
 
-def llama4() -> PretrainedConfig:
+def llama4_text() -> PretrainedConfig:
     """The text half of Llama 4: dense and MoE layers in turn, one layer without rotation."""
     return Llama4TextConfig(**_llama4_text(head_dim=16))
 
 
-def llama4_plain() -> PretrainedConfig:
+def llama4_text_plain() -> PretrainedConfig:
     """The same without what torchtitan's model leaves out: QK norm, NoPE, chunks."""
     changes = {"use_qk_norm": False, "no_rope_layers": [1] * 4, "attention_chunk_size": 4096}
     return Llama4TextConfig(**_llama4_text(head_dim=16) | changes)
 
 
-def llama4_vlm() -> PretrainedConfig:
+def llama4() -> PretrainedConfig:
     """Llama 4 with its vision tower, and a ``head_dim`` of its own."""
     return Llama4Config(
         text_config=_llama4_text(head_dim=24) | {"vocab_size": MULTIMODAL_VOCAB},
@@ -149,7 +149,7 @@ TINY = {
     "falcon3": falcon3,
     "reward": reward,
     "llama3_vision": llama3_vision,
+    "llama4_text": llama4_text,
+    "llama4_text.plain": llama4_text_plain,
     "llama4": llama4,
-    "llama4.plain": llama4_plain,
-    "llama4.vlm": llama4_vlm,
 }

@@ -96,7 +96,7 @@ def mistral3() -> PretrainedConfig:
     return _vlm(mistral(), Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1)
 
 
-def ministral3_vlm() -> PretrainedConfig:
+def ministral3_vision() -> PretrainedConfig:
     """Ministral 3 with its vision tower."""
     return _vlm(ministral3(), Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1)
 
@@ -119,7 +119,7 @@ TINY = {
     "mistral.7b": mistral_7b,
     "ministral3": ministral3,
     "ministral3.unscaled": ministral3_unscaled,
-    "ministral3.vlm": ministral3_vlm,
+    "ministral3_vision": ministral3_vision,
     "mistral3": mistral3,
     "pixtral": pixtral,
     "mixtral": mixtral,

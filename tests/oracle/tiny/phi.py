@@ -30,4 +30,4 @@ def phi4_mini() -> PretrainedConfig:
     )
 
 
-TINY = {"phi2": phi2, "phi3": phi3, "phi4_mini": phi4_mini}
+TINY = {"phi2": phi2, "phi3": phi3, "phi3.phi4_mini": phi4_mini}
