@@ -10,11 +10,12 @@ import importlib
 import pkgutil
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, listed, nearest
 from ckptctl.formats import checksums, foreign
-from ckptctl.formats.base import Format, Sniff, WritableFormat
+from ckptctl.formats.base import Format, ReadOptions, Sniff, WritableFormat
 from ckptctl.units import natural_key
 
 ENTRY_POINTS = "ckptctl.formats"
@@ -116,7 +117,12 @@ def detect(path: str | Path) -> Format:
 
 
 def open_checkpoint(
-    path: str | Path, format: str | None = None, model_type: str | None = None
+    path: str | Path,
+    format: str | None = None,
+    model_type: str | None = None,
+    *,
+    weights: Literal["master", "module"] | None = None,
+    tag: str | None = None,
 ) -> Catalog:
     """Recognise *path* and read its index.
 
@@ -124,13 +130,20 @@ def open_checkpoint(
         path: A directory or a file.
         format: Its format where that is already known.
         model_type: The family, for shards that only a family can join.
+        weights: See :class:`ReadOptions`.
+        tag: See :class:`ReadOptions`.
 
     Raises:
+        UsageError: The format knows no such choice.
         CkptError: It is missing, not recognised, damaged or hostile.
     """
     path = existing(path)
     known = get(format) if format else detect(path)
-    return checksums.attach(known.read(path, model_type))
+    chosen = {"weights": weights, "tag": tag}
+    strange = [name for name, value in chosen.items() if value and name not in known.choices]
+    if strange:
+        raise UsageError(f"`--{strange[0]}` has no meaning for {known.title}", where=str(path))
+    return checksums.attach(known.read(path, ReadOptions(model_type, weights, tag)))
 
 
 def resolve(catalog: Catalog) -> Catalog:

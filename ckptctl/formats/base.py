@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
@@ -127,12 +127,32 @@ class Output:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What to read where a checkpoint holds more than one answer.
+
+    Attributes:
+        model_type: The family, for formats whose shards only a family can join.
+        weights: ``master``: the optimizer's fp32 copies; ``module``: the weights that the model
+            computes with; None: what the format prefers.
+        tag: Which of several saves in one folder; None: the one that its pointer names.
+    """
+
+    model_type: str | None = None
+    weights: Literal["master", "module"] | None = None
+    tag: str | None = None
+
+
+AS_IT_IS = ReadOptions()
+
+
 class Format(ABC):
     """One way in which bytes lie on disk; one module in this package, found by itself.
 
     Attributes:
         name: What ``--from`` and ``--to`` call it.
         title: One line for ``--help`` and lists.
+        choices: Fields of :class:`ReadOptions` that mean something to it, besides the family.
         layout: The layout that its tensors have; None: any.
         other_layouts: Whether they have another one where the user asks for it.
         adapters: Whether it holds adapters and no models.
@@ -141,6 +161,7 @@ class Format(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     layout: ClassVar[str | None] = None
+    choices: ClassVar[frozenset[str]] = frozenset()
     other_layouts: ClassVar[bool] = False
     adapters: ClassVar[bool] = False
 
@@ -149,12 +170,12 @@ class Format(ABC):
         """Say whether *path* looks like this format, without reading more than a few bytes."""
 
     @abstractmethod
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """Return the catalog of *path*.
 
         Args:
             path: Absolute path of a directory or file that :meth:`sniff` accepts.
-            model_type: The family, for formats whose shards only a family can join.
+            asked: Choices; what is not in :attr:`choices` is never set.
 
         Raises:
             CkptError: The index is missing, damaged or hostile.

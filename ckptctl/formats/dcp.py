@@ -16,11 +16,13 @@ from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
+    AS_IT_IS,
     SPLIT_BYTES,
     Output,
     OutputRequest,
     OutputTensor,
     Place,
+    ReadOptions,
     Sniff,
     WritableFormat,
     document,
@@ -52,7 +54,7 @@ class DcpFormat(WritableFormat):
             return None
         return Sniff(f"{METADATA} and {len(list(path.glob('*.distcp')))} .distcp files")
 
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         with SourceFiles(path) as files:
             leaves = decode(_metadata(files), str(path / METADATA))

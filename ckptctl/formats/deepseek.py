@@ -15,9 +15,11 @@ from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import hf
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
+    AS_IT_IS,
     Output,
     OutputRequest,
     OutputTensor,
+    ReadOptions,
     Sniff,
     WritableFormat,
     absent,
@@ -42,7 +44,7 @@ class DeepSeekFormat(WritableFormat):
         names = _named(path) if path.is_dir() else []
         return Sniff(listed(names)) if names else None
 
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
 
         Raises:
@@ -54,7 +56,7 @@ class DeepSeekFormat(WritableFormat):
         with SourceFiles(root) as files:
             read = [hf.read_shard(files, name) for name in names]
             shards = [tensors for tensors, _ in read]
-            joined = Joined(shards, names, self.name, documents(root), model_type)
+            joined = Joined(shards, names, self.name, documents(root), asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
         return Catalog(

@@ -18,10 +18,12 @@ from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import torch_file
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
+    AS_IT_IS,
     Output,
     OutputRequest,
     OutputTensor,
     Place,
+    ReadOptions,
     Sniff,
     WritableFormat,
     absent,
@@ -63,7 +65,7 @@ class HfFormat(WritableFormat):
         main = _main_files(path)
         return Sniff(listed(main)) if main else None
 
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         root = path if path.is_dir() else path.parent
         main = _chosen(path)

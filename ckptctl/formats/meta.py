@@ -15,9 +15,11 @@ from ckptctl.errors import DamagedError, FormatError
 from ckptctl.formats import torch_file
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
+    AS_IT_IS,
     Output,
     OutputRequest,
     OutputTensor,
+    ReadOptions,
     Sniff,
     WritableFormat,
     absent,
@@ -50,7 +52,7 @@ class MetaFormat(WritableFormat):
         shards = [item for item in folder.glob("consolidated*.pth") if _SHARD.fullmatch(item.name)]
         return Sniff(f"{len(shards)} consolidated.*.pth") if shards else None
 
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
 
         Raises:
@@ -64,7 +66,7 @@ class MetaFormat(WritableFormat):
             described = documents(root)
             read = [torch_file.read_contents(files, name) for name in names]
             shards = [found.tensors for found in read]
-            joined = Joined(shards, names, LAYOUT, described, model_type)
+            joined = Joined(shards, names, LAYOUT, described, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
         return Catalog(

@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import hf
-from ckptctl.formats.base import Sniff, absent
+from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
 from ckptctl.formats.mistral_params import PARAMS, in_todays_words, is_mistral
 from ckptctl.storage.files import SourceFiles
 
@@ -53,7 +53,7 @@ class MistralFormat(hf.HfFormat):
             return None
         return Sniff(listed(found))
 
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import cast
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.base import Output, OutputRequest, Sniff
+from ckptctl.formats.base import AS_IT_IS, Output, OutputRequest, ReadOptions, Sniff
 from ckptctl.formats.hf import HfFormat
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
@@ -40,7 +40,7 @@ class PeftFormat(HfFormat):
         # Beside a whole model, as torchtune leaves it, the directory is that of the model.
         return Sniff(found) if found and super().sniff(path) is None else None
 
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         name = path.name if path.is_file() else _weights(path)
         if name is None:
@@ -48,7 +48,7 @@ class PeftFormat(HfFormat):
                 "there is no adapter here", where=str(path), why=f"expected {WEIGHTS} or {BIN}"
             )
         root = path if path.is_dir() else path.parent
-        found = super().read(root / name, model_type)
+        found = super().read(root / name, asked)
         own = [file for file in TORCHTUNE if (root / file).is_file()]
         notes = found.notes
         if own:

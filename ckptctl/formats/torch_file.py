@@ -14,10 +14,12 @@ from pathlib import Path
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import (
+    AS_IT_IS,
     Output,
     OutputRequest,
     OutputTensor,
     Place,
+    ReadOptions,
     Sniff,
     WritableFormat,
 )
@@ -51,7 +53,7 @@ class TorchFormat(WritableFormat):
         with path.open("rb") as file:
             return Sniff("a zip file") if file.read(4) == _ZIP else None
 
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         if path.is_dir():
             raise FormatError(
