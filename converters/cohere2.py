@@ -4,7 +4,7 @@ Source: transformers' ``modeling_cohere2.py``. Neighbouring pairs are rotated; t
 always tied.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf
@@ -40,17 +40,9 @@ FAMILY = Family(
     layouts=("hf",),
     tables=(BEFORE, LAYER, AFTER),
     architecture="Cohere2ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     tied=True,
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    sizes=SIZES,
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "cohere2"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

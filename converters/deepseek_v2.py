@@ -67,7 +67,7 @@ FAMILY = Family(
     layouts=("hf", "hf-v5"),
     tables=(BEFORE, LAYER, AFTER, HF_V5, MLP_BIAS),
     architecture="DeepseekV2ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     variants=(("dense", "moe"), ("q", "qlora")),
     sizes={
         "v": ("vocab_size", ""),

@@ -6,7 +6,7 @@ Sources: transformers' ``modeling_gemma.py`` (rotates halves), torchtune's ``mod
 pairs) and ``models/convert_weights.py``.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf                         torchtune
@@ -43,19 +43,11 @@ FAMILY = Family(
     layouts=("hf", "torchtune"),
     tables=(BEFORE, LAYER, AFTER),
     architecture="GemmaForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     tied=True,
     constants={"p": 2},
     composite={"e": ("r", "p")},
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "gemma"},),
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

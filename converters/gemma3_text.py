@@ -51,7 +51,7 @@ FAMILY = Family(
         OUTPUT,
     ),
     architecture="Gemma3ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     tied=True,
     sizes={
         "v": ("vocab_size", ""),

@@ -4,7 +4,7 @@ Source: transformers' ``modeling_glm4.py`` (``gate_up_proj``: gate, up). Half of
 rotated, in neighbouring pairs.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf
@@ -41,16 +41,8 @@ FAMILY = Family(
     layouts=("hf",),
     tables=(BEFORE, LAYER, AFTER),
     architecture="Glm4ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    ties=(Tie("output", of="embed"),),
+    sizes=SIZES,
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "glm4"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

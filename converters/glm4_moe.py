@@ -5,7 +5,7 @@ transformers 5 holds in memory: it leaves those layers out). On disk they repeat
 the head.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 from converters import deepseek_v2, deepseek_v3
 
 BEFORE = """
@@ -54,21 +54,11 @@ FAMILY = Family(
     tables=(BEFORE, LAYER, deepseek_v2.HF_V5, deepseek_v3.MTP, MTP_LAYER, AFTER),
     architecture="Glm4MoeForCausalLM",
     drops=deepseek_v3.REPEATED,
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     pinned=("router_bias",),
     variants=(("dense", "moe"),),
     shifts=deepseek_v3.FAMILY.shifts,
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "m": ("moe_intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "x": ("n_routed_experts", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    sizes={**SIZES, "m": ("moe_intermediate_size", ""), "x": ("n_routed_experts", "")},
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "glm4_moe"},),
     tiny={

@@ -8,7 +8,7 @@ transposed. In MXFP4, 32 elements along the input are 16 bytes and one scale, ``
 layouts that have it.
 """
 
-from ckptctl.planner.layouts import Drop, Family, Tie
+from ckptctl.planner.layouts import SIZES, Drop, Family, Tie
 
 BEFORE = """
 logical  axes  hf                         openai            torchtitan@0.2, torchtitan@0.3
@@ -84,16 +84,7 @@ FAMILY = Family(
     constants={"c": 2, "b": 16},
     variants=(("plain", "mxfp4"),),
     quantised=("mxfp4",),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "x": ("num_local_experts", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    sizes={**SIZES, "x": ("num_local_experts", "")},
     proofs={
         "hf": "transformers 5.23",
         "openai": "gpt-oss 0.0.9",

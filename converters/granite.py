@@ -17,7 +17,7 @@ FAMILY: Family = replace(
     like={},
     architecture="GraniteForCausalLM",
     drops=(),
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     repeated=(),
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "granite"},),

@@ -54,7 +54,7 @@ FAMILY: Family = replace(
     aliases=("ministral_3",),
     layouts=("hf", "mistral"),
     architecture="Ministral3ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     proofs={"hf": "transformers 5.23", "mistral": "mistral-inference 1.6.0"},
     config_signs=({"model_type": "ministral3"},),
     params_signs=({"hidden_dim": PRESENT, "yarn": PRESENT, "moe": None, "vision_encoder": None},),

@@ -37,7 +37,7 @@ FAMILY: Family = replace(
     aliases=("mistral_small_3_1", "mistral_small_3_2"),
     tables=(*pixtral.FAMILY.tables, MERGER),
     architecture="Mistral3ForConditionalGeneration",
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",

@@ -5,7 +5,7 @@ Sources: transformers' ``modeling_olmo2.py`` and ``convert_olmo2_weights_to_hf.p
 ``nn/hf/convert.py`` (``olmo-core``). All of them rotate halves: no axis moves.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf                         olmo-core          olmo
@@ -44,15 +44,7 @@ FAMILY = Family(
     tables=(BEFORE, LAYER, AFTER),
     architecture="Olmo2ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("olmo-core",)),),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    sizes=SIZES,
     proofs={"hf": "transformers 5.23", "olmo-core": "OLMo-core 3.0.0", "olmo": "OLMo 0.6.0"},
     config_signs=({"model_type": "olmo2"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

@@ -6,7 +6,7 @@ megablocks' experts, rows of all of them one after another, ``w2`` transposed); 
 ``olmo/model.py``. All of them rotate halves: no axis moves.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 from converters import deepseek_v2
 
 BEFORE = """
@@ -46,17 +46,8 @@ FAMILY = Family(
     layouts=("hf", "hf-v5", "olmo"),
     tables=(BEFORE, LAYER, deepseek_v2.HF_V5, AFTER),
     architecture="OlmoeForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "x": ("num_experts", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    ties=(Tie("output", of="embed"),),
+    sizes={**SIZES, "x": ("num_experts", "")},
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "olmoe"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "i": 2},

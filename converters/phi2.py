@@ -4,7 +4,7 @@ Attention and feed-forward stand side by side behind one norm. Source: transform
 ``modeling_phi.py``.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf
@@ -48,16 +48,8 @@ FAMILY = Family(
     layouts=("hf",),
     tables=(BEFORE, LAYER, AFTER),
     architecture="PhiForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    ties=(Tie("output", of="embed"),),
+    sizes=SIZES,
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "phi"},),
     tiny={"v": 24, "d": 20, "f": 12, "h": 10, "k": 5, "e": 2, "i": 2},

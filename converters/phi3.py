@@ -6,7 +6,7 @@ Sources: transformers' ``modeling_phi3.py`` (``qkv_proj``: queries, keys, values
 gate, up), torchtune's ``models/phi3/_convert_weights.py``. Both rotate halves: no axis moves.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf                         torchtune
@@ -40,15 +40,7 @@ FAMILY = Family(
     tables=(BEFORE, LAYER, AFTER),
     architecture="Phi3ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("torchtune",)),),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "phi3"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

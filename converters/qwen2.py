@@ -4,7 +4,7 @@ Sources: transformers' ``modeling_qwen2.py``, torchtune's ``models/qwen2/_conver
 ``_positional_embeddings.py``. Both rotate halves: no axis moves.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf                         torchtune
@@ -46,16 +46,8 @@ FAMILY = Family(
     layouts=("hf", "torchtune"),
     tables=(BEFORE, ATTENTION + BIASES + FEED_FORWARD, AFTER),
     architecture="Qwen2ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    ties=(Tie("output", of="embed"),),
+    sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "qwen2"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 2, "i": 2},

@@ -3,7 +3,7 @@
 Source: transformers' ``modeling_stablelm.py`` (``qk_layernorm``, ``use_parallel_residual``).
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf
@@ -44,16 +44,8 @@ FAMILY = Family(
     layouts=("hf",),
     tables=(BEFORE, LAYER, AFTER),
     architecture="StableLmForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    ties=(Tie("output", of="embed"),),
+    sizes=SIZES,
     config_signs=({"model_type": "stablelm"},),
     proofs={"hf": "transformers 5.23"},
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 2, "i": 2},

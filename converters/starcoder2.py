@@ -4,7 +4,7 @@ Source: transformers' ``modeling_starcoder2.py``; its default ties the embedding
 does not.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
 BEFORE = """
 logical  axes  hf
@@ -44,17 +44,9 @@ FAMILY = Family(
     layouts=("hf",),
     tables=(BEFORE, LAYER, AFTER),
     architecture="Starcoder2ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=()),),
+    ties=(Tie("output", of="embed"),),
     tied=True,
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    sizes=SIZES,
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "starcoder2"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

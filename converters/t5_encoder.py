@@ -38,7 +38,7 @@ FAMILY = Family(
     layouts=("hf", "torchtune"),
     tables=(BEFORE, LAYER, AFTER),
     architecture="T5EncoderModel",
-    ties=(Tie("embed", of="shared", stored_in=()),),
+    ties=(Tie("embed", of="shared"),),
     tied=True,
     sizes={
         "v": ("vocab_size", ""),

@@ -9,7 +9,7 @@ import torch
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError
-from ckptctl.formats.base import Format, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 
 DATA = "data.raw"
 
@@ -26,7 +26,7 @@ class FakeFormat(Format):
     def sniff(self, path: Path) -> Sniff | None:
         return Sniff("data.raw") if (path / DATA).exists() else None
 
-    def read(self, path: Path, model_type: str | None = None) -> Catalog:
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         if path not in self.known:
             raise DamagedError("the index is unreadable", where=str(path))
         return self.known[path]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from ckptctl import families
 from ckptctl.errors import UsageError, nearest
-from ckptctl.planner.layouts import Family, Layout, Signs
+from ckptctl.planner.declarations import Signs
+from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.tables import Leaf, Tensor, show_dims
 
 SHOWN_KEYS = 3

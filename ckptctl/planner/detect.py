@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptctl.planner.configs import facts, is_tied
+from ckptctl.planner.declarations import holds
 from ckptctl.planner.joining import ranks_fit
-from ckptctl.planner.layouts import Family, holds
+from ckptctl.planner.layouts import Family
 from ckptctl.planner.matching import Matched, match, missing, tied_away, torn
 from ckptctl.planner.templates import skeleton
 

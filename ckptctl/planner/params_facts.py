@@ -7,7 +7,8 @@ from copy import deepcopy
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.configs import Json, count, number, plain, read_sizes, rope
-from ckptctl.planner.layouts import Family, holds
+from ckptctl.planner.declarations import holds
+from ckptctl.planner.layouts import Family
 from ckptctl.planner.statements import ParamsStyle, Rule, Same, looked_up
 
 SCALED = "use_scaled_rope"

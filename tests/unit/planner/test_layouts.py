@@ -10,10 +10,11 @@ from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import families, family
 from ckptctl.planner.axes import Sizes
+from ckptctl.planner.declarations import holds
 from ckptctl.planner.detect import detect
 from ckptctl.planner.division import divide
 from ckptctl.planner.joining import possible_repeats, ranks_fit
-from ckptctl.planner.layouts import PRESENT, Family, holds
+from ckptctl.planner.layouts import PRESENT, Family
 from ckptctl.planner.mapping import map_tensors
 from ckptctl.planner.parallel import cuts, divided_dim
 from ckptctl.planner.tables import parse_dims, parse_tables, show_dims

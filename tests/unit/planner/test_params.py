@@ -9,7 +9,7 @@ from ckptctl.errors import MappingError
 from ckptctl.families import families, family
 from ckptctl.planner.config_to_params import config_to_params
 from ckptctl.planner.configs import facts, is_tied
-from ckptctl.planner.layouts import holds
+from ckptctl.planner.declarations import holds
 from ckptctl.planner.params_facts import contradictions
 from ckptctl.planner.params_to_config import assumed, params_to_config
 
