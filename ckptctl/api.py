@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
         only: ``model``, or ``all`` for training state too.
         root: Prefix of the model inside the source; None: find it.
         max_shard_size: Bytes of tensors per output file: a number, or text such as ``5GB``.
-        mp: Number of Meta shards.
+        mp: Number of model-parallel files, in ``meta`` and ``deepseek``.
         assets: Directory with configuration and tokenizer; None: the source's own.
         like: Checkpoint whose distribution of keys over files is copied.
         overwrite: Replace the destination if it is a checkpoint.

@@ -53,6 +53,21 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
+class Checksum:
+    """A range of a file, and the CRC-32 that the format records of it.
+
+    Attributes:
+        offset: First byte in the file.
+        nbytes: Number of bytes from there.
+        crc32: Their CRC-32.
+    """
+
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """A box of a tensor and the bytes that hold it.
 
@@ -66,6 +81,7 @@ class Extent:
             holds them (a write item of a ``.distcp`` file) and must be resolved before reading.
         strides: Distance between neighbours along each dimension, in elements; None: row-major.
         crc32: CRC-32 of the ``nbytes`` bytes where the format records one.
+        within: What is recorded of a longer range that these bytes are part of.
     """
 
     box: Box
@@ -75,6 +91,14 @@ class Extent:
     codec: Codec = "raw"
     strides: tuple[int, ...] | None = None
     crc32: int | None = None
+    within: Checksum | None = None
+
+    @property
+    def recorded(self) -> Checksum | None:
+        """Return the checksum that covers these bytes."""
+        if self.crc32 is None:
+            return self.within
+        return Checksum(self.offset, self.nbytes, self.crc32)
 
 
 @dataclass(frozen=True, slots=True)

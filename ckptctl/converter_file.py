@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -54,7 +55,9 @@ def _run(file: Path) -> ModuleType:
     sys.modules[MODULE] = module
     try:
         exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), module.__dict__)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: the program does not end here
         raise UsageError(
             "the converter file cannot be run",
             where=f"{file}, line {_line_of(error, file)}",
@@ -68,11 +71,11 @@ def _run(file: Path) -> ModuleType:
     return module
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     return error.msg if isinstance(error, SyntaxError) else str(error)
 
 
-def _line_of(error: Exception, file: Path) -> int:
+def _line_of(error: BaseException, file: Path) -> int:
     """Return the line of *file* that *error* comes from."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1
@@ -82,12 +85,13 @@ def _line_of(error: Exception, file: Path) -> int:
 
 
 def _check(found: Family, file: Path) -> None:
+    from ckptctl.planner.field_types import misfits
     from ckptctl.planner.soundness import flaws
     from ckptctl.planner.tables import TableError
 
     where = str(file)
     try:
-        flaw = next(flaws(found), None)
+        flaw = next(chain(misfits(found), flaws(found)), None)
     except TableError as error:
         flaw, where = str(error), f"{file}, line {_line_with(error.line, file)}"
     except (ValueError, TypeError, AttributeError, LookupError) as error:

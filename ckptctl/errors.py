@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SHOWN = 5
+ALTERNATIVES = 3
 
 
 class CkptError(Exception):
@@ -152,10 +153,9 @@ def listed(names: Sequence[str], shown: int = SHOWN) -> str:
 
 def either(names: Sequence[str], word: str = "or") -> str:
     """Return the first names as alternatives, and how many more there are."""
-    more = len(names) - SHOWN
-    return f" {word} ".join(
-        [*names[:SHOWN], *([f"{more:,} others"] if more > 1 else names[SHOWN:])]
-    )
+    more = len(names) - ALTERNATIVES
+    shown = [*names[:ALTERNATIVES], *([f"{more:,} others"] if more > 1 else names[ALTERNATIVES:])]
+    return f" {word} ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import CkptError, UsageError, listed, nearest
+from ckptctl.errors import CkptError, UsageError, nearest
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -187,6 +187,6 @@ def family(name: str) -> Family:
     close = nearest(plain, [*known, *(alias for f in known.values() for alias in f.aliases)])
     raise UsageError(
         f"unknown model type `{name}`",
-        why=f"known are {listed(list(known), len(known))}",
-        hint=f"did you mean `{close}`?" if close else None,
+        why=f"none of the {len(known)} known ones is called so",
+        hint=(f"did you mean `{close}`? " if close else "") + "`ckptctl models` lists them",
     )

@@ -29,7 +29,8 @@ not compared so.
 | layout | whose names and axis orders |
 | --- | --- |
 | `hf` | Hugging Face, as `save_pretrained` writes them |
-| `hf-v5` | what transformers 5 holds in memory, where that is not what it writes |
+| `hf-v5` | what transformers 5 holds in memory, where that is not what it writes: [experts and towers](../how-to/mixture-of-experts.md) |
+| `hf-fresh` | what transformers 5 writes of a model that never came from a file, where that differs |
 | `meta` | Meta's `consolidated.NN.pth` |
 | `mistral` | mistral-inference's `consolidated.safetensors` |
 | `torchtune` | torchtune's models |
@@ -52,7 +53,7 @@ them, and `--model-type` or `--assets` decides.
 TAIL = """
 Where layouts differ in rotary order, or one of them concatenates queries, keys and values, numbers
 of heads have to be known: from `config.json` or `params.json`, of the source or of `--assets`, or
-from `--set`, as in `--set n_heads=32`.
+from `--set`, as in `--set num_attention_heads=32`.
 
 A checkpoint of an unknown model converts between `hf`, `dcp` and `torch` with the names it has.
 """

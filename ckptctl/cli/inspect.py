@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,8 @@ def inspect(
             )
         else:
             output.table(tables.collapsed(output, shown, depth, cast("Order", sort)), right=[3])
+        if found.dequantisable:
+            output.hint("`ckptctl convert --dequantize bf16` turns what is quantised into bf16")
     if not found.complete:
         output.warning(f"incomplete: {_first(found.problems)}")
 
@@ -133,7 +136,7 @@ def _print_summary(output: Output, found: Inspection) -> None:
         output.line(f"  {problem}", "red")
     if len(found.problems) > SHOWN:
         output.line(f"  and {len(found.problems) - SHOWN:,} more")
-    for note in found.notes:
+    for note in (*_quantised(found), *found.notes):
         output.line(f"  {note}", "dim")
     if found.blobs:
         output.line(f"  not tensors: {listed(found.blobs)}", "dim")
@@ -167,10 +170,17 @@ def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
     yield "files", len(found.files)
     yield "tensors", len(found.tensors)
     yield "complete", "yes" if found.complete else "no"
+    for how, count in Counter(found.quantised.values()).items():
+        yield "quantised", f"{how}: {tables.counted(count, 'tensor')}"
     for problem in found.problems:
         yield "problem", problem
     for note in found.notes:
         yield "note", note
+
+
+def _quantised(found: Inspection) -> Iterator[str]:
+    for how, count in Counter(found.quantised.values()).items():
+        yield f"quantised: {tables.counted(count, 'tensor')}, {how}"
 
 
 def _first(problems: Sequence[str]) -> str:

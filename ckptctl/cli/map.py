@@ -13,8 +13,8 @@ from ckptctl.cli.output import Output
 
 if TYPE_CHECKING:
     from ckptctl.ops.routes import KeyMap
+    from ckptctl.planner.arrivals import Arrival, Piece
     from ckptctl.planner.extents import Range
-    from ckptctl.planner.routes import Arrival, Piece
 
 SCHEMA = "ckptctl.map/1"
 EPILOG = opt.examples(
@@ -42,7 +42,7 @@ def map_(
             callback=opt.check_model_type,
             autocompletion=opt.model_types,
             show_default=False,
-            help="Model family.",
+            help="Model type; `ckptctl models` lists them.",
         ),
     ],
     to_layout: Annotated[
@@ -51,7 +51,7 @@ def map_(
             metavar="LAYOUT",
             autocompletion=opt.known_layouts,
             show_default=False,
-            help="Where the key goes to: hf, meta, torchtune, ...",
+            help=f"Where the key goes to: {opt.LAYOUTS}.",
         ),
     ],
     from_layout: Annotated[
@@ -65,7 +65,7 @@ def map_(
     sizes: opt.Set = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where config.json or params.json gives the sizes."),
+        typer.Option(metavar="DIR", help="Its config.json or params.json states the sizes."),
     ] = None,
     converter: opt.Converter = None,
     json: opt.Json = False,

@@ -42,7 +42,7 @@ def merge(
             metavar="FORMAT",
             callback=opt.check_writable,
             autocompletion=opt.writable_formats,
-            help="Format to write, if not that of BASE.",
+            help=f"Format to write, if not that of BASE: {opt.FORMATS}.",
         ),
     ] = None,
     lora_alpha: opt.LoraAlpha = None,

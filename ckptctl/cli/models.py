@@ -30,7 +30,7 @@ def models(
             metavar="[FAMILY]",
             autocompletion=opt.model_types,
             show_default=False,
-            help="Show the tables of this one.",
+            help="Show the tables of this model type.",
         ),
     ] = None,
     layout: Annotated[
@@ -43,9 +43,9 @@ def models(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """List the model families, or show one.
+    """List the model types with their layouts, or show one.
 
-    With FAMILY: how each of its layouts names and stores every tensor.
+    With FAMILY, the name of a model type: how each of its layouts names and stores every tensor.
     """
     from ckptctl.ops import models as op
 
@@ -59,11 +59,10 @@ def models(
             _print_names(output, model)
     elif output.mode == "plain":
         output.table([row for model in found for row in _plain(model)])
+    elif family is None:
+        _show_list(output, found)
     else:
-        for number, model in enumerate(found):
-            if number:
-                output.line()
-            _show(output, model)
+        _show(output, found[0])
 
 
 def _print_names(output: Output, model: Model) -> None:
@@ -99,10 +98,16 @@ def _plain(model: Model) -> Iterator[tuple[str, ...]]:
         yield "tie", tie.tensor, tie.of, ",".join(tie.stored_in)
 
 
+def _show_list(output: Output, found: Sequence[Model]) -> None:
+    rows = [(model.family.name, model.family.title, ", ".join(model.layouts)) for model in found]
+    output.table([("model type", "models", "layouts"), *rows], wrap=(1, 2))
+    output.hint("`ckptctl models NAME` shows the tables of one")
+
+
 def _show(output: Output, model: Model) -> None:
     family = model.family
     output.line(f"{family.name}   {family.title}", "bold")
-    output.table([(f"  {label}", text) for label, text in _summary(model)])
+    output.table([(f"  {label}", text) for label, text in _summary(model)], wrap=(1,))
     for table in model.tables:
         output.line()
         _show_table(output, table)
@@ -158,7 +163,7 @@ def _show_table(output: Output, table: LayoutTable) -> None:
     rows: list[Sequence[str]] = [
         (f"  {row.tensor}", row.key, row.axes, ", ".join(_remarks(row))) for row in table.rows
     ]
-    output.table(rows)
+    output.table(rows, wrap=(3,))
     for key, why in table.dropped.items():
         output.line(f"  dropped: {key} ({why})")
     if table.own_keys:

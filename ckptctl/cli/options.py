@@ -11,6 +11,9 @@ import typer
 from ckptctl.errors import UsageError, nearest
 from ckptctl.units import parse_bytes
 
+FORMATS = "dcp, deepseek, hf, meta, mistral, peft or torch"
+LAYOUTS = "hf, hf-v5, meta, mistral, torchtune, torchtitan@0.3, ...; see `ckptctl models`"
+
 
 def examples(*lines: str) -> str:
     """Return an epilog that shows *lines* as they are."""
@@ -52,10 +55,11 @@ def model_types() -> list[str]:
 
 
 def dtype_names() -> list[str]:
-    """Return the dtypes that a cast may go to, as tables show them."""
+    """Return the dtypes that a cast may go to."""
     from ckptctl.dtypes import BY_NAME
 
-    return [dtype.short for dtype in BY_NAME.values() if dtype.floating]
+    short = (dtype.short for dtype in BY_NAME.values() if dtype.floating)
+    return [f"fp{name[1:]}" if name[1:].isdigit() else name for name in short]
 
 
 def check_readable(value: str | None) -> str | None:
@@ -112,7 +116,7 @@ def sizes_of(value: Sequence[str] | None) -> dict[str, int]:
     for text in value or ():
         name, _, number = text.partition("=")
         if not name or not (number.isascii() and number.isdigit()) or int(number[:19]) == 0:
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE, as in n_heads=32")
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE, as in num_attention_heads=32")
         if sizes.setdefault(name, int(number[:19])) != int(number[:19]):
             raise typer.BadParameter(f"{name!r} is given twice")
     return sizes
@@ -193,7 +197,7 @@ From = Annotated[
         metavar="FORMAT",
         callback=check_readable,
         autocompletion=readable_formats,
-        help="Format of SRC, where it cannot be detected.",
+        help=f"Format of the source, if not detected: {FORMATS}.",
     ),
 ]
 To = Annotated[
@@ -204,7 +208,7 @@ To = Annotated[
         callback=check_writable,
         autocompletion=writable_formats,
         show_default=False,
-        help="Format to write: dcp, hf, meta or torch.",
+        help=f"Format to write: {FORMATS}.",
     ),
 ]
 ModelType = Annotated[
@@ -215,7 +219,7 @@ ModelType = Annotated[
         metavar="NAME",
         callback=check_model_type,
         autocompletion=model_types,
-        help="Model family, where it cannot be detected.",
+        help="Model type, if not detected; `ckptctl models` lists them.",
     ),
 ]
 Converter = Annotated[
@@ -225,7 +229,7 @@ Converter = Annotated[
         metavar="FILE.py",
         is_eager=True,
         callback=use_converter,
-        help="Run this file and know its FAMILY as well.",
+        help="Python file that defines one more model type; it is run.",
     ),
 ]
 Set = Annotated[
@@ -234,7 +238,7 @@ Set = Annotated[
         "--set",
         metavar="NAME=VALUE",
         callback=check_sizes,
-        help="Size that no configuration states, as in n_heads=32; repeatable.",
+        help="Size that no configuration states: num_attention_heads=32; repeatable.",
     ),
 ]
 Include = Annotated[
@@ -265,11 +269,11 @@ Quiet = Annotated[
 ]
 FromLayout = Annotated[
     str | None,
-    typer.Option(metavar="LAYOUT", help="How SRC names its tensors, if not detected."),
+    typer.Option(metavar="LAYOUT", help="How the source names its tensors, if not detected."),
 ]
 ToLayout = Annotated[
     str | None,
-    typer.Option(metavar="LAYOUT", help="How DST is to name them: hf, meta, torchtune, ..."),
+    typer.Option(metavar="LAYOUT", help=f"How DST is to name its tensors: {LAYOUTS}."),
 ]
 DType = Annotated[
     str | None,
@@ -277,7 +281,7 @@ DType = Annotated[
         metavar="DTYPE",
         callback=check_dtype,
         autocompletion=dtype_names,
-        help="Cast floating tensors, as in bf16; those pinned to fp32 stay.",
+        help="Cast floating tensors: bf16, fp16, fp32, ...; those pinned to fp32 stay.",
     ),
 ]
 Dequantize = Annotated[
@@ -295,14 +299,23 @@ Only = Annotated[
 ]
 Root = Annotated[
     str | None,
-    typer.Option(metavar="PREFIX", help="Where the model is inside SRC, if not detected."),
+    typer.Option(metavar="PREFIX", help="What stands before the model's names, if not detected."),
 ]
 MaxShardSize = Annotated[
     str,
-    typer.Option(metavar="SIZE", callback=check_size, help="Bytes of tensors per file."),
+    typer.Option(
+        metavar="SIZE",
+        callback=check_size,
+        help="Bytes of tensors per file: hf, mistral, dcp.",
+    ),
 ]
 MP = Annotated[
-    int, typer.Option(metavar="N", callback=check_positive, help="Number of Meta shards.")
+    int,
+    typer.Option(
+        metavar="N",
+        callback=check_positive,
+        help="Number of model-parallel files: meta, deepseek.",
+    ),
 ]
 Assets = Annotated[
     Path | None,

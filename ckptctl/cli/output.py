@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Literal, TextIO
 
 from ckptctl import __version__
@@ -21,6 +24,7 @@ Mode = Literal["human", "plain", "json", "quiet"]
 Style = Literal["bold", "dim", "red", "yellow", "cyan"]
 _SGR: Mapping[Style, str] = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
 GAP = "  "
+NARROW = 20
 
 
 class Output:
@@ -51,16 +55,19 @@ class Output:
         for name, value in fields:
             _write(sys.stdout, f"{visible(name)}{separator}{visible(str(value))}")
 
-    def table(self, rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> None:
+    def table(
+        self, rows: Sequence[Sequence[str]], right: Iterable[int] = (), wrap: Iterable[int] = ()
+    ) -> None:
         """Print *rows*: aligned on a terminal, tab-separated elsewhere, never cut.
 
         Args:
             rows: Cells; rows may be shorter than the longest. Leading blanks are kept.
             right: Columns that are aligned to the right.
+            wrap: Columns of prose, which share what room a terminal leaves for them.
         """
         cells = [[visible(cell) for cell in row] for row in rows]
         if self.mode == "human":
-            lines = _aligned(cells, frozenset(right))
+            lines = _aligned(_wrapped(cells, frozenset(wrap)), frozenset(right))
         else:
             lines = ["\t".join(row) for row in cells]
         if lines:
@@ -124,11 +131,41 @@ class Output:
         _write(sys.stderr, f"{_styled(sys.stderr, f'{label}:', style)} {visible(text)}")
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
+def _wrapped(rows: list[list[str]], wrap: frozenset[int]) -> list[list[str]]:
+    """Return *rows* with the cells of *wrap* continued below, where a terminal is too narrow."""
+    widths = _widths(rows)
+    room = shutil.get_terminal_size().columns - len(GAP) * (len(widths) - 1)
+    room -= sum(width for column, width in widths.items() if column not in wrap)
+    prose = sorted((widths.get(column, 0), column) for column in wrap)
+    if sum(width for width, _ in prose) <= room or room < NARROW * len(prose):
+        return rows
+    limits: dict[int, int] = {}
+    for number, (width, column) in enumerate(prose):
+        limits[column] = min(width, room // (len(prose) - number))
+        room -= limits[column]
+    return [line for row in rows for line in _continued(row, limits)]
+
+
+def _continued(row: Sequence[str], limits: Mapping[int, int]) -> list[list[str]]:
+    cells = [
+        textwrap.wrap(cell, limits[column], break_on_hyphens=False) or [""]
+        if column in limits
+        else [cell]
+        for column, cell in enumerate(row)
+    ]
+    return [list(line) for line in zip_longest(*cells, fillvalue="")]
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> dict[int, int]:
     widths: dict[int, int] = {}
     for row in rows:
         for column, cell in enumerate(row):
             widths[column] = max(widths.get(column, 0), len(cell))
+    return widths
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
+    widths = _widths(rows)
     return [
         GAP.join(
             cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])

@@ -23,6 +23,8 @@ _WEIGHTS = (
     ".pt",
     ".pth",
     ".distcp",
+    ".metadata",
+    ".metadata.tmp",
     ".gguf",
     ".onnx",
     ".h5",
@@ -51,7 +53,7 @@ def left_behind(root: Path, exclude: Collection[str] = ()) -> tuple[str, ...]:
         for item in items
         if item.is_file() and item.name not in exclude and _is_side(item) and not _carried(item)
     ]
-    folders = [item.name for item in items if item.is_dir()]
+    folders = [item.name for item in items if item.is_dir() and item.name not in exclude]
     return (
         *large,
         *((f"not carried along: sub-directories {listed(folders)}",) if folders else ()),

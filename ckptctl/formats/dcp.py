@@ -8,8 +8,9 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
@@ -58,26 +59,7 @@ class DcpFormat(WritableFormat):
         """See :meth:`Format.read`."""
         with SourceFiles(path) as files:
             leaves = decode(_metadata(files), str(path / METADATA))
-            sizes = _data_files(files, leaves)
-        tensors = {name: _entry(leaf) for name, leaf in leaves.items() if leaf.dtype}
-        blobs = {name: _blob(leaf) for name, leaf in leaves.items() if not leaf.dtype}
-        stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
-        empty = {name for name in stray if not (path / name).stat().st_size}
-        surplus = [name for name in stray if name not in empty]
-        return Catalog(
-            root=str(path),
-            path=str(path),
-            format=self.name,
-            files=sizes,
-            tensors=tensors,
-            blobs=blobs,
-            assets=side_files(path),
-            documents=documents(path),
-            notes=(
-                *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
-                *left_behind(path, exclude=set(sizes)),
-            ),
-        )
+            return catalog_of(files, leaves, self.name)
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""
@@ -110,6 +92,41 @@ class DcpFormat(WritableFormat):
         )
 
 
+def catalog_of(
+    files: SourceFiles, leaves: Mapping[str, Leaf], name: str, notes: Sequence[str] = ()
+) -> Catalog:
+    """Return the catalog of a directory of write items.
+
+    Args:
+        files: The directory's files.
+        leaves: What its metadata lists, by name.
+        name: The format.
+        notes: What a reader should know.
+
+    Raises:
+        DamagedError: A data file is missing or too short.
+    """
+    path = files.root
+    sizes = _data_files(files, leaves)
+    stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
+    surplus = [file for file in stray if (path / file).stat().st_size]
+    return Catalog(
+        root=str(path),
+        path=str(path),
+        format=name,
+        files=sizes,
+        tensors={key: _entry(leaf) for key, leaf in leaves.items() if leaf.dtype},
+        blobs={key: _blob(leaf) for key, leaf in leaves.items() if not leaf.dtype},
+        assets=side_files(path),
+        documents=documents(path),
+        notes=(
+            *notes,
+            *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
+            *left_behind(path, exclude=set(sizes)),
+        ),
+    )
+
+
 def _untied(tensors: Sequence[OutputTensor]) -> Iterator[str]:
     aliases = [tensor.name for tensor in tensors if tensor.alias_of]
     if aliases:
@@ -139,16 +156,8 @@ class _Writer:
 
     def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
         nbytes = _nbytes(tensor, box)
-        stored = StorageTensor(
-            storage_key="0",
-            storage_nbytes=nbytes,
-            dtype=tensor.dtype,
-            offset=0,
-            shape=box.sizes,
-            strides=row_major(box.sizes),
-            requires_grad=tensor.requires_grad,
-        )
-        layout = lay_out(dump_state(stored), [("0", nbytes)], base=self.size)
+        content = _pickled(tensor.dtype, box.sizes, nbytes, tensor.requires_grad)
+        layout = lay_out(content, [("0", nbytes)], base=self.size)
         record = len(self.records)
         self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
         self.boxes.setdefault(tensor.name, []).append(Place(box, record))
@@ -172,6 +181,21 @@ class _Writer:
         self.zips.append((layout, first, count))
         self.items[key] = Item(self.file, self.size, layout.size)
         self.size += layout.size
+
+
+@lru_cache(maxsize=1024)
+def _pickled(dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: bool) -> bytes:
+    """Return the ``data.pkl`` of an item; experts have the same by the thousand."""
+    stored = StorageTensor(
+        storage_key="0",
+        storage_nbytes=nbytes,
+        dtype=dtype,
+        offset=0,
+        shape=sizes,
+        strides=row_major(sizes),
+        requires_grad=requires_grad,
+    )
+    return dump_state(stored)
 
 
 def _shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
@@ -211,17 +235,26 @@ def _metadata(files: SourceFiles) -> bytes:
             where=str(files.root),
             why=f"expected a directory with {METADATA} and .distcp files",
         )
-    size = files.size(METADATA)
+    return read_metadata(files, METADATA)
+
+
+def read_metadata(files: SourceFiles, name: str) -> bytes:
+    """Return the content of a file of metadata.
+
+    Raises:
+        DamagedError: It is too large.
+    """
+    size = files.size(name)
     if size > MAX_METADATA:
         raise DamagedError(
             "the metadata is too large",
-            where=str(path),
+            where=str(files.root / name),
             why=f"{size:,} bytes, limit {MAX_METADATA:,}",
         )
-    return files.read(METADATA, 0, size)
+    return files.read(name, 0, size)
 
 
-def _data_files(files: SourceFiles, leaves: dict[str, Leaf]) -> dict[str, int]:
+def _data_files(files: SourceFiles, leaves: Mapping[str, Leaf]) -> dict[str, int]:
     """Return the sizes of the files that items lie in; each must be long enough."""
     ends: dict[str, tuple[int, str]] = {}
     for leaf in leaves.values():

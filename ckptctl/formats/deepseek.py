@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats import hf
+from ckptctl.formats import hf, hf_files
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
     AS_IT_IS,
@@ -22,9 +22,9 @@ from ckptctl.formats.base import (
     ReadOptions,
     Sniff,
     WritableFormat,
-    absent,
 )
-from ckptctl.formats.rank_files import lay_out
+from ckptctl.formats.hf_shards import read_shard
+from ckptctl.formats.rank_files import in_order, lay_out
 from ckptctl.formats.ranks import Joined
 from ckptctl.storage.files import SourceFiles
 
@@ -40,7 +40,7 @@ class DeepSeekFormat(WritableFormat):
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if path.is_file():
-            return Sniff(path.name) if hf.RANK.fullmatch(path.name) else None
+            return Sniff(path.name) if hf_files.RANK.fullmatch(path.name) else None
         names = _named(path) if path.is_dir() else []
         return Sniff(listed(names)) if names else None
 
@@ -54,7 +54,7 @@ class DeepSeekFormat(WritableFormat):
         root = path if path.is_dir() else path.parent
         names = _ranks(root)
         with SourceFiles(root) as files:
-            read = [hf.read_shard(files, name) for name in names]
+            read = [read_shard(files, name) for name in names]
             shards = [tensors for tensors, _ in read]
             joined = Joined(shards, names, self.name, documents(root), asked.model_type)
             tensors = joined.tensors(files)
@@ -90,7 +90,7 @@ class DeepSeekFormat(WritableFormat):
 
 
 def _named(root: Path) -> list[str]:
-    return sorted(item.name for item in root.iterdir() if hf.RANK.fullmatch(item.name))
+    return sorted(item.name for item in root.iterdir() if hf_files.RANK.fullmatch(item.name))
 
 
 def _ranks(root: Path) -> list[str]:
@@ -98,7 +98,7 @@ def _ranks(root: Path) -> list[str]:
     found: dict[int, str] = {}
     totals: set[int] = set()
     for name in _named(root):
-        match = hf.RANK.fullmatch(name)
+        match = hf_files.RANK.fullmatch(name)
         if match:
             found[int(match[1])] = name
             totals.add(int(match[2]))
@@ -113,14 +113,7 @@ def _ranks(root: Path) -> list[str]:
             "the shards are not those of one model", where=str(root), why=listed(_named(root))
         )
     total = totals.pop()
-    if len(found) != total:
-        count, missing = absent(
-            found, 0, total - 1, lambda rank: f"model{rank}-mp{total}.safetensors"
-        )
-        raise DamagedError(
-            f"{count:,} of {total:,} shards are missing", where=str(root), why=missing
-        )
-    return [found[rank] for rank in sorted(found)]
+    return in_order(found, total, lambda rank: f"model{rank}-mp{total}.safetensors", root)
 
 
 FORMAT = DeepSeekFormat()

@@ -22,10 +22,9 @@ from ckptctl.formats.base import (
     ReadOptions,
     Sniff,
     WritableFormat,
-    absent,
 )
 from ckptctl.formats.mistral_params import is_mistral
-from ckptctl.formats.rank_files import lay_out
+from ckptctl.formats.rank_files import in_order, lay_out
 from ckptctl.formats.ranks import Joined
 from ckptctl.storage.files import SourceFiles
 
@@ -112,10 +111,7 @@ def _shards(root: Path) -> list[str]:
     if not found:
         raise _no_shards(root)
     total = max(found) + 1
-    if len(found) != total:
-        count, names = absent(found, 0, total - 1, lambda rank: f"consolidated.{rank:02d}.pth")
-        raise DamagedError(f"{count:,} of {total:,} shards are missing", where=str(root), why=names)
-    return [found[rank] for rank in sorted(found)]
+    return in_order(found, total, lambda rank: f"consolidated.{rank:02d}.pth", root)
 
 
 def _no_shards(path: Path) -> FormatError:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats import hf
+from ckptctl.formats import hf, hf_files, hf_shards
 from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
 from ckptctl.formats.mistral_params import PARAMS, in_todays_words, is_mistral
 from ckptctl.storage.files import SourceFiles
 
 STEM = "consolidated"
-INDEX = f"{STEM}{hf.INDEX}"
+INDEX = f"{STEM}{hf_files.INDEX}"
 _SAFE = re.compile(rf"{STEM}(?:-\d+-of-\d+)?\.safetensors")
 _TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
@@ -79,15 +79,15 @@ class MistralFormat(hf.HfFormat):
         if names == [INDEX]:
             return self._read_index(files, path, INDEX)
         if names[0].endswith(".safetensors"):
-            hf.require_whole(path, names, f"download the missing shards, and {INDEX}")
+            hf_files.require_whole(path, names, f"download the missing shards, and {INDEX}")
             return self._read_safetensors(files, path, names)
         if path.is_dir():
             _require_all(names, str(path))
         tensors: dict[str, TensorEntry] = {}
         notes: dict[str, None] = {}
         for name in names:
-            found = hf.read_bin(files, name)
-            hf.merge(tensors, found.tensors, name)
+            found = hf_shards.read_bin(files, name)
+            hf_shards.merge(tensors, found.tensors, name)
             notes |= dict.fromkeys(found.notes)
         return self._catalog(files, path, tensors, {}, names, tuple(notes), None)
 

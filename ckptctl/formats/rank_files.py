@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place
+from ckptctl.errors import DamagedError
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, absent
 from ckptctl.planner.parallel import Share
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.compare import row_major
+
+
+def in_order(
+    found: Mapping[int, str], total: int, name: Callable[[int], str], root: Path
+) -> list[str]:
+    """Return the files of all ranks in order.
+
+    Args:
+        found: Those that are there, by rank.
+        total: How many ranks there are.
+        name: What the file of a rank is called.
+        root: Where they are.
+
+    Raises:
+        DamagedError: Some are missing.
+    """
+    if len(found) != total:
+        count, names = absent(found, 0, total - 1, name)
+        raise DamagedError(f"{count:,} of {total:,} shards are missing", where=str(root), why=names)
+    return [found[rank] for rank in sorted(found)]
 
 
 def lay_out(

@@ -293,8 +293,8 @@ class Joined:
         file = "params.json" if "params.json" in self.documents else "config.json"
         return DamagedError(
             f"the tensors do not add up to the model that {file} describes",
-            where=f"{listed(self.names)}, {error.where}",
-            why=error.why or error.what,
+            where=", ".join(filter(None, (listed(self.names), error.where))),
+            why=error.why if error.where else ": ".join(filter(None, (error.what, error.why))),
             hint=f"a shard may be missing, or {file} belongs to another model",
         )
 
@@ -314,6 +314,7 @@ def _inside(entry: TensorEntry, piece: Piece) -> TensorEntry:
         held.offset + start * item,
         (last + 1) * item if piece.box.numel else 0,
         strides=strides,
+        within=held.recorded,
     )
     return replace(entry, shape=piece.box.sizes, extents=(extent,))
 

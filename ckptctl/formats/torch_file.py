@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import (
     AS_IT_IS,
@@ -32,6 +33,7 @@ from ckptctl.storage.pickle_writer import StorageTensor, dump_state
 from ckptctl.storage.torch_zip import StoredTensor, read_archive
 from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
 
+NO_CHECKSUMS = "written without checksums"
 _ZIP = b"PK\x03\x04"
 META_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.pth")
 HF_BIN = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
@@ -138,14 +140,30 @@ def read_contents(files: SourceFiles, name: str) -> Contents:
         FormatError: It is no zip.
     """
     archive = read_archive(files, name)
+    found = contents_of(archive.root, name, str(files.root / name))
+    return replace(found, notes=(*(() if archive.checksums else (NO_CHECKSUMS,)), *found.notes))
+
+
+def contents_of(root: object, name: str, where: str, path: KeyPath = ()) -> Contents:
+    """Return the tensors and other leaves of an object of a ``torch.save`` file.
+
+    Args:
+        root: The object.
+        name: The file, relative to the checkpoint's root.
+        where: The file, for errors.
+        path: Where the object lies in the checkpoint.
+
+    Raises:
+        DamagedError: Two leaves have one name, or tensors lie where they cannot be reached.
+    """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
     seen: dict[object, str] = {}
     sharing: dict[str, dict[str, None]] = {}
-    for path, leaf in flatten(archive.root, is_stored):
-        key = join(path)
+    for place, leaf in flatten(root, is_stored, path):
+        key = join(place)
         if key in tensors or key in blobs:
-            raise DamagedError(f"two leaves are both called `{key}`", where=str(files.root / name))
+            raise DamagedError(f"two leaves are both called `{key}`", where=where)
         if isinstance(leaf, StoredTensor):
             identity = (leaf.storage, leaf.offset, leaf.dtype, leaf.shape, leaf.strides)
             alias = seen.setdefault(identity, key) if leaf.nbytes else key
@@ -156,15 +174,14 @@ def read_contents(files: SourceFiles, name: str) -> Contents:
                 leaf.dtype,
                 leaf.shape,
                 (extent_of(leaf, name),),
-                path,
+                place,
                 alias_of=None if alias == key else alias,
                 requires_grad=leaf.requires_grad,
             )
         else:
-            refuse_hidden_tensors(leaf, key, str(files.root / name))
-            blobs[key] = Blob(key, path, value=leaf)
-    notes = () if archive.checksums else ("written without checksums",)
-    return Contents(tensors, blobs, (*notes, *_apart(sharing.values())))
+            refuse_hidden_tensors(leaf, key, where)
+            blobs[key] = Blob(key, place, value=leaf)
+    return Contents(tensors, blobs, _apart(sharing.values()))
 
 
 def _apart(sharing: Iterable[Collection[str]]) -> tuple[str, ...]:
@@ -182,6 +199,7 @@ def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent
         stored.nbytes,
         strides=stored.strides,
         crc32=stored.crc32,
+        within=stored.within,
     )
 
 

@@ -7,7 +7,6 @@ Sources: peft's ``LoraConfig`` and ``LoraLayer.update_layer``, torchtune's
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, RefusedError, UsageError
 from ckptctl.formats.peft import CONFIG, adapter_config
+from ckptctl.ops.expressions import check_expressions, matching
 from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
 
 Json = Mapping[str, object]
@@ -33,8 +33,6 @@ REFUSED = {
     "megatron_config": "Megatron's parallel layers",
 }
 MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
-_QUANTIFIED = re.compile(r"\)[*+{]|[*+?}][*+{]")
-_MOST = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Settings:
             UsageError: Nothing says how strong the adapter is.
         """
         module = module_of(key)
-        stated = _matching(self.ranks, module, self.rank)
+        stated = matching(self.ranks, module, self.rank)
         if stated is not None and stated != rank:
             raise DamagedError(
                 f"the rank is {rank}, {CONFIG} says {stated}",
@@ -85,12 +83,12 @@ class Settings:
             )
         if self.scaling is not None:
             return self.scaling
-        alpha = _matching(self.alphas, module, self.alpha)
+        alpha = matching(self.alphas, module, self.alpha)
         if alpha is None:
             raise UsageError(
                 "nothing says how strong the adapter is",
                 why=f"there is no {CONFIG} with `lora_alpha` beside it",
-                hint="`--lora-alpha` gives alpha, `--scaling` the factor itself",
+                hint="`--lora-alpha` gives alpha; `merge` takes `--scaling`, the factor, as well",
             )
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -135,6 +133,26 @@ def check_magnitudes(known: Settings, with_: Collection[str], without: Collectio
     )
 
 
+def require_saved(config: Json | None, saved: Collection[str]) -> None:
+    """Refuse an adapter that lacks all of the modules that were trained as a whole.
+
+    Args:
+        config: adapter_config.json; None: there is none.
+        saved: Tensors of the model that the adapter replaces.
+
+    Raises:
+        DamagedError: The merged model would have the untrained ones.
+    """
+    stated = (config or {}).get("modules_to_save")
+    if stated and not saved:
+        raise DamagedError(
+            "the adapter lacks the modules that were trained as a whole",
+            where=f"`modules_to_save` in {CONFIG}",
+            why=f"it says {stated!r}, and no tensor is one of a whole module",
+            hint="remove `modules_to_save` there if the model is to keep its own",
+        )
+
+
 def described(catalog: Catalog) -> Json | None:
     """Return the adapter's configuration; None: there is none beside it."""
     own = catalog.documents.get(CONFIG)
@@ -166,9 +184,9 @@ def settings(
     rank = _number(config, "r")
     return Settings(
         alpha=stated if alpha is None else alpha,
-        rank=None if rank is None else int(rank),
-        rslora=config.get("use_rslora") is True,
-        ranks={key: int(value) for key, value in _pattern(config, "rank_pattern").items()},
+        rank=None if rank is None else _rank("r", rank),
+        rslora=_stated(config, "use_rslora") is True,
+        ranks={key: _rank(key, n) for key, n in _pattern(config, "rank_pattern").items()},
         alphas=_pattern(config, "alpha_pattern"),
         scaling=scaling,
         dora=_stated(config, "use_dora"),
@@ -201,13 +219,17 @@ def _unsupported(name: str, what: str) -> RefusedError:
 
 def _stated(config: Json, name: str) -> bool | None:
     value = config.get(name)
-    return value if isinstance(value, bool) else None
+    if value is None or isinstance(value, bool):
+        return value
+    raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="it is neither true nor false")
 
 
 def _number(config: Json, name: str) -> float | None:
     value = config.get(name)
-    if value is None:
-        return None
+    return None if value is None else _positive(name, value)
+
+
+def _positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="it is no positive number")
     return float(value)
@@ -217,29 +239,12 @@ def _pattern(config: Json, name: str) -> dict[str, float]:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
         raise DamagedError(f"`{name}` is {found!r}", where=CONFIG)
-    for key in found:
-        _check_expression(str(key), name)
-    values = {str(key): _number({str(key): value}, str(key)) for key, value in found.items()}
-    return {key: value for key, value in values.items() if value is not None}
+    values = {str(key): value for key, value in found.items()}
+    check_expressions(values, f"`{name}` in {CONFIG}")
+    return {key: _positive(key, value) for key, value in values.items()}
 
 
-def _check_expression(text: str, name: str) -> None:
-    """Refuse what could keep the matching of regular expressions busy for hours."""
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise DamagedError(f"`{text}` in `{name}`: {error}", where=CONFIG) from error
-    if _QUANTIFIED.search(text) or sum(text.count(sign) for sign in "*+{") > _MOST:
-        raise RefusedError(
-            f"`{text}` in `{name}` is too complicated",
-            where=CONFIG,
-            why="repetitions of repetitions may take forever to match",
-        )
-
-
-def _matching(patterns: Mapping[str, float], module: str, otherwise: float | None) -> float | None:
-    """Return the value of the first pattern that *module* ends with, as PEFT looks it up."""
-    for key, value in patterns.items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return otherwise
+def _rank(name: str, value: float) -> int:
+    if value != int(value):
+        raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="a rank is an integer")
+    return int(value)

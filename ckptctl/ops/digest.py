@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from ckptctl.catalog import Computed
-from ckptctl.planner.plan import OutputFile, RawCopy, Record, Transfer
+from ckptctl.planner.plan import Check, OutputFile, RawCopy, Record, Transfer
 
 
 def digest_of(
@@ -17,6 +17,7 @@ def digest_of(
     raw_copies: Sequence[RawCopy],
     contents: Mapping[str, bytes],
     computed: Mapping[str, Computed],
+    checks: Sequence[Check] = (),
 ) -> str:
     """Return the hexadecimal SHA-256 of what decides an output's bytes, the sources' own apart.
 
@@ -28,6 +29,7 @@ def digest_of(
         raw_copies: What is copied unchanged; the directories that it comes from do not count.
         contents: Files that are written from memory.
         computed: The virtual files that transfers read; directories do not count here either.
+        checks: What is read for its checksum alone; the same holds for its directories.
     """
     found = hashlib.sha256(repr(checksum).encode())
     for file in files:
@@ -43,4 +45,6 @@ def digest_of(
         inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
         how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
         found.update(repr(how).encode())
+    for check in checks:
+        found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
     return found.hexdigest()

@@ -24,13 +24,14 @@ from ckptctl.ops.payloads import keep_together
 from ckptctl.ops.recognise import Recognition
 from ckptctl.ops.reference import reference, require_same_keys
 from ckptctl.ops.selection import Selection, chosen, select
+from ckptctl.ops.source_checks import unchecked
 from ckptctl.ops.training import Rest, follow
 from ckptctl.ops.transfers import transfers
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.division import divide
-from ckptctl.planner.mapping import MappedTensor
+from ckptctl.planner.mapped import MappedTensor
 from ckptctl.planner.parallel import Share
 from ckptctl.planner.plan import FileIdentity, Plan, RawCopy, Transfer
 from ckptctl.storage.files import SourceFiles
@@ -261,8 +262,18 @@ class Draft:
         raw = (*output.raw_copies, *beside.copies)
         files = (*output.files, *beside.files)
         computed = self._computed(copies)
+        read = dict.fromkeys(view.key for item in mapped for view in item.sources)
+        entries = [self.catalog.tensors[name] for name in read]
+        checks = unchecked(self.catalog.root, entries, copies, computed)
         digest = digest_of(
-            self.options.checksum, files, output.records, copies, raw, beside.contents, computed
+            self.options.checksum,
+            files,
+            output.records,
+            copies,
+            raw,
+            beside.contents,
+            computed,
+            checks,
         )
         if self.options.checksum and not self.target.single_file:
             head = {"source": self._provenance(), "plan": digest}
@@ -278,6 +289,8 @@ class Draft:
             raw_copies=raw,
             digest=digest,
             computed=computed,
+            inputs=self._inputs(computed),
+            checks=checks,
         )
 
     def _provenance(self) -> dict[str, object]:
@@ -313,6 +326,15 @@ class Draft:
         names |= dict.fromkeys(item.source for item in raw)
         with SourceFiles(self.catalog.root) as files:
             return {name: files.identity(name) for name in names}
+
+    def _inputs(self, computed: Mapping[str, Computed]) -> dict[tuple[str, str], FileIdentity]:
+        """What virtual files are made of beside the source: an adapter's files."""
+        found: dict[tuple[str, str], FileIdentity] = {}
+        for root, file in sorted(made_of(computed)):
+            if root != self.catalog.root:
+                with SourceFiles(root) as files:
+                    found[root, file] = files.identity(file)
+        return found
 
 
 def _rank_boxes(

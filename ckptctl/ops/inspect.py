@@ -17,6 +17,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, listed
 from ckptctl.ops.inspection import DTypeUse, Inspection, Member, TensorInfo
+from ckptctl.ops.quantised import quantised, understood
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.units import natural
 
@@ -165,6 +166,8 @@ def _stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> 
         assets=catalog.assets,
         metadata=catalog.metadata,
         notes=catalog.notes,
+        quantised=(how := quantised(catalog)),
+        dequantisable=bool(how) and understood(catalog),
     )
 
 

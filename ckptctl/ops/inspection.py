@@ -120,6 +120,8 @@ class Inspection:
         assets: Side files with their sizes in bytes.
         metadata: Free-form strings that the format carries.
         notes: What a reader should know.
+        quantised: How tensors are quantised, by the name of the plain tensor that each stands for.
+        dequantisable: Whether ``--dequantize`` understands all of them, and there are any.
         checkpoints: The members of a run folder.
     """
 
@@ -139,6 +141,8 @@ class Inspection:
     assets: Mapping[str, int] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    dequantisable: bool = False
     checkpoints: tuple[Member, ...] = ()
 
     @property
@@ -167,6 +171,8 @@ class Inspection:
             "assets": _sized(self.assets),
             "metadata": dict(self.metadata),
             "notes": list(self.notes),
+            "quantised": dict(self.quantised),
+            "dequantisable": self.dequantisable,
             "tensors": [tensor.to_json() for tensor in self.tensors],
             "blobs": list(self.blobs),
             "checkpoints": [member.to_json() for member in self.checkpoints],

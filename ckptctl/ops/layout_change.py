@@ -11,10 +11,14 @@ from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognise import Recognition, require_one
 from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping import MappedTensor, TensorMap, Zeros, map_tensors
+from ckptctl.planner.mapped import MappedTensor, Zeros
+from ckptctl.planner.mapping import TensorMap, map_tensors
 from ckptctl.planner.params_facts import contradictions
 from ckptctl.planner.resize import resized
 from ckptctl.planner.tiles import Tiling
+
+LARGEST = 1 << 32
+"""Rows that a vocabulary may be padded to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ def change_layout(
                 where=where,
                 why="names and axes are kept: no size is needed",
             )
-        if vocab:
+        if vocab is not None:
             raise UsageError("`--vocab-size` needs a known model type", where=where)
         return _unchanged(known, tensors, target)
     _agree(family, known, where)
@@ -122,7 +126,7 @@ def change_layout(
         partial=partial,
         lists=read_lists(family, known.config),
     )
-    if vocab:
+    if vocab is not None:
         layouts = source, source if same else target or source
         found = _with_vocabulary(found, family, layouts, vocab)
     ordered = _in_source_order(found.tensors, tensors) if same else found.tensors
@@ -147,6 +151,10 @@ def _with_vocabulary(
     found: TensorMap, family: Family, layouts: tuple[str, str], size: int
 ) -> TensorMap:
     read, written = (family.layout(name) for name in layouts)
+    if not 0 < size <= LARGEST:
+        raise UsageError(
+            "`--vocab-size` is not a size", why=f"it is {size:,}; 1 to {LARGEST:,} are possible"
+        )
     tensors, zeros = resized(found.tensors, (read, written), "v", size)
     return replace(
         found,

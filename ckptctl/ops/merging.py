@@ -9,13 +9,20 @@ from pathlib import Path
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, listed
-from ckptctl.ops.adapters import Settings, check_magnitudes, described, factors_only, settings
+from ckptctl.ops.adapters import (
+    Settings,
+    check_magnitudes,
+    described,
+    factors_only,
+    require_saved,
+    settings,
+)
 from ckptctl.ops.layout_change import chosen_family
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.output_tensors import cast_to
 from ckptctl.ops.recognise import Json, Recognition, recognise, require_one
 from ckptctl.ops.selection import select
-from ckptctl.planner.adapters import is_adapter, is_factor
+from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.configs import read_lists, read_sizes
 from ckptctl.planner.deltas import Delta, Deltas, Factor, deltas
@@ -72,6 +79,7 @@ class Merging:
             [delta.b.key for delta in self.found.changed if delta.magnitude],
             [delta.b.key for delta in self.found.changed if not delta.magnitude],
         )
+        require_saved(described(self.adapter), self.found.replaced)
         factors = self._factors()
         names = [delta.key for delta in self.found.changed] + list(self.found.replaced)
         base = _resolved(catalog, {held[name].name: held[name] for name in names})
@@ -115,7 +123,7 @@ class Merging:
     def _factors(self) -> dict[str, Input]:
         """Return the adapter's tensors, ready to be read."""
         for name, entry in self.adapter.tensors.items():
-            if entry.dtype not in KINDS and is_factor(name):
+            if entry.dtype not in KINDS:
                 raise MappingError(f"an adapter of {entry.dtype}", where=f"tensor `{name}`")
         found = _resolved(self.adapter, self.adapter.tensors)
         return {name: Input(self.adapter.root, entry) for name, entry in found.items()}

@@ -30,7 +30,7 @@ class ConversionOptions:
         only: The model, or all that the checkpoint holds.
         root: The model's prefix in the source; None: find it.
         max_shard_size: Bytes of tensors per output file.
-        mp: Number of Meta shards.
+        mp: Number of model-parallel files, in ``meta`` and ``deepseek``.
         assets: Directory with configuration and tokenizer.
         like: Checkpoint whose distribution of keys over files is copied.
         overwrite: Replace an existing checkpoint.

@@ -11,7 +11,10 @@ from ckptctl.errors import MappingError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.structure import join
 from ckptctl.ops.layout_change import Change
-from ckptctl.planner.mapping import MappedTensor, View
+from ckptctl.planner.mapped import MappedTensor, View
+
+BY_CAST = "--dtype casts all of them to one"
+BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"
 
 
 def in_checkpoint(
@@ -50,13 +53,16 @@ def paths(
     dict, inside the container it was found in where that is kept.
     """
     found: dict[str, Path] = {}
+    read: set[str] = set()
     for item in mapped:
+        copied = item.sources[0].key in read
+        read.add(item.sources[0].key)
         old = entries[item.sources[0].key].path
         head = _container(old, root)
         for target in (view.key for view in item.targets):
             if head is None:
                 found[target] = (target,)
-            elif change.identity:
+            elif change.identity and not copied:
                 found[target] = old if keep_root else old[len(head) :]
             elif keep_root:
                 found[target] = (*head, target.removeprefix(root))
@@ -86,8 +92,7 @@ def output_tensors(
     """
     shapes: dict[str, tuple[int, ...]] = {}
     kinds: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    original: dict[str, str] = {}
+    memories: dict[str, list[object]] = {}
     for item in mapped:
         kind = _dtype(item, entries, dtype, pinned)
         source = entries[item.sources[0].key]
@@ -95,11 +100,10 @@ def output_tensors(
             ends = tuple(o + s for o, s in zip(view.origin, view.sizes, strict=True))
             shapes[view.key] = tuple(map(max, shapes.get(view.key, ends), ends))
             if kinds.setdefault(view.key, kind) != kind:
-                raise _mixed(view.key, kinds[view.key], kind, source.name)
-        if len(item.sources) == len(item.targets) == 1:
-            name = source.alias_of or source.name
-            memory = (name, item.axes, _place(item.sources[0]), _place(item.targets[0]))
-            original[item.targets[0].key] = first.setdefault(memory, item.targets[0].key)
+                raise _mixed(view.key, kinds[view.key], kind, source.name, BY_CAST)
+            memories.setdefault(view.key, []).append(_memory(item, view, source))
+    first: dict[object, str] = {}
+    original = {key: first.setdefault(tuple(parts), key) for key, parts in memories.items()}
     gradient = {
         view.key
         for item in mapped
@@ -112,11 +116,19 @@ def output_tensors(
             dtype=kinds[key],
             shape=shape,
             path=placed[key],
-            alias_of=original[key] if aliases and original.get(key, key) != key else None,
+            alias_of=original[key] if aliases and original[key] != key else None,
             requires_grad=key in gradient,
         )
         for key, shape in shapes.items()
     )
+
+
+def _memory(item: MappedTensor, target: View, source: TensorEntry) -> object:
+    """Return what is the same for targets, or parts of them, that are the same memory's copies."""
+    if not len(item.sources) == len(item.targets) == 1:
+        return target.key
+    name = source.alias_of or source.name
+    return name, item.axes, _place(item.sources[0]), _place(target)
 
 
 def _place(view: View) -> tuple[object, ...]:
@@ -133,17 +145,18 @@ def _dtype(
     first = entries[item.sources[0].key]
     for view in item.sources:
         if entries[view.key].dtype != first.dtype:
-            raise _mixed(item.targets[0].key, first.dtype, entries[view.key].dtype, view.key)
+            other = entries[view.key].dtype
+            raise _mixed(item.targets[0].key, first.dtype, other, view.key, BEFOREHAND)
     kept = item.logical.partition(".")[0] in pinned
     return first.dtype if kept else cast_to(first.dtype, dtype)
 
 
-def _mixed(target: str, one: str, other: str, source: str) -> MappingError:
+def _mixed(target: str, one: str, other: str, source: str, hint: str) -> MappingError:
     return MappingError(
         f"the parts of a tensor have different dtypes: {one} and {other}",
         where=f"tensor `{source}`",
         why=f"they become one tensor, `{target}`",
-        hint="--dtype casts all of them to one",
+        hint=hint,
     )
 
 

@@ -70,6 +70,16 @@ def quantised(catalog: Catalog) -> Mapping[str, str]:
     return {**found, **unknown(catalog)}
 
 
+def understood(catalog: Catalog) -> bool:
+    """Return whether all that is quantised is so in a way that is understood, and whole."""
+    try:
+        orphans(catalog)
+        pairs(catalog)
+    except CkptError:
+        return False
+    return not unknown(catalog)
+
+
 def pairs(catalog: Catalog) -> list[Pair]:
     """Return the quantised tensors that are understood, in the checkpoint's order.
 
@@ -149,7 +159,9 @@ def _lone(catalog: Catalog, name: str, used: set[str | None]) -> bool:
 
 
 def _fp8(weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]) -> Pair:
-    *lead, rows, columns = weight.shape if len(weight.shape) > 1 else (0, 0)
+    if len(weight.shape) < 2:
+        raise _unfit(weight, scale, "blocks have rows and columns")
+    *lead, rows, columns = weight.shape
     grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
     single = scale.shape != grid and scale.numel == 1 and not lead
     down, across = (rows, columns) if single else block

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, UsageError, either, nearest
+from ckptctl.errors import ALTERNATIVES, MappingError, UsageError, either, listed, nearest
 from ckptctl.ops.selection import Selection, checked_root, containers, roots, select
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.detect import Candidate, Detection, detect
 from ckptctl.planner.layouts import Family
 
 Json = Mapping[str, object]
+SHOWN_CANDIDATES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +128,17 @@ def require_one(found: Recognition, where: str) -> None:
         )
     if found.model_type is None or found.layout is None:
         raise MappingError(
-            f"several model types or layouts are possible: {either(found.evidence, 'and')}",
+            "several model types or layouts are possible",
             where=where,
+            why=_possible(found),
             hint="`--model-type` says which; a config.json (`--assets DIR`) decides it too",
         )
+
+
+def _possible(found: Recognition) -> str:
+    if len(found.evidence) <= ALTERNATIVES:
+        return either(found.evidence, "and")
+    return f"tensors and configuration fit {listed(found.candidates, SHOWN_CANDIDATES)}"
 
 
 def _detect(

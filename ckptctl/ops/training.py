@@ -14,7 +14,7 @@ from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError
 from ckptctl.formats.structure import join
 from ckptctl.ops.layout_change import Change
-from ckptctl.planner.mapping import MappedTensor, View
+from ckptctl.planner.mapped import MappedTensor, View
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
     Raises:
         RefusedError: Optimizer state cannot follow its parameter.
     """
+    _require_same_vocabulary(catalog, names, change)
     run = _Follow(catalog, root, change)
     for name in names:
         if name in catalog.tensors:
@@ -55,6 +56,18 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
             run.blob(catalog.blobs[name])
     run.moments()
     return run.rest
+
+
+def _require_same_vocabulary(catalog: Catalog, names: Sequence[str], change: Change) -> None:
+    """Refuse to give parameters another size than their optimizer state keeps."""
+    moments = [n for n in names if n in catalog.tensors and catalog.tensors[n].shape]
+    if change.vocab is not None and moments:
+        raise RefusedError(
+            "optimizer state cannot follow another vocabulary size",
+            where=f"tensor `{moments[0]}`",
+            why="`--vocab-size` pads and cuts parameters only",
+            hint="`--only model`",
+        )
 
 
 class _Follow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import MappingError
@@ -55,11 +55,6 @@ class Sizes:
         if all(axis in self.axes for axis in group):
             return math.prod(self.axes[axis] for axis in group)
         return self.products.get(group)
-
-
-def dim_sizes(dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape that groups of axes of these sizes make."""
-    return tuple(math.prod(sizes[axis] for axis in group) for group in dims)
 
 
 class _Solver:
@@ -161,13 +156,19 @@ class _Solver:
         )
 
 
-def solve(family: Family, observations: Iterable[Observation], known: Mapping[str, int]) -> Sizes:
+def solve(
+    family: Family,
+    observations: Iterable[Observation],
+    known: Mapping[str, int],
+    counted: Collection[str] = (),
+) -> Sizes:
     """Return the size of every axis that follows from shapes and configuration.
 
     Args:
         family: Gives constants and composite axes.
         observations: Stored tensors; those of equal kind and shape need to be given only once.
         known: Axis sizes from a configuration; indices and axes that occur nowhere are ignored.
+        counted: Those of them that are numbers of keys, for messages.
 
     Raises:
         MappingError: A tensor has another number of dimensions than its layout says, or shapes
@@ -183,6 +184,7 @@ def solve(family: Family, observations: Iterable[Observation], known: Mapping[st
                 why=f"its shape is {item.shape}; `{family.name}` stores it as `{item.stored}`",
             )
     solver = _Solver(family, known)
+    solver.origin |= dict.fromkeys(counted, "the number of keys")
     solver.run(items)
     for axis, parts in family.composite.items():
         if all(part in solver.sizes for part in parts):

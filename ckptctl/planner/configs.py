@@ -117,7 +117,8 @@ def read_sizes(
             axis: count(looked_up(values, n[column]), n[column]) for axis, n in family.sizes.items()
         }
         sizes |= {axis: size for axis, size in named.items() if size is not None}
-    return _implied(family, _agreed(family, sizes, given or {}))
+    agreed = _agreed(family, sizes, given or {})
+    return agreed if config is params is None else _implied(family, agreed)
 
 
 def _agreed(family: Family, stated: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:

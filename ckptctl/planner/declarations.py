@@ -118,3 +118,7 @@ class Tiles:
 
     grid: str
     rows: str
+
+    def other(self, name: str) -> str:
+        """Return the name of the one that stands for *name*; empty: that is neither."""
+        return {self.grid: self.rows, self.rows: self.grid}.get(name, "")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ckptctl.errors import DamagedError, MappingError, listed
 from ckptctl.planner.adapters import APART, ROLES, adapters_apart, models_apart
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping import MappedTensor, map_tensors
+from ckptctl.planner.mapped import MappedTensor
+from ckptctl.planner.mapping import map_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 

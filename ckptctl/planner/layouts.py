@@ -212,7 +212,9 @@ class Family:
             raise UsageError(
                 f"model type `{self.name}` has no layout `{name}`",
                 why=f"it has {listed(self.layouts, len(self.layouts))}",
-                hint=f"did you mean `{close}`?" if close else None,
+                hint=f"did you mean `{close}`?"
+                if close
+                else f"`ckptctl models {self.name}` shows them",
             )
         if name not in self._compiled:
             self._compiled[name] = self._compile(name)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from ckptctl.errors import MappingError
 
 
 class Region(NamedTuple):
@@ -93,3 +97,41 @@ class Zeros:
     after: str
     origin: tuple[int, ...] = ()
     like: str = ""
+
+
+def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each stored tensor of the target: what its views reach."""
+    found: dict[str, tuple[int, ...]] = {}
+    for mapped in tensors:
+        for view in mapped.targets:
+            ends = tuple(o + s for o, s in zip(view.origin, view.sizes, strict=True))
+            found[view.key] = tuple(map(max, found.get(view.key, ends), ends))
+    return found
+
+
+def require_covered(tensors: Sequence[MappedTensor]) -> None:
+    """Refuse a target tensor of which only some parts are there.
+
+    Raises:
+        MappingError: There is one.
+    """
+    shapes = stored_shapes(tensors)
+    held: dict[str, int] = {}
+    lacking: set[str] = set()
+    for mapped in tensors:
+        spread = {view.lead for view in mapped.sources}
+        whole = math.prod(mapped.axes)
+        read = sum(math.prod(view.sizes) for view in mapped.sources)
+        if read != whole or len(spread) != len(mapped.sources):
+            lacking |= {view.key for view in mapped.targets}
+        for view in mapped.targets:
+            held[view.key] = held.get(view.key, 0) + math.prod(view.sizes)
+    lacking |= {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
+    if lacking:
+        key = next(key for key in shapes if key in lacking)
+        raise MappingError(
+            "a tensor of the target could only be filled in part",
+            where=f"tensor `{key}`",
+            why="the tensors that make up the rest of it are not there",
+            hint="convert all of them, or none (--include, --exclude)",
+        )

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from ckptctl.errors import MappingError, listed
-from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.geometry import Geometry, geometry
-from ckptctl.planner.layouts import Family, Layout, Tie
-from ckptctl.planner.mapped import MappedTensor, View, Zeros
-from ckptctl.planner.matching import (
-    Lead,
-    Matched,
-    key_of,
-    leads,
-    match,
-    missing,
-    require_known,
-    require_whole,
-    torn,
-)
+from ckptctl.planner.layouts import Drop, Family, Layout
+from ckptctl.planner.mapped import MappedTensor, View, Zeros, require_covered, stored_shapes
+from ckptctl.planner.matching import Lead, key_of, leads
 from ckptctl.planner.numbering import planned
+from ckptctl.planner.origins import Origins
+from ckptctl.planner.source import Origin, Source, understand
 from ckptctl.planner.tables import Leaf, Tensor
 from ckptctl.planner.templates import Template
 from ckptctl.planner.tiles import Tiling, tiling
 
-__all__ = ["MappedTensor", "TensorMap", "View", "Zeros", "map_tensors"]
+MOST = 1 << 16
+"""Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +28,6 @@ class TensorMap:
 
     Attributes:
         tensors: In the target's natural order, layers in numeric order.
-        target_shapes: Shape of each stored tensor of the target, in the order of the keys.
         dropped: Source keys that are left out, and why.
         must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
         must_be_zero: Source keys that are left out because they hold nothing but zeros.
@@ -48,7 +38,6 @@ class TensorMap:
     """
 
     tensors: tuple[MappedTensor, ...]
-    target_shapes: Mapping[str, tuple[int, ...]]
     dropped: Mapping[str, str]
     must_equal: tuple[tuple[str, str], ...]
     must_be_zero: tuple[str, ...]
@@ -56,6 +45,11 @@ class TensorMap:
     sizes: Mapping[str, int]
     tied: bool
     tilings: tuple[Tiling, ...] = ()
+
+    @property
+    def target_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of each stored tensor of the target, in the order of the keys."""
+        return stored_shapes(self.tensors)
 
 
 def map_tensors(
@@ -90,128 +84,152 @@ def map_tensors(
         UsageError: The family has no such layout.
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
-    known = dict(sizes or {})
-    run = _Run(family, source, target, shapes, family.tied if tied is None else tied, untie)
-    run.check(known, partial)
-    run.solve(known)
-    return run.unchanged(partial) if source is target else run.result(partial, lists or {})
-
-
-Origin = tuple[Tensor, Mapping[Lead, str]]
-"""A logical tensor of the source and the keys that hold it."""
+    tied = family.tied if tied is None else tied
+    held = understand(family, source, shapes, sizes or {}, tied=tied, partial=partial)
+    run = _Run(held, target, untie, partial)
+    return run.unchanged() if source is target else run.result(lists or {})
 
 
 class _Run:
     """One call of :func:`map_tensors`."""
 
-    def __init__(
-        self,
-        family: Family,
-        source: Layout,
-        target: Layout,
-        shapes: Mapping[str, tuple[int, ...]],
-        tied: bool,
-        untie: bool,
-    ) -> None:
-        self.family, self.source, self.target = family, source, target
-        self.shapes, self.tied, self.untie = shapes, tied, untie
-        self.matched: Matched = match(family, source, shapes)
-        self.sizes = Sizes({}, {})
-        self.counts: dict[str, int] = {}
-        self.must_equal: list[tuple[str, str]] = []
-        self.dropped: dict[str, str] = {}
+    def __init__(self, source: Source, target: Layout, untie: bool, partial: bool) -> None:
+        self.source, self.target, self.family = source, target, source.family
+        self.untie, self.partial = untie, partial
+        self.origins = Origins(source, target, untie=untie, partial=partial)
         self.tilings: list[Tiling] = []
         self.geometry: dict[object, Geometry] = {}
 
-    def check(self, known: Mapping[str, int], partial: bool) -> None:
-        """Refuse unknown and missing keys, and a number of layers that contradicts *known*."""
-        found = self.matched.counts(self.family, self.source)
-        for index, count in found.items():
-            if count > known.get(index, count):
-                raise MappingError(
-                    f"the checkpoint holds {count:,} of what its configuration counts as "
-                    f"{self.family.called(index)} = {known[index]:,}",
-                    hint="do the configuration and all files belong to the same model?",
-                )
-        self.counts = found | {i: n for i, n in known.items() if i in found}
-        lost = missing(self.family, self.source, self.matched, self.counts)
-        tied = self._tied_keys()
-        lost = [key for key in lost if key not in tied]
-        require_known(self.family, self.source, self.matched, lost)
-        contradiction = torn(self.family, self.matched)
-        if contradiction:
-            raise MappingError(f"a layer is of two kinds: {contradiction}")
-        if not partial:
-            require_whole(self.family, self.source, lost, self.tied)
-
-    def _tied_keys(self) -> set[str]:
-        """Return the keys of which one suffices, where one of a tied pair is there."""
-        keys: set[str] = set()
-        for tie in self.family.ties if self.tied else ():
-            pair = [(name, ()) for name in (tie.tensor, tie.of)]
-            if any(slot in self.matched.keys for slot in pair):
-                keys |= {self.source.leaves[n].key.text for n, _ in pair if n in self.source.leaves}
-        return keys
-
-    def solve(self, known: Mapping[str, int]) -> None:
-        """Find all axis sizes, from one tensor of each kind and shape."""
-        kinds: dict[object, Observation] = {}
-        for key, stored in self.matched.stored.items():
-            kinds.setdefault(
-                (stored.template.text, self.shapes[key]),
-                Observation(key, stored, self.shapes[key]),
-            )
-        spread = {axis for leaf in self.source.leaves.values() for axis in leaf.spread}
-        counted = {axis: count for axis, count in self.counts.items() if axis in spread}
-        found = solve(self.family, kinds.values(), {**known, **counted})
-        self.sizes = Sizes({**found.axes, **self.counts}, found.products)
-
-    def unchanged(self, partial: bool) -> TensorMap:
+    def unchanged(self) -> TensorMap:
         """Return the map to the same layout, which keeps every tensor and may untie some."""
-        tensors = [MappedTensor.same(key, key, self.shapes[key]) for key in self.shapes]
-        for tie in self.family.ties if self.tied and self.untie and not partial else ():
-            kept = self.matched.keys.get((tie.of, ()), {}).get(())
-            if kept and (tie.tensor, ()) not in self.matched.keys:
-                name = self.target.leaves[tie.tensor].key.text
-                tensors.append(MappedTensor.same(kept, name, self.shapes[kept]))
+        shapes = self.source.shapes
+        tensors = [MappedTensor.same(key, key, shape) for key, shape in shapes.items()]
+        for tie in self.source.ties if self.untie and not self.partial else ():
+            kept = self.source.found(tie.of)
+            if kept and not self.source.found(tie.tensor):
+                key, name = kept[1][()], self.target.leaves[tie.tensor].key.text
+                tensors.append(MappedTensor.same(key, name, shapes[key]))
         return self._map(tensors, ())
 
-    def result(self, partial: bool, lists: Mapping[str, Sequence[int]]) -> TensorMap:
-        """Return the map; *partial*: chosen tensors only."""
-        counts = dict(self.sizes.axes)
-        self.numbering = planned(self.family, self.target.name, self.counts, lists)
-        tensors: list[MappedTensor] = []
-        homeless: dict[str, Tensor] = {}
-        for tensor, values in self._wanted():
-            origin = self._origin(tensor, values, partial)
-            if origin and tensor.name not in self.target.leaves:
-                if not self._tiled(tensor, origin[1].get((), "")):
-                    homeless |= dict.fromkeys(origin[1].values(), tensor)
-            elif origin:
-                tensors += self._mapped(tensor, values, *origin)
-        if homeless:
-            raise self._homeless(homeless)
-        self._dropped()
+    def result(self, lists: Mapping[str, Sequence[int]]) -> TensorMap:
+        """Return the map to another layout."""
+        self.numbering = planned(self.family, self.target.name, self.source.counts, lists)
+        tensors = list(self._tensors())
+        self.origins.drop()
         tensors = self._once(tensors)
-        _require_covered(tensors, _shapes(tensors))
-        zeros = [] if partial else list(self._zeros(counts))
+        require_covered(tensors)
+        zeros = [] if self.partial else list(self._zeros())
         for found in self.tilings:
             tensors += found.tensors
             zeros += found.zeros
         return self._map(tensors, tuple(zeros))
 
+    def _map(self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...]) -> TensorMap:
+        changed = self.source.layout is not self.target
+        checked = self.source.matched.dropped.items() if changed else ()
+        return TensorMap(
+            tuple(tensors),
+            self.origins.dropped,
+            tuple(self.origins.must_equal),
+            tuple(key for key, rule in checked if rule.zeros),
+            zeros,
+            self.source.sizes.axes,
+            self.source.tied and not self.untie,
+            tuple(self.tilings),
+        )
+
+    # ------------------------------------------------------------------- what is read from where
+
+    def _tensors(self) -> Iterator[MappedTensor]:
+        """Yield what becomes of each logical tensor; embeddings of tiles are noted apart."""
+        homeless: dict[str, Tensor] = {}
+        for tensor, values in self._wanted():
+            origin = self.origins.of(tensor, values)
+            if origin and tensor.name in self.target.leaves:
+                yield from self._mapped(tensor, values, origin)
+            elif origin and not self._tiled(tensor, origin[1].get((), "")):
+                homeless |= dict.fromkeys(origin[1].values(), tensor)
+        if homeless:
+            raise self._homeless(homeless)
+
+    def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """Yield the logical tensors in natural order: a block repeats as a whole."""
+        indices: dict[int, set[tuple[int, ...]]] = {}
+        for name, values in self.source.matched.keys:
+            indices.setdefault(self.family.tensors[name].block, set()).add(values)
+        for number, block in groupby(self.family.tensors.values(), key=lambda t: t.block):
+            members = list(block)
+            plain = not members[0].indices
+            for values in [()] if plain else sorted(indices.get(number, ())):
+                yield from ((tensor, values) for tensor in members)
+
+    def _mapped(
+        self, tensor: Tensor, values: tuple[int, ...], origin: Origin
+    ) -> Iterator[MappedTensor]:
+        """Yield what becomes of a logical tensor; one entry at a time of what both sides spread."""
+        held, keys = origin
+        stored, wanted = self.source.layout.leaves[held.name], self.target.leaves[tensor.name]
+        found = self._geometry(tensor, held, next(iter(keys.values())))
+        name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
+        both = [axis for axis in stored.spread if axis in wanted.spread]
+        self._require_few(wanted, both, keys)
+        for shared, members in _shared(stored, sorted(keys), both).items():
+            fixed = dict(zip(both, shared, strict=True))
+            targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
+            reads = [View(keys[m], found.source, *found.read, own) for m, own in members]
+            writes = [
+                View(self._key(tensor, values, lead), found.target, *found.write, own)
+                for lead, own in targets.get(shared, ())
+            ]
+            label = ".".join([name, *map(str, shared)])
+            yield MappedTensor(label, found.axes, tuple(reads), tuple(writes))
+
+    def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
+        """Refuse to spread an axis over more keys than any model has."""
+        sizes = self.source.sizes.axes
+        made = {axis: sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
+        for axis, size in made.items():
+            if size > MOST:
+                raise MappingError(
+                    f"one tensor would become {size:,} of them",
+                    where=f"tensor `{next(iter(keys.values()))}`",
+                    why=f"{self.family.called(axis)} is {size:,}; at most {MOST:,} are expected",
+                )
+
+    def _geometry(self, tensor: Tensor, held: Tensor, key: str) -> Geometry:
+        shape = self.source.shapes[key]
+        kind = (held.name, tensor.name, shape)
+        if kind not in self.geometry:
+            sides = (self.source.layout, held), (self.target, tensor)
+            self.geometry[kind] = geometry(self.family, self.source.sizes, *sides, key, shape)
+        return self.geometry[kind]
+
+    def _key(self, tensor: Tensor, values: tuple[int, ...], lead: Lead = ()) -> str:
+        return key_of(self.target, tensor, values, lead, self.numbering)
+
+    def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
+        """Return *tensors* without those whose place another one fills; they have to be equal."""
+        first: dict[object, MappedTensor] = {}
+        for item in tensors:
+            place = tuple((view.key, view.origin, view.lead) for view in item.targets)
+            other = first.setdefault(place, item)
+            if other is not item:
+                pairs = zip(other.sources, item.sources, strict=True)
+                self.origins.must_equal += [(a.key, b.key) for a, b in pairs if a.key != b.key]
+        return list(first.values())
+
+    # ------------------------------------------------------- what has no place, and what is made
+
     def _tiled(self, tensor: Tensor, key: str) -> bool:
         """Whether an embedding of tiles is stored by the target in another way: note how."""
         for rule in self.family.tiles:
-            pair = (rule.grid, rule.rows)
-            if tensor.name not in pair:
-                continue
-            other = pair[tensor.name == rule.grid]
-            leaf, grid = self.target.leaves.get(other), other == rule.grid
+            leaf = self.target.leaves.get(rule.other(tensor.name))
             if leaf is not None:
-                dims = (leaf if grid else self.source.leaves[tensor.name]).dims[2:]
-                inner = [self.sizes.of(self.family.expand(group)) for group in dims]
-                self.tilings.append(tiling(key, leaf.key.text, self.shapes[key], inner, grid))
+                grid = tensor.name == rule.rows
+                dims = (leaf if grid else self.source.layout.leaves[tensor.name]).dims[2:]
+                inner = [self.source.sizes.of(self.family.expand(group)) for group in dims]
+                shape = self.source.shapes[key]
+                self.tilings.append(tiling(key, leaf.key.text, shape, inner, grid))
                 return True
         return False
 
@@ -229,173 +247,31 @@ class _Run:
             hint="; ".join(hints),
         )
 
-    def _dropped(self) -> None:
-        """Note the keys without information, and what those that repeat a tensor have to equal."""
-        for key, rule in self.matched.dropped.items():
-            self.dropped[key] = rule.reason
-            kept = self._found(rule.same_as) or self._found(self._tied_to(rule.same_as))
-            if kept:
-                self.must_equal.append((kept[1][()], key))
-
-    def _tied_to(self, name: str) -> str:
-        ties = self.family.ties if self.tied else ()
-        return next((tie.of for tie in ties if tie.tensor == name), "")
-
-    def _map(self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...]) -> TensorMap:
-        checked = [] if self.source is self.target else self.matched.dropped.items()
-        return TensorMap(
-            tuple(tensors),
-            _shapes(tensors),
-            self.dropped,
-            tuple(self.must_equal),
-            tuple(key for key, rule in checked if rule.zeros),
-            zeros,
-            self.sizes.axes,
-            self.tied and not self.untie,
-            tuple(self.tilings),
-        )
-
-    def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """Yield the logical tensors in natural order: a block repeats as a whole."""
-        indices: dict[int, set[tuple[int, ...]]] = {}
-        for name, values in self.matched.keys:
-            indices.setdefault(self.family.tensors[name].block, set()).add(values)
-        for number, block in groupby(self.family.tensors.values(), key=lambda t: t.block):
-            members = list(block)
-            plain = not members[0].indices
-            for values in [()] if plain else sorted(indices.get(number, ())):
-                yield from ((tensor, values) for tensor in members)
-
-    def _origin(self, tensor: Tensor, values: tuple[int, ...], partial: bool) -> Origin | None:
-        """Return the keys that a logical tensor is read from and what is stored there."""
-        keys = self.matched.keys.get((tensor.name, values))
-        for tie in self.family.ties if self.tied else ():
-            if tensor.name == tie.of and keys is None:
-                return self._found(tie.tensor)
-            if tensor.name == tie.tensor:
-                if partial and not keys and self.source.name in tie.stored_in:
-                    return None
-                return self._tied_origin(tie, (keys or {}).get(()))
-        return (tensor, keys) if keys else None
-
-    def _tied_origin(self, tie: Tie, key: str | None) -> Origin | None:
-        """Return what the second of two tied tensors is read from; None: the target omits it."""
-        kept = self._found(tie.of)
-        if self.untie:
-            return self._found(tie.tensor) or kept
-        if kept and key:
-            self.must_equal.append((kept[1][()], key))
-            self.dropped[key] = f"tied: the same as `{kept[1][()]}`"
-        if self.target.name not in tie.stored_in:
-            return None
-        return kept or self._found(tie.tensor)
-
-    def _found(self, name: str) -> Origin | None:
-        keys = self.matched.keys.get((name, ()))
-        return (self.family.tensors[name], keys) if keys else None
-
-    def _mapped(
-        self, tensor: Tensor, values: tuple[int, ...], held: Tensor, keys: Mapping[Lead, str]
-    ) -> Iterator[MappedTensor]:
-        """Yield what becomes of a logical tensor; one entry at a time of what both sides spread."""
-        stored, wanted = self.source.leaves[held.name], self.target.leaves[tensor.name]
-        shape = self.shapes[next(iter(keys.values()))]
-        kind = (held.name, tensor.name, shape)
-        if kind not in self.geometry:
-            where = next(iter(keys.values()))
-            self.geometry[kind] = geometry(
-                self.family, self.sizes, (self.source, held), (self.target, tensor), where, shape
-            )
-        found = self.geometry[kind]
-        name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
-        both = [axis for axis in stored.spread if axis in wanted.spread]
-        groups: dict[Lead, list[tuple[Lead, str]]] = {}
-        for lead, key in sorted(keys.items()):
-            groups.setdefault(_pick(stored, lead, both), []).append((lead, key))
-        for shared, members in groups.items():
-            label = ".".join([name, *map(str, shared)])
-            targets = [
-                (lead, key_of(self.target, tensor, values, lead, self.numbering))
-                for lead in leads(wanted, self.sizes.axes)
-                if _pick(wanted, lead, both) == shared
-            ]
-            yield MappedTensor(
-                label,
-                found.axes,
-                tuple(
-                    View(key, found.source, *found.read, _own(stored, lead, both))
-                    for lead, key in members
-                ),
-                tuple(
-                    View(key, found.target, *found.write, _own(wanted, lead, both))
-                    for lead, key in targets
-                ),
-            )
-
-    def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
-        """Return *tensors* without those whose place another one fills; they have to be equal."""
-        first: dict[object, MappedTensor] = {}
-        for item in tensors:
-            place = tuple((view.key, view.origin, view.lead) for view in item.targets)
-            other = first.setdefault(place, item)
-            if other is not item:
-                pairs = zip(other.sources, item.sources, strict=True)
-                self.must_equal += [(a.key, b.key) for a, b in pairs if a.key != b.key]
-        return list(first.values())
-
-    def _zeros(self, sizes: Mapping[str, int]) -> Iterator[Zeros]:
+    def _zeros(self) -> Iterator[Zeros]:
+        """Yield the tensors of the target that nothing fills."""
         for rule in self.family.drops:
-            if rule.layout != self.target.name or not rule.zeros:
-                continue
-            template = Template.parse(rule.key)
-            shape = tuple(sizes[axis] for axis in rule.zeros.split())
-            for (name, values), _ in sorted(self.matched.keys.items()):
-                if name.partition(".")[0] == rule.beside:
-                    beside = self.family.tensors[name]
-                    named = dict(zip(beside.indices, values, strict=True))
-                    key = template.key(self.numbering.stored(named))
-                    after = key_of(self.target, beside, values, numbering=self.numbering)
-                    yield Zeros(key, shape, rule.dtype, after)
+            if rule.layout == self.target.name and rule.zeros:
+                yield from self._zeros_of(rule)
+
+    def _zeros_of(self, rule: Drop) -> Iterator[Zeros]:
+        template = Template.parse(rule.key)
+        shape = tuple(self.source.sizes.axes[axis] for axis in rule.zeros.split())
+        for name, values in sorted(self.source.matched.keys):
+            if name.partition(".")[0] == rule.beside:
+                beside = self.family.tensors[name]
+                named = dict(zip(beside.indices, values, strict=True))
+                key = template.key(self.numbering.stored(named))
+                yield Zeros(key, shape, rule.dtype, self._key(beside, values))
 
 
-def _pick(leaf: Leaf, lead: Lead, axes: Sequence[str]) -> Lead:
-    return tuple(lead[leaf.spread.index(axis)] for axis in axes)
-
-
-def _own(leaf: Leaf, lead: Lead, shared: Sequence[str]) -> Lead:
-    return tuple(n for axis, n in zip(leaf.spread, lead, strict=True) if axis not in shared)
-
-
-def _shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each stored tensor of the target: what its views reach."""
-    found: dict[str, tuple[int, ...]] = {}
-    for mapped in tensors:
-        for view in mapped.targets:
-            ends = tuple(o + s for o, s in zip(view.origin, view.sizes, strict=True))
-            found[view.key] = tuple(map(max, found.get(view.key, ends), ends))
-    return found
-
-
-def _require_covered(
-    tensors: Sequence[MappedTensor], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse a target tensor of which only some parts are there."""
-    held: dict[str, int] = {}
-    lacking: set[str] = set()
-    for mapped in tensors:
-        spread = {view.lead for view in mapped.sources}
-        whole = math.prod(mapped.axes)
-        read = sum(math.prod(view.sizes) for view in mapped.sources)
-        if read != whole or len(spread) != len(mapped.sources):
-            lacking |= {view.key for view in mapped.targets}
-        for view in mapped.targets:
-            held[view.key] = held.get(view.key, 0) + math.prod(view.sizes)
-    lacking |= {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
-    if lacking:
-        key = next(key for key in shapes if key in lacking)
-        raise MappingError(
-            "a tensor of the target could only be filled in part",
-            where=f"tensor `{key}`",
-            why="the tensors that make up the rest of it are not there",
-            hint="convert all of them, or none (--include, --exclude)",
-        )
+def _shared(
+    leaf: Leaf, positions: Iterable[Lead], axes: Sequence[str]
+) -> dict[Lead, list[tuple[Lead, Lead]]]:
+    """Group *positions* by those along *axes*; each with what is left along the others."""
+    groups: dict[Lead, list[tuple[Lead, Lead]]] = {}
+    for lead in positions:
+        shared = tuple(lead[leaf.spread.index(axis)] for axis in axes)
+        pairs = zip(leaf.spread, lead, strict=True)
+        own = tuple(number for axis, number in pairs if axis not in axes)
+        groups.setdefault(shared, []).append((lead, own))
+    return groups

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 from typing import TypeAlias
 
 from ckptctl.errors import MappingError, listed, nearest
 from ckptctl.planner.layouts import Drop, Family, Layout, Stored
 from ckptctl.planner.numbering import Numbering, observed
 from ckptctl.planner.tables import Leaf, Tensor
+
+MANY = 1000
+"""So many missing keys are counted in any case."""
 
 Slot: TypeAlias = tuple[str, tuple[int, ...]]
 """One logical tensor: its name, as in ``q.{i}``, and the values of its indices."""
@@ -129,9 +133,20 @@ def slots(tensor: Tensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
     return list(product(*(range(counts.get(index, 0)) for index in tensor.indices)))
 
 
-def leads(leaf: Leaf, counts: Mapping[str, int]) -> list[Lead]:
-    """Return the positions of a tensor along the axes that a layout spreads, in order."""
-    return list(product(*(range(counts.get(axis, 0)) for axis in leaf.spread)))
+def leads(
+    leaf: Leaf, counts: Mapping[str, int], fixed: Mapping[str, int] | None = None
+) -> Iterator[Lead]:
+    """Yield the positions of a tensor along the axes that a layout spreads, in order.
+
+    Args:
+        leaf: The tensor.
+        counts: How many positions there are along each axis.
+        fixed: Axes along which only one is wanted.
+    """
+    one = fixed or {}
+    yield from product(
+        *((one[axis],) if axis in one else range(counts.get(axis, 0)) for axis in leaf.spread)
+    )
 
 
 def tied_away(family: Family, layout: str, tied: bool) -> Collection[str]:
@@ -152,14 +167,13 @@ def missing(
     limit = len(matched.stored) + 1
     counts = {index: min(count, limit) for index, count in counts.items()}
     expected = Expected(family, layout, matched, counts)
-    return list(
-        dict.fromkeys(
-            key
-            for name in layout.leaves
-            for values in expected.slots(family.tensors[name])
-            for key in _absent(family.tensors[name], layout, matched, values, counts)
-        )
+    found = (
+        key
+        for name in layout.leaves
+        for values in expected.slots(family.tensors[name])
+        for key in _absent(family.tensors[name], layout, matched, values, counts)
     )
+    return list(dict.fromkeys(islice(found, 2 * limit + MANY)))
 
 
 def _absent(
@@ -170,9 +184,9 @@ def _absent(
     counts: Mapping[str, int],
 ) -> Iterator[str]:
     found = matched.keys.get((tensor.name, values), {})
-    wanted = leads(layout.leaves[tensor.name], counts)
-    if len(found) < len(wanted):
-        for lead in wanted:
+    leaf = layout.leaves[tensor.name]
+    if len(found) < math.prod(counts.get(axis, 0) for axis in leaf.spread):
+        for lead in leads(leaf, counts):
             if lead not in found:
                 yield key_of(layout, tensor, values, lead, matched.numbering)
 
@@ -255,7 +269,7 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: list
         return
     lines = []
     for key in matched.unmatched[:5]:
-        close = nearest(key, near(layout, key, absent))
+        close = nearest(key, [other for other in near(layout, key, absent) if other != key])
         lines.append(f"`{key}`" + (f" (near: `{close}`)" if close else ""))
     more = len(matched.unmatched) - len(lines)
     raise MappingError(

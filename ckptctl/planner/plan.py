@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckptctl.catalog import Computed, made_of
+from ckptctl.catalog import Computed
 
 CrcOf = Callable[[int], int]
 """Returns the CRC-32 of a finished record, by its index in ``Plan.records``."""
@@ -145,6 +145,27 @@ class RawCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """A range of a source file that is read for its checksum alone.
+
+    Attributes:
+        root: The directory that *file* is relative to.
+        file: Source file.
+        offset: First byte.
+        nbytes: Length, at least 1.
+        crc32: CRC-32 of the range.
+        name: The tensor, for messages.
+    """
+
+    root: str
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class FileIdentity:
     """What must not change in a source file while it is read.
 
@@ -174,9 +195,12 @@ class Plan:
         records: Checksummed byte ranges of the output files.
         transfers: Tensor copies.
         raw_copies: Byte ranges copied unchanged.
-        digest: Hexadecimal SHA-256 of files, records, transfers and raw copies; it says nothing of
-            what the source files hold.
+        digest: Hexadecimal SHA-256 of files, records, transfers, raw copies and checks; it says
+            nothing of what the source files hold.
         computed: The virtual files that transfers read, and those that these are made of.
+        inputs: By ``(root, file)`` what virtual files are made of under other roots, as it was when
+            the plan was made.
+        checks: Checksums of sources that no transfer takes on its way.
     """
 
     source_root: str
@@ -189,6 +213,8 @@ class Plan:
     raw_copies: tuple[RawCopy, ...]
     digest: str
     computed: Mapping[str, Computed] = field(default_factory=dict)
+    inputs: Mapping[tuple[str, str], FileIdentity] = field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +222,20 @@ class Plan:
         return sum(file.size for file in self.files)
 
     @property
-    def inputs(self) -> frozenset[tuple[str, str]]:
-        """Return ``(root, file)`` of everything that virtual files are made of."""
-        return made_of(self.computed)
+    def first_check(self) -> int:
+        """Return the number of the first check, as transfers and raw copies are counted."""
+        return len(self.transfers) + len(self.raw_copies)
+
+    def recorded(self, number: int, operand: int) -> tuple[str, str, int, int | None]:
+        """Return ``(tensor, file, bytes, CRC-32)`` of what is read for a checksum.
+
+        Args:
+            number: Of a transfer or a check.
+            operand: Index of a source operand of the transfer.
+        """
+        if number >= self.first_check:
+            check = self.checks[number - self.first_check]
+            return check.name, check.file, check.nbytes, check.crc32
+        transfer = self.transfers[number]
+        found = transfer.source.operands[operand]
+        return transfer.source_name, found.file, found.nbytes, found.crc32

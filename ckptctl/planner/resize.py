@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Layout, Stored
-from ckptctl.planner.mapping import MappedTensor, View, Zeros
+from ckptctl.planner.mapped import MappedTensor, View, Zeros
 
 
 def resized(

@@ -1,7 +1,8 @@
 """Key templates: ``model.layers.{i}.self_attn.q_proj.weight`` and back.
 
-An index stands for a whole dot-separated part of a key and is a decimal number without leading
-zeros. A template matches a key entirely or not at all.
+An index stands for a whole dot-separated part of a key and is a decimal number of at most five
+digits without leading zeros: no model counts further, and counting to an absurd one would not end.
+A template matches a key entirely or not at all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 _INDEX = re.compile(r"\{([a-z]+)\}\Z")
-_NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,17})\Z")
+_NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
 
 T = TypeVar("T")
 
@@ -22,7 +23,8 @@ def _skeleton(parts: Iterable[str]) -> tuple[str, tuple[str, ...]]:
     """Return the parts joined with ``#`` for each number, and the numbers."""
     shown, numbers = [], []
     for part in parts:
-        if _NUMBER.match(part):
+        # Few parts are numbers: the cheap question comes first.
+        if part.isdecimal() and _NUMBER.match(part):
             numbers.append(part)
             part = "#"
         shown.append(part)

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from ckptctl.catalog import made_of
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.planner.copies import MIB, Limits, Read, Tile, Write, lower
-from ckptctl.planner.plan import FileIdentity, Plan, RawCopy
+from ckptctl.planner.plan import Check, FileIdentity, Plan, RawCopy
 from ckptctl.storage import trash
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles, contained
@@ -140,8 +141,9 @@ class _Run:
             self._identities[plan.source_root, name] = identity
         for raw in plan.raw_copies:
             self._files(raw.root or plan.source_root)
-        for directory, _ in plan.inputs:
+        for directory, _ in made_of(plan.computed):
             self._files(directory)
+        self._identities |= plan.inputs
 
     # Sources
 
@@ -161,8 +163,6 @@ class _Run:
             whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
             if whole and found.size != raw.nbytes:
                 raise _changed(*key, f"it had {raw.nbytes:,} bytes, now it has {found.size:,}")
-        for key in self._plan.inputs - self._identities.keys():
-            self._identities[key] = self._identity(*key)
         for key, identity in self._identities.items():
             found = self._identity(*key)
             if found != identity:
@@ -335,6 +335,9 @@ class _Run:
                 lanes.setdefault(transfer.target.operands[0].file, []).append(index)
         for index, raw in enumerate(self._plan.raw_copies, len(self._plan.transfers)):
             lanes.setdefault(raw.target, []).append(index)
+        checks = self._plan.checks if self._limits.check else ()
+        for index, check in enumerate(checks, self._plan.first_check):
+            lanes.setdefault(f"{check.root}/{check.file}", []).append(index)
         return [self._lane(indices, done) for indices in lanes.values()]
 
     def _lane(self, indices: Iterable[int], done: dict[tuple[int, int], Done]) -> Iterator[Unit]:
@@ -364,6 +367,9 @@ class _Run:
         if index < len(transfers):
             tiles = lower(transfers[index], self._plan.records, self._limits)
             return self._files(self._plan.source_root), tiles
+        if index >= self._plan.first_check:
+            check = self._plan.checks[index - self._plan.first_check]
+            return self._files(check.root), _check(check, self._limits.tile)
         raw = self._plan.raw_copies[index - len(transfers)]
         return self._files(raw.root or self._plan.source_root), _raw(raw, self._limits.flat)
 
@@ -384,6 +390,13 @@ def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
         read = Read(raw.source, raw.offset + done, size, None, -1, 0)
         write = Write(raw.target, raw.target_offset + done, size, 0, -1, 0)
         yield Tile(size, (read,), (), (write,), True)
+
+
+def _check(check: Check, limit: int) -> Iterator[Tile]:
+    for done in range(0, check.nbytes, limit):
+        size = min(limit, check.nbytes - done)
+        read = Read(check.file, check.offset + done, size, None, 0, done)
+        yield Tile(size, (read,), (), (), False)
 
 
 def _changed(root: str, name: str, why: str) -> DamagedError:

@@ -21,7 +21,8 @@ class Unit(NamedTuple):
     """A tile and its name in the journal.
 
     Attributes:
-        transfer: Index of the transfer; raw copies count on from the last one.
+        transfer: Index of the transfer; raw copies count on from the last one, and checks from
+            these.
         number: Index of the tile in the transfer.
         tile: What is to be done.
         files: Where its source files are.
@@ -34,7 +35,7 @@ class Unit(NamedTuple):
 
 
 class Lane:
-    """The units of one output file, handed out in order.
+    """The units of one output file, or the checks of a source file, handed out in order.
 
     Args:
         units: All of them; drawn from under a lock, by one thread at a time.

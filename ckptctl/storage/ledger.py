@@ -140,24 +140,22 @@ class Ledger:
         complete: list[tuple[int, int, Parts]] = []
         checked = (read for read in unit.tile.reads if read.operand >= 0)
         for read, crc in zip(checked, done.read, strict=True):
-            operand = self._plan.transfers[unit.transfer].source.operands[read.operand]
             key = (unit.transfer, read.operand)
             parts = self._sources.setdefault(key, [])
             parts.append((read.at, read.nbytes, crc))
             self._covered[key] += read.nbytes
-            if self._covered[key] == operand.nbytes:
+            if self._covered[key] == self._plan.recorded(*key)[2]:
                 complete.append((unit.transfer, read.operand, self._sources.pop(key)))
         return complete
 
     def _check(self, number: int, index: int, parts: Parts) -> None:
-        transfer = self._plan.transfers[number]
-        operand = transfer.source.operands[index]
-        found = _joined(parts, operand.nbytes)
-        if found != operand.crc32:
+        name, file, nbytes, recorded = self._plan.recorded(number, index)
+        found = _joined(parts, nbytes)
+        if found != recorded:
             raise DamagedError(
-                f"`{transfer.source_name}` does not have the checksum that its file records",
-                where=operand.file,
-                why=f"CRC-32 is {found or 0:08x}, recorded is {operand.crc32 or 0:08x}",
+                f"`{name}` does not have the checksum that its file records",
+                where=file,
+                why=f"CRC-32 is {found or 0:08x}, recorded is {recorded or 0:08x}",
                 hint="copy the checkpoint again from where it came; if the file was changed on "
                 "purpose, remove its ckptctl.manifest.json",
             )

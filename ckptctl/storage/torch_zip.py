@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ckptctl.catalog import Checksum
 from ckptctl.errors import CkptError, DamagedError, FormatError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.inert import check_tree
@@ -39,6 +40,8 @@ class StoredTensor:
             has checksums.
         storage: Key of the storage; tensors over the same one share memory.
         requires_grad: As recorded.
+        within: The checksum of the record that these bytes are a part of, when *crc32* is None and
+            the file has checksums.
     """
 
     dtype: str
@@ -49,6 +52,7 @@ class StoredTensor:
     crc32: int | None
     storage: str
     requires_grad: bool
+    within: Checksum | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +65,15 @@ class TorchArchive:
         checksums: False when the writer had disabled CRCs.
         storages: The records of storage bytes by key, whether or not a tensor uses them.
         pickle_nbytes: Size of ``data.pkl``, a bound for the work that walking *root* may cost.
+        folder: What its entries begin with: the name, without its suffix, of the file that
+            ``torch.save`` was given, or ``archive`` where it was given an open file.
     """
 
     root: object
     checksums: bool
     storages: Mapping[str, Record]
     pickle_nbytes: int
+    folder: str
 
 
 def read_archive(
@@ -106,7 +113,8 @@ def read_archive(
         persistent_load=storages.load,
     )
     check_tree(root, limit=max(MAX_NODES, 8 * len(pickle)), where=span.where)
-    return TorchArchive(root, directory.checksums, storages.records(), len(pickle))
+    folder = directory.folder.rstrip("/")
+    return TorchArchive(root, directory.checksums, storages.records(), len(pickle), folder)
 
 
 def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) -> StoredTensor:
@@ -224,15 +232,17 @@ def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Rec
 def _placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
     record = _record(view.storage, view.storage_nbytes, directory, span)
     whole = view.strides is None and view.nbytes == record.nbytes
+    begin = span.base + record.offset
     return StoredTensor(
         view.dtype,
         view.shape,
         view.strides,
-        span.base + record.offset + view.offset,
+        begin + view.offset,
         view.nbytes,
         record.crc32 if whole and directory.checksums else None,
         view.storage,
         view.requires_grad,
+        None if whole or not directory.checksums else Checksum(begin, record.nbytes, record.crc32),
     )
 
 

@@ -266,7 +266,8 @@ def test_every_exit_code_is_documented() -> None:
 
 
 MAPPINGS = (
-    *("dtypes", "tensors", "metadata", "dropped", "left_out", "sizes", "targets[].each"),
+    *("dtypes", "quantised", "tensors", "metadata", "dropped", "left_out", "sizes"),
+    "targets[].each",
     *("models[].tables[].dropped", "models[].constants", "models[].composite"),
 )
 

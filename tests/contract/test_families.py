@@ -8,7 +8,7 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import families, names
-from ckptctl.planner.axes import Sizes, dim_sizes
+from ckptctl.planner.axes import Sizes
 from ckptctl.planner.detect import detect
 from ckptctl.planner.division import divide
 from ckptctl.planner.mapping import map_tensors
@@ -56,7 +56,9 @@ def tiny(family, layout, *, optional=False, tied=None):
         if tensor.name in gone or (tensor.optional and not optional):
             continue
         parts = {other.part: other for _, other in stored.parts}.values()
-        shapes = [dim_sizes(other.dims, sizes) for other in parts]
+        shapes = [
+            [math.prod(sizes[axis] for axis in group) for group in other.dims] for other in parts
+        ]
         shape = list(shapes[0])
         if shape and leaf.part is not None:
             shape[leaf.along] = sum(other[leaf.along] for other in shapes)

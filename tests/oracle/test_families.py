@@ -125,8 +125,8 @@ def test_peer_to_hf(tmp_path: Path, name: str, peer: Peer) -> None:
 def in_memory_layout(name: str, family: str) -> str:
     """Return the layout of ``model.state_dict()``: often that of the files."""
     known = families.families()[family].layouts
-    if name == "clip_text" and "hf-bare" in known:
-        return "hf-bare"
+    if name == "clip_text" and "hf-fresh" in known:
+        return "hf-fresh"
     return "hf-v5" if "hf-v5" in known else "hf"
 
 

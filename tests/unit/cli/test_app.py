@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import ckptctl
-from ckptctl import errors
+from ckptctl import errors, formats
 from ckptctl.cli import inspect as command
 from ckptctl.cli.app import app
 from ckptctl.ops import inspect as op
@@ -35,6 +35,14 @@ def test_help(run, name):
     if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):
         snapshot.write_text(result.stdout)
     assert result.stdout == snapshot.read_text(), "set CKPTCTL_UPDATE_SNAPSHOTS=1 if this is meant"
+
+
+@pytest.mark.parametrize("name", ["convert", "merge", "inspect"])
+def test_help_names_every_format(run, name):
+    shown = " ".join(run(name, "--help").stdout.split())
+    for option in {"--to", "--from"} & set(shown.split()):
+        text = shown.partition(f"{option} FORMAT")[2].partition(" -")[0]
+        assert all(known in text for known in formats.names()), option
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -85,7 +85,7 @@ def test_json(run, folder):
     assert set(found) == {
         "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
         "parameters", "bytes", "complete", "problems", "dtypes", "files", "assets", "metadata",
-        "notes", "tensors", "blobs", "checkpoints",
+        "notes", "quantised", "dequantisable", "tensors", "blobs", "checkpoints",
     }  # fmt: skip
 
 

@@ -98,6 +98,14 @@ def test_on_a_terminal(terminal):
     assert "num_local_experts (config.json)" in shown
 
 
+def test_a_list_fits_the_terminal(terminal):
+    wide = terminal("models", COLUMNS="160").splitlines()
+    assert any(line.startswith("deepseek_v3") and line.endswith("@0.3") for line in wide)
+    narrow = terminal("models", COLUMNS="80").splitlines()
+    assert max(map(len, narrow)) <= 80
+    assert [line.split()[0] for line in narrow[1:-1] if line[0] != " "] == sorted(families())
+
+
 def test_a_list_parses_no_table():
     code = (
         "from ckptctl.ops.models import models; from ckptctl.planner import tables;"

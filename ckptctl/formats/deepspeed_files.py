@@ -1,0 +1,275 @@
+"""Which files of a DeepSpeed checkpoint belong together: the tag's folder, stages, ranks.
+
+Source: ``deepspeed/runtime/engine.py`` (``_get_ckpt_name``, ``_get_zero_ckpt_prefix``,
+``save_checkpoint``). ``latest`` is written by rank 0 without waiting for the other ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl.errors import DamagedError, FormatError, UsageError, listed, nearest
+from ckptctl.formats.base import absent
+from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.units import natural
+
+LATEST = "latest"
+MAX_TAG = 4096
+SCRIPTS = (LATEST, "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+MODEL = "mp_rank_00_model_states.pt"
+_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_SHARED = re.compile(r"mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
+_REFUSED = (
+    (
+        re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"),
+        "a mixture of experts with a file per expert",
+        "which experts a rank's optimizer partition holds is not recorded",
+    ),
+    (
+        re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"),
+        "a mixture of experts with a file per expert-parallel rank",
+        "which experts a rank's optimizer partition holds is not recorded",
+    ),
+    (
+        re.compile(r"layer_\d+(?:-.+)?-model_states\.pt"),
+        "pipeline parallelism: a file per layer",
+        "the names of the parameters are known to the pipeline's code only",
+    ),
+)
+_ADVICE = (
+    "run DeepSpeed's ds_to_universal.py; `deepspeed-universal` is read where it knows the model"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one save, relative to the checkpoint's root.
+
+    Attributes:
+        models: Model states: one file at stages 0 to 2, one per rank at stage 3.
+        optims: Optimizer states, one per rank; none at stage 0.
+        partitioned: Whether the model's parameters are divided among ranks (stage 3).
+    """
+
+    models: tuple[str, ...]
+    optims: tuple[str, ...]
+    partitioned: bool
+
+
+def is_universal(folder: Path) -> bool:
+    """Return whether *folder* is what ``ds_to_universal.py`` wrote."""
+    return (folder / "zero").is_dir()
+
+
+def evidence(folder: Path) -> str | None:
+    """Return what tells that *folder* is the folder of a tag, or None."""
+    if not folder.is_dir() or is_universal(folder):
+        return None
+    names = [item.name for item in folder.iterdir() if item.name.endswith("_states.pt")]
+    known = [name for name in names if _RANK.fullmatch(name) or _SHARED.fullmatch(name)]
+    return f"{listed(natural(known), 1)}" if known else None
+
+
+def saved_name(name: str) -> str | None:
+    """Return *name* if it is one that DeepSpeed gives to a file of states, else None."""
+    return name if _RANK.fullmatch(name) or _SHARED.fullmatch(name) else None
+
+
+def tags(root: Path) -> list[str]:
+    """Return the folders of tags directly in *root*, in natural order."""
+    return natural([item.name for item in root.iterdir() if evidence(item)])
+
+
+def tag_folder(root: Path, tag: str | None, pointer: str = LATEST) -> str:
+    """Return the folder to read, relative to *root*; ``""`` where *root* is it.
+
+    Args:
+        root: What the user named.
+        tag: What the user asked for; None: what the pointer says.
+        pointer: Name of the file that says so.
+
+    Raises:
+        UsageError: There is no such tag.
+        FormatError: Nothing says which tag.
+        DamagedError: The pointer is torn or names a folder that is not there.
+    """
+    if tag is None and not (root / pointer).exists():
+        if evidence(root) or is_universal(root):
+            return ""
+        raise FormatError(
+            f"there is no `{pointer}` here",
+            where=str(root),
+            why=f"it names the save to read; there are {listed(tags(root))}" if tags(root) else None,
+            hint="say which with `--tag`",
+        )
+    if tag is not None and (root / contained(tag, "--tag")).is_dir():
+        return contained(tag, "--tag")
+    if tag is not None and tag == root.name and (evidence(root) or is_universal(root)):
+        return ""
+    if tag is not None:
+        close = nearest(tag, tags(root))
+        raise UsageError(
+            f"there is no save `{tag}`",
+            where=str(root),
+            why=f"there are {listed(tags(root))}" if tags(root) else "there is none",
+            hint=f"did you mean `--tag {close}`?" if close else None,
+        )
+    return _pointed_at(root, pointer)
+
+
+def _pointed_at(root: Path, pointer: str) -> str:
+    with SourceFiles(root) as files:
+        size = files.size(pointer)
+        content = files.read(pointer, 0, min(size, MAX_TAG))
+    named = content.decode(errors="replace").strip()
+    found = tags(root)
+    hint = f"say which save with `--tag {found[-1]}`" if found else "no save is here"
+    if not named or size > MAX_TAG or not named.isprintable() or "\ufffd" in named:
+        raise DamagedError(
+            f"`{pointer}` is {'empty' if not named else 'not the name of a save'}",
+            where=str(root / pointer),
+            why="the save was interrupted, or another tool wrote it",
+            hint=hint,
+        )
+    if not (root / contained(named, str(root / pointer))).is_dir():
+        raise DamagedError(
+            f"`{pointer}` names `{named}`, which is not there",
+            where=str(root / pointer),
+            why=f"there are {listed(found)}" if found else None,
+            hint=hint,
+        )
+    return contained(named, str(root / pointer))
+
+
+def rank_files(root: Path, folder: str) -> RankFiles:
+    """Return the files of one save.
+
+    Args:
+        root: The checkpoint's root.
+        folder: The tag's folder in it.
+
+    Raises:
+        FormatError: They are of a kind that cannot be put together.
+        DamagedError: Ranks are missing, or files of several saves lie together.
+    """
+    where = root / folder
+    names = natural([item.name for item in where.iterdir()])
+    _refuse(where, names)
+    ranks: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    for name in names:
+        found = _RANK.fullmatch(name)
+        if found:
+            first = ranks[found[3]].setdefault(int(found[1]), name)
+            if first != name:
+                raise _mixed(where, f"`{first}` and `{name}` are of the same rank")
+    partitioned = bool(ranks["model"])
+    if partitioned and MODEL in names:
+        raise _mixed(where, f"`{MODEL}` is of stages 0 to 2, `{ranks['model'].popitem()[1]}` of 3")
+    if not partitioned and MODEL not in names:
+        raise DamagedError(
+            f"`{MODEL}` is missing", where=str(where), why=f"there are {listed(names)}"
+        )
+    models = _complete(root, folder, ranks["model"], "model") if partitioned else (MODEL,)
+    optims = _complete(root, folder, ranks["optim"], "optim") if ranks["optim"] else ()
+    prefix = f"{folder}/" if folder else ""
+    return RankFiles(
+        tuple(prefix + name for name in models),
+        tuple(prefix + name for name in optims),
+        partitioned,
+    )
+
+
+def _refuse(where: Path, names: Collection[str]) -> None:
+    for pattern, kind, why in _REFUSED:
+        found = [name for name in names if pattern.fullmatch(name)]
+        if found:
+            raise FormatError(
+                f"this was saved with {kind}, which is not read",
+                where=str(where / found[0]),
+                why=why,
+                hint=_ADVICE,
+            )
+    for name in names:
+        ranked, shared = _RANK.fullmatch(name), _SHARED.fullmatch(name)
+        rank = int(ranked[2]) if ranked else int(shared[1]) if shared else 0
+        if rank:
+            raise FormatError(
+                "this was saved with tensor parallelism, which is not read",
+                where=str(where / name),
+                why="along which dimension each parameter is divided is not recorded",
+                hint=_ADVICE,
+            )
+    if "offloaded_tensors" in names:
+        raise FormatError(
+            "partitions that were offloaded to NVMe are not read",
+            where=str(where / "offloaded_tensors"),
+            why="their files are dumps of swap buffers without an index",
+            hint="save without `offload_optimizer: nvme`",
+        )
+
+
+def _complete(
+    root: Path, folder: str, found: Mapping[int, str], kind: str, world: int | None = None
+) -> tuple[str, ...]:
+    """Return the files of all ranks in order; every rank below *world* must be there."""
+    last = max(found) if world is None else world - 1
+    beyond = [name for rank, name in sorted(found.items()) if rank > last]
+    if beyond:
+        raise _mixed(
+            root / folder,
+            f"{world} ranks saved this, {listed(beyond)} {'is' if len(beyond) == 1 else 'are'} "
+            "of an earlier save by more",
+        )
+    count, missing = absent(found.keys(), 0, last, lambda rank: _like(found, rank))
+    if count:
+        rank = next(rank for rank in range(last + 1) if rank not in found)
+        raise DamagedError(
+            f"{count} of {last + 1} files of {kind} states are missing",
+            where=str(root / folder),
+            why=missing + _elsewhere(root, folder, _like(found, rank), set(found.values())),
+            hint="copy the missing files, or name another save with `--tag`",
+        )
+    return tuple(name for _, name in sorted(found.items()))
+
+
+def require_world(root: Path, names: tuple[str, ...], world: int, kind: str) -> None:
+    """Check that there is a file of every rank and none of a larger, earlier world.
+
+    Args:
+        root: The checkpoint's root.
+        names: Files of one kind, ranks 0 to n without a gap.
+        world: How many ranks the files themselves say.
+        kind: ``model`` or ``optim``.
+
+    Raises:
+        DamagedError: Naming what is missing or too much.
+    """
+    folder = names[0].rpartition("/")[0]
+    _complete(root, folder, {n: Path(name).name for n, name in enumerate(names)}, kind, world)
+
+
+def _like(found: Mapping[int, str], rank: int) -> str:
+    some = next(iter(found.values()))
+    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", some)
+
+
+def _elsewhere(root: Path, folder: str, name: str, here: Collection[str]) -> str:
+    """Ranks whose folders are named after a metric may have saved under different names."""
+    for sibling in sorted(root.parent.iterdir()):
+        other = sibling / folder if folder else sibling
+        if sibling != root and other.is_dir() and (other / name).is_file():
+            if any(not (other / item).is_file() for item in here):
+                return f"; `{other}` has `{name}`, and not all that is here"
+    return ""
+
+
+def _mixed(where: Path, why: str) -> DamagedError:
+    return DamagedError(
+        "files of several saves lie together",
+        where=str(where),
+        why=why,
+        hint="move away those of the earlier save",
+    )

@@ -1,0 +1,198 @@
+"""Parameters in ZeRO's flat vectors: which run of which rank's partition holds which elements.
+
+Source: ``deepspeed/utils/zero_to_fp32.py`` (``_zero2_merge_trainable_params``, ``GatheredTensor``),
+and ZeRO (https://arxiv.org/abs/1910.02054). The order of parameters is that of ``param_shapes``;
+``param_slice_mappings`` ignores the order that ``round_robin_gradients`` gives them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Extent
+from ckptctl.errors import DamagedError
+from ckptctl.planner.runs import product_boxes
+from ckptctl.storage.torch_zip import StoredTensor
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A flat tensor of one rank.
+
+    Attributes:
+        file: The rank's file, relative to the checkpoint's root.
+        tensor: One-dimensional, without gaps.
+    """
+
+    file: str
+    tensor: StoredTensor
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.tensor.shape[0]
+
+
+class Strip:
+    """Segments that lie end to end.
+
+    Args:
+        segments: At least one, all of one dtype.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.dtype = segments[0].tensor.dtype
+        self.starts = [0, *accumulate(segment.numel for segment in segments)]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.starts[-1]
+
+    def segment_at(self, position: int) -> int:
+        """Return the index of the segment that holds the element at *position*."""
+        return bisect_right(self.starts, position) - 1
+
+    def runs(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
+        """Yield ``(file, byte offset, elements)`` of the elements from *low* to *high*."""
+        item = dtypes.itemsize(self.dtype)
+        while low < high:
+            index = self.segment_at(low)
+            segment = self.segments[index]
+            end = min(high, self.starts[index + 1])
+            offset = segment.tensor.offset + (low - self.starts[index]) * item
+            yield segment.file, offset, end - low
+            low = end
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a parameter lies.
+
+    Attributes:
+        shape: Its shape.
+        spans: ``(strip, first element, end)`` in the order of its elements.
+        owner: The parameter group (stages 1 and 2) or sub-group (stage 3) that it begins in.
+    """
+
+    shape: Shape
+    spans: tuple[tuple[int, int, int], ...]
+    owner: int
+
+
+Parts = dict[str, Part]
+
+
+def extents(part: Part, strips: Sequence[Strip]) -> tuple[Extent, ...]:
+    """Return the boxes of a parameter, or of a moment of it, in *strips*."""
+    found: list[Extent] = []
+    done = 0
+    for number, low, high in part.spans:
+        item = dtypes.itemsize(strips[number].dtype)
+        for file, offset, count in strips[number].runs(low, high):
+            for lo, sizes in product_boxes(done, done + count, part.shape):
+                nbytes = math.prod(sizes) * item
+                found.append(Extent(Box(lo, sizes), file, offset, nbytes))
+                offset += nbytes
+            done += count
+    return tuple(found)
+
+
+def in_groups(
+    groups: Sequence[Shapes],
+    paddings: Sequence[Sequence[int]] | None,
+    strips: Sequence[Strip],
+    world: int,
+    where: str,
+) -> Parts:
+    """Return where parameters lie at stages 1 and 2: group after group, divided anywhere.
+
+    Args:
+        groups: Names and shapes in the order of the flat vectors.
+        paddings: Elements after each parameter, group by group; None: none anywhere.
+        strips: One per group: the partitions of all ranks.
+        world: Number of ranks, for what may be left over at the end of a vector.
+        where: The file that says so, for errors.
+
+    Raises:
+        DamagedError: The partitions are not as long as the parameters.
+    """
+    parts: Parts = {}
+    for number, (shapes, strip) in enumerate(zip(groups, strips, strict=True)):
+        gaps = paddings[number] if paddings else [0] * len(shapes)
+        if len(gaps) != len(shapes):
+            raise DamagedError(
+                "the alignment paddings do not fit the parameters",
+                where=where,
+                why=f"{len(gaps)} paddings, {len(shapes)} parameters in group {number}",
+            )
+        end = 0
+        for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+            low, high = end, end + math.prod(shape)
+            parts[name] = Part(shape, ((number, low, high),), number)
+            _require(high <= strip.numel, name, strip.numel, number, where)
+            end = high + gap
+        _require(_aligned(end, world) == _aligned(strip.numel, world), "", strip.numel, end, where)
+    return parts
+
+
+def _aligned(numel: int, world: int) -> int:
+    """Ranks align to twice their number, and some of them strip what that adds."""
+    return -(-numel // (2 * world)) * (2 * world)
+
+
+def _require(holds: bool, name: str, numel: int, number: int, where: str) -> None:
+    if holds:
+        return
+    if name:
+        what, why = f"the partitions end before `{name}`", f"group {number} has {numel:,} elements"
+    else:
+        what = "the partitions are not as long as the parameters"
+        why = f"{numel:,} elements in all ranks, the parameters take {number:,}"
+    raise DamagedError(
+        what, where=where, why=why, hint="a rank's file may be of another save or another world"
+    )
+
+
+def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> Parts:
+    """Return where parameters lie at stage 3: each divided evenly among all ranks.
+
+    Args:
+        shapes: Names and shapes in the order of the flat vectors.
+        strips: One per rank: its sub-groups.
+        where: The file that says so, for errors.
+
+    Raises:
+        DamagedError: A rank's partition is not as long as its share of the parameters.
+    """
+    parts: Parts = {}
+    world, start = len(strips), 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        share = -(-numel // world)
+        spans = (
+            (rank, start, start + min(share, numel - rank * share))
+            for rank in range(world)
+            if rank * share < numel
+        )
+        parts[name] = Part(shape, tuple(spans), strips[0].segment_at(start))
+        start += share
+    for rank, strip in enumerate(strips):
+        if strip.numel != start:
+            raise DamagedError(
+                f"the partition of rank {rank} is not as long as its share of the parameters",
+                where=where,
+                why=f"`{strip.segments[0].file}` has {strip.numel:,} elements, "
+                f"the share is {start:,}",
+                hint="the file may be of another save or another world",
+            )
+    return parts

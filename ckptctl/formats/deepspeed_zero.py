@@ -1,0 +1,179 @@
+"""The ranks of a ZeRO checkpoint put together: which partition holds what, at every stage.
+
+Source: ``deepspeed/utils/zero_to_fp32.py``. What is done otherwise: ``BF16_Optimizer`` is read as
+stage 1, frozen parameters of stage 1 come from the model states, and files that are those of other
+ranks or of another save are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptctl.errors import DamagedError
+from ckptctl.formats.deepspeed_files import RankFiles, require_world
+from ckptctl.formats.deepspeed_partitions import Part, Parts, Segment, Strip, in_groups, in_ranks
+from ckptctl.formats.deepspeed_states import ModelState, OptimState, read_model, read_optim
+from ckptctl.storage.files import SourceFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save: what its ranks say, and where its parameters lie in their partitions.
+
+    Attributes:
+        models: Model states: one at stages 0 to 2, one per rank at stage 3.
+        optims: Optimizer states, one per rank; none at stage 0.
+        strips: The flat fp32 vectors: of groups, or at stage 3 of ranks.
+        parts: Where in *strips* each optimised parameter lies.
+    """
+
+    models: tuple[ModelState, ...]
+    optims: tuple[OptimState, ...]
+    strips: tuple[Strip, ...] = ()
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> int:
+        """Return ZeRO's stage; 0: no ZeRO."""
+        return self.optims[0].stage if self.optims else 0
+
+
+def read_save(files: SourceFiles, found: RankFiles, partitions: bool = True) -> Save:
+    """Read the states of all ranks.
+
+    Args:
+        files: The checkpoint's files.
+        found: Their names.
+        partitions: Whether optimizer states have to be there where ZeRO made some.
+
+    Raises:
+        FormatError: They need more than they say.
+        DamagedError: Ranks are missing, or do not belong together.
+    """
+    models = tuple(read_model(files, name) for name in found.models)
+    optims = tuple(read_optim(files, name) for name in found.optims)
+    where = str(files.root / found.models[0])
+    if not optims:
+        _require_none(models[0], found, partitions, where)
+        return Save(models, ())
+    require_world(files.root, found.optims, optims[0].world, "optim")
+    if found.partitioned:
+        require_world(files.root, found.models, optims[0].world, "model")
+    _require_alike(models, optims, found.partitioned, files.root)
+    return _located(models, optims, where)
+
+
+def _require_none(model: ModelState, found: RankFiles, partitions: bool, where: str) -> None:
+    if found.partitioned or (model.groups is not None and partitions):
+        raise DamagedError(
+            "the optimizer states of all ranks are missing",
+            where=str(Path(where).parent),
+            why="parameters are divided among *_optim_states.pt, and there are none",
+            hint=None
+            if found.partitioned
+            else "`--weights module` reads what the model computed with",
+        )
+
+
+def _require_alike(
+    models: Sequence[ModelState], optims: Sequence[OptimState], partitioned: bool, root: Path
+) -> None:
+    """Refuse ranks that contradict each other."""
+    first = optims[0]
+    for other in optims[1:]:
+        if (other.stage, other.world) != (first.stage, first.world):
+            raise _unlike(root, first.file, other.file, "stages or numbers of ranks")
+        if [s.tensor.dtype for s in other.partitions] != [s.tensor.dtype for s in first.partitions]:
+            raise _unlike(root, first.file, other.file, "groups, or dtypes of their partitions")
+        if other.paddings != first.paddings:
+            raise _unlike(root, first.file, other.file, "alignment paddings")
+    for model in models[1:]:
+        if (model.groups, model.frozen) != (models[0].groups, models[0].frozen):
+            raise _unlike(root, models[0].file, model.file, "parameters")
+        if _progress(model) != _progress(models[0]):
+            raise _unlike(root, models[0].file, model.file, "numbers of steps")
+    if (first.stage == 3) != partitioned:
+        raise _unlike(root, models[0].file, first.file, "stages")
+    world = models[0].content.get("dp_world_size")
+    if isinstance(world, int) and (world < 1 or first.world % world):
+        raise _unlike(root, models[0].file, first.file, f"worlds ({world} and {first.world} ranks)")
+    if models[0].groups is None:
+        raise DamagedError(
+            "the names of the parameters are missing",
+            where=str(root / models[0].file),
+            why="there are optimizer states of ZeRO, and no `param_shapes`",
+        )
+
+
+def _progress(model: ModelState) -> tuple[object, ...]:
+    keys = ("global_steps", "global_samples", "dp_world_size")
+    return tuple(model.content.get(key) for key in keys)
+
+
+def _unlike(root: Path, one: str, other: str, what: str) -> DamagedError:
+    return DamagedError(
+        "the ranks do not belong to one save",
+        where=str(root / other),
+        why=f"`{one}` and `{other}` have different {what}",
+        hint="a file may be of an earlier save under the same tag",
+    )
+
+
+def _located(
+    models: tuple[ModelState, ...], optims: tuple[OptimState, ...], where: str
+) -> Save:
+    groups, world = models[0].groups or (), optims[0].world
+    by_rank = [optim.partitions for optim in optims]
+    if optims[0].stage == 3:
+        strips = strips_of(by_rank, ranked=True)
+        return Save(models, optims, strips, in_ranks(models[0].shapes, strips, where))
+    if len(groups) != len(by_rank[0]):
+        raise DamagedError(
+            "the optimizer states do not fit the model states",
+            where=where,
+            why=f"{len(groups)} groups of parameters, {len(by_rank[0])} of partitions",
+        )
+    strips = strips_of(by_rank, ranked=False)
+    parts = in_groups(groups, optims[0].paddings, strips, world, where)
+    _require_own(optims, parts, where)
+    return Save(models, optims, strips, parts)
+
+
+def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
+    """Return flat vectors: each rank's segments end to end, or each group's over all ranks."""
+    return tuple(map(Strip, by_rank if ranked else zip(*by_rank, strict=True)))
+
+
+def _require_own(optims: Sequence[OptimState], parts: Parts, where: str) -> None:
+    """Refuse a partition that says of itself that it is another rank's.
+
+    Round robin leaves ``param_slice_mappings`` wrong, so only a perfect fit elsewhere counts.
+    """
+    expected = [_held(optims, parts, rank) for rank in range(len(optims))]
+    for rank, optim in enumerate(optims):
+        held = optim.mappings
+        if held is None or held == expected[rank] or held not in expected:
+            continue
+        raise DamagedError(
+            f"`{optim.file}` is not the file of its rank",
+            where=str(Path(where).parent),
+            why=f"its partition is that of rank {expected.index(held)}",
+            hint="copy the files again, each under its own name",
+        )
+
+
+def _held(
+    optims: Sequence[OptimState], parts: Parts, rank: int
+) -> tuple[dict[str, tuple[int, int]], ...]:
+    """What ``param_slice_mappings`` of a rank says when nothing is shuffled."""
+    groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]
+    for name, part in parts.items():
+        _, low, high = part.spans[0]
+        size = optims[0].partitions[part.owner].numel
+        start, end = rank * size, (rank + 1) * size
+        if low < end and high > start:
+            first = max(low, start)
+            groups[part.owner][name] = (first - start, min(high, end) - first)
+    return tuple(groups)

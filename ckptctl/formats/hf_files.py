@@ -1,0 +1,122 @@
+"""Which files of a directory are a Hugging Face model, and whether all its shards are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats.base import absent
+
+INDEX = ".safetensors.index.json"
+BIN = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
+RANK = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
+_OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
+
+
+def main_files(path: Path) -> list[str]:
+    """Return the files that describe a whole model; more than one is a contradiction."""
+    names = sorted(item.name for item in path.iterdir() if item.is_file())
+    indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
+    singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]
+    singles = [n for n in singles if not RANK.fullmatch(n)]
+    if indices:
+        return indices + [n for n in singles if n == "model.safetensors" and _unlisted(path, n)]
+    if singles:
+        return singles
+    return [n for n in BIN if n in names][:1]
+
+
+def _unlisted(path: Path, name: str) -> bool:
+    return not any(
+        f'"{name}"' in (path / index.name).read_text(errors="replace")
+        for index in path.glob(f"*{INDEX}")
+        if index.stat().st_size < 100_000_000
+    )
+
+
+def chosen(path: Path) -> str:
+    """Return the name of the one file to begin with: weights, a shard of a set, or an index.
+
+    Raises:
+        FormatError: There is none, or several could be the model.
+        DamagedError: Shards of a set are missing.
+    """
+    if path.is_file():
+        if path.suffix == ".json" and not path.name.endswith("index.json"):
+            raise _no_weights("this is no weight file", path)
+        require_whole(path, [path.name], f"name the directory `{path.parent}`, or its index")
+        return path.name
+    main = main_files(path)
+    if not main:
+        raise _no_weights("there are no weight files here", path)
+    if _complete_set(main):
+        return main[0]
+    require_whole(path, main, "download the missing shards, and the index")
+    if len(main) == 1:
+        return main[0]
+    raise FormatError(
+        "several files could be the model",
+        where=str(path),
+        why=listed(main),
+        hint=f"name one: `{path / main[0]}`",
+    )
+
+
+def _no_weights(what: str, path: Path) -> FormatError:
+    return FormatError(
+        what,
+        where=str(path),
+        why=f"expected *.safetensors, *{INDEX} or {' or '.join(BIN)}",
+    )
+
+
+def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
+    """Refuse some shards of a set; they are told by their names.
+
+    Raises:
+        DamagedError: *names* are not all of a set.
+    """
+    matches = [match for name in names if (match := _PART.fullmatch(name))]
+    kinds = {(match[1], match[3], match[4]) for match in matches}
+    if len(matches) < len(names) or len(kinds) != 1:
+        return
+    stem, total, suffix = next(iter(kinds))
+    numbers = {int(match[2]) for match in matches}
+    first, last, width = min(1, *numbers), int(total), len(total)
+    if max(numbers) > last:
+        return
+    count, missing = absent(
+        numbers, first, last, lambda n: f"{stem}-{n:0{width}d}-of-{total}.{suffix}"
+    )
+    if count:
+        raise DamagedError(
+            f"{listed(names)}: only {len(names)} of {last - first + 1:,} shards",
+            where=str(path),
+            why=f"the model lacks {missing}",
+            hint=hint,
+        )
+
+
+def _complete_set(names: Sequence[str]) -> bool:
+    """Whether *names* are all of ``stem-00001-of-0000N.safetensors``."""
+    stems = {name.rsplit("-", 3)[0] for name in names}
+    expected = {
+        f"{stem}-{i + 1:05d}-of-{len(names):05d}.safetensors"
+        for stem in stems
+        for i in range(len(names))
+    }
+    return len(stems) == 1 and set(names) == expected
+
+
+def set_of(path: Path, main: str) -> list[str]:
+    """Return the files of the model that *main* is the first of."""
+    return [main] if path.is_file() else sorted(main_files(path))
+
+
+def weights(root: Path) -> list[str]:
+    """Return the names of all files of weights in *root*, whichever model they are of."""
+    found = (item.name for item in root.iterdir() if item.is_file())
+    return sorted(n for n in found if n.endswith((".safetensors", ".bin", ".pth", ".pt")))

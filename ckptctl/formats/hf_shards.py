@@ -1,0 +1,132 @@
+"""The shards of a Hugging Face model: what each holds, and whether the index tells the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import DamagedError, listed
+from ckptctl.formats import torch_file
+from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.storage.safetensors_header import read_header
+
+
+def read_shard(files: SourceFiles, name: str) -> tuple[dict[str, TensorEntry], Mapping[str, str]]:
+    """Return the tensors of one safetensors file, and its metadata."""
+    header = read_header(files, name)
+    tensors = {
+        key: TensorEntry(
+            key, dtype, shape, (Extent(Box.whole(shape), name, begin, end - begin),), (key,)
+        )
+        for key, (dtype, shape, begin, end) in header.tensors.items()
+    }
+    return tensors, header.metadata
+
+
+def read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
+    """Return what a ``torch.save`` file holds, which has to be tensors only.
+
+    Raises:
+        DamagedError: It holds something else, or is damaged.
+    """
+    found = torch_file.read_contents(files, name)
+    if found.blobs:
+        raise DamagedError(
+            "there is more than tensors in this file",
+            where=str(files.root / name),
+            why=listed(list(found.blobs)),
+            hint="read it with `--from torch`",
+        )
+    return found
+
+
+def require_present(files: SourceFiles, shards: Sequence[str], main: str) -> None:
+    """Refuse an index, *main*, some of whose *shards* are not there.
+
+    Raises:
+        DamagedError: Files are missing.
+    """
+    missing = sorted(name for name in shards if not (files.root / name).exists())
+    if missing:
+        raise DamagedError(
+            f"{len(missing)} of {len(shards)} shards are missing",
+            where=str(files.root / main),
+            why=listed(missing),
+            hint="download them again",
+        )
+
+
+def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], name: str) -> None:
+    """Add to *tensors* what was *found* in the shard called *name*.
+
+    Raises:
+        DamagedError: A tensor is there already.
+    """
+    twice = [key for key in found if key in tensors]
+    if twice:
+        other = tensors[twice[0]].extents[0].file
+        raise DamagedError(
+            f"`{twice[0]}` is in two shards", where=name, why=f"it is in `{other}` as well"
+        )
+    tensors |= found
+
+
+def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the file of each tensor by an index, and the strings of its metadata.
+
+    Args:
+        index: The parsed file.
+        where: Its path, for errors.
+
+    Raises:
+        DamagedError: It is no index, or leads out of the directory.
+    """
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DamagedError("the index has no `weight_map`", where=where)
+    for key, file in weight_map.items():
+        if not isinstance(file, str):
+            raise DamagedError(f"`weight_map` gives no file for `{key}`", where=where)
+        contained(file, where)
+    metadata = index.get("metadata") if isinstance(index, dict) else None
+    strings = metadata.items() if isinstance(metadata, dict) else ()
+    return weight_map, {key: value for key, value in strings if isinstance(value, str)}
+
+
+def keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the tensors that an index places in each file."""
+    found: dict[str, set[str]] = {}
+    for key, file in weight_map.items():
+        found.setdefault(file, set()).add(key)
+    return found
+
+
+def require_agreement(
+    expected: set[str], found: Mapping[str, TensorEntry], name: str, where: str
+) -> None:
+    """Refuse a shard that holds other tensors than its index says.
+
+    Args:
+        expected: What the index places in it.
+        found: What it holds.
+        name: The shard.
+        where: Path of the index.
+
+    Raises:
+        DamagedError: They differ.
+    """
+    missing = sorted(expected - found.keys())
+    if missing:
+        raise DamagedError(
+            f"`{name}` lacks {len(missing)} tensors that the index places in it",
+            where=where,
+            why=listed(missing),
+            hint="download the shard again",
+        )
+    extra = sorted(found.keys() - expected)
+    if extra:
+        raise DamagedError(
+            f"`{name}` holds {len(extra)} tensors that the index does not place in it",
+            where=where,
+            why=listed(extra),
+        )

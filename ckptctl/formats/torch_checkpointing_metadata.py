@@ -1,0 +1,156 @@
+"""``metadata.pkl`` of ``torch_checkpointing``: which tensors each item has, and its files.
+
+Source: torch_checkpointing 0.1.1, version ``2.0`` of the file: a pickle of builtins alone, read
+with a machine that knows no class at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptctl.errors import DamagedError
+from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.storage.pickle_reader import check_tree, loads
+
+METADATA = "metadata.pkl"
+VERSION = "2.0"
+MAX_METADATA = 1 << 30
+MAX_WORLD = 1 << 20
+Keys = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What the metadata says about one tensor.
+
+    Attributes:
+        dtype: torch's name.
+        shape: Global shape.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One top-level item of the checkpoint.
+
+    Attributes:
+        tensors: Its tensors by their keys below the item.
+        ranks: The ranks that hold any of it.
+        files: For a rank its file, where that is not the usual one.
+    """
+
+    tensors: Mapping[Keys, Described]
+    ranks: frozenset[int]
+    files: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The whole file.
+
+    Attributes:
+        version: As recorded.
+        world: Number of ranks.
+        items: Items by name; of versions other than 2.0 none.
+    """
+
+    version: str
+    world: int
+    items: Mapping[str, Item] = field(default_factory=dict)
+
+
+def read_metadata(files: SourceFiles) -> Metadata:
+    """Read ``metadata.pkl``.
+
+    Raises:
+        DamagedError: It is malformed, too large or contradicts itself.
+        UnsafePickleError: It names a class or function.
+    """
+    where, size = str(files.root / METADATA), files.size(METADATA)
+    if size > MAX_METADATA:
+        raise DamagedError("the metadata is too large", where=where, why=f"{size:,} bytes")
+    root = loads(files.read(METADATA, 0, size), where=where, table={})
+    check_tree(root, limit=max(1_000_000, 8 * size), where=where)
+    try:
+        return _metadata(root, where)
+    except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
+        raise DamagedError(
+            "this is not the metadata of torch_checkpointing",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _metadata(root: object, where: str) -> Metadata:
+    fields = _mapping(root)
+    world = fields["world_size"]
+    if type(world) is not int or not 0 < world <= MAX_WORLD:
+        raise ValueError(f"a world of {world!r} ranks")
+    version = str(fields.get("version", "1.0"))
+    if version != VERSION:
+        return Metadata(version, world)
+    items = _mapping(fields["metadata"]).items()
+    return Metadata(version, world, {str(name): _item(value, world, where) for name, value in items})
+
+
+def _item(value: object, world: int, where: str) -> Item:
+    fields = _mapping(value)
+    tensors: dict[Keys, Described] = {}
+    ranks: set[int] = set()
+    for path, groups in _mapping(fields["nested_path_to_metadata"]).items():
+        if not isinstance(groups, list) or not groups:
+            raise TypeError(f"`{path}` is described by nothing")
+        described = {_described(_mapping(group)) for group in groups}
+        if len(described) > 1:
+            raise ValueError(f"`{path}` has several shapes or dtypes")
+        tensors[_keys(path)] = described.pop()
+        for group in groups:
+            ranks.update(_ranks(group["ranks"], world))
+    return Item(tensors, frozenset(ranks), _files(fields["rank_to_layout_info"], world, where))
+
+
+def _described(group: Mapping[object, object]) -> Described:
+    data = _mapping(_mapping(group["sharding_metadata"])["data"])
+    shape = data["global_shape"]
+    if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 0 for n in shape):
+        raise TypeError("a shape is not one")
+    return Described(str(data["dtype"]).removeprefix("torch."), tuple(shape))
+
+
+def _keys(path: object) -> Keys:
+    """Return the keys of a path written as compact JSON: ``["state",0,"exp_avg"]``."""
+    keys = json.loads(str(path))
+    if not isinstance(keys, list) or not all(isinstance(key, str | int) for key in keys):
+        raise TypeError(f"`{path}` is not a list of keys")
+    return tuple(keys)
+
+
+def _ranks(value: object, world: int) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list):
+        raise TypeError("ranks are not a sequence")
+    if any(type(rank) is not int or not 0 <= rank < world for rank in value):
+        raise ValueError(f"a rank lies outside the world of {world}")
+    return tuple(value)
+
+
+def _files(value: object, world: int, where: str) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for rank, layout in _mapping(value).items():
+        (number,) = _ranks((rank,), world)
+        if layout is not None:
+            path = _mapping(layout)["file_path"]
+            if not isinstance(path, str):
+                raise TypeError("a file path is not text")
+            found[number] = contained(path, where)
+    return found
+
+
+def _mapping(value: object) -> Mapping[object, object]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a dict, found {type(value).__name__}")
+    return value

@@ -1,0 +1,182 @@
+"""Which part of a global tensor one rank of a device mesh holds.
+
+The rules are those of ``torch/distributed/tensor/placement_types.py``: ``Shard`` cuts like
+``torch.chunk``, so that the last ranks may hold less or nothing; ``_StridedShard`` first cuts into
+``split_factor`` pieces and then each of them among the ranks. Shards of one dimension over several
+mesh dimensions are applied one after the other, each to what the one before it left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from ckptctl.catalog import Box
+from ckptctl.errors import DamagedError
+
+MAX_PARTS = 1 << 16
+Ints = tuple[int, ...]
+Run = tuple[int, int]
+
+
+class Shard(NamedTuple):
+    """That a mesh dimension cuts a tensor dimension; a mesh dimension that replicates has None.
+
+    Attributes:
+        dim: Dimension of the tensor.
+        split_factor: Pieces that are cut first; 1 for all but ``_StridedShard``.
+    """
+
+    dim: int
+    split_factor: int = 1
+
+
+class Part(NamedTuple):
+    """A box of the global tensor that lies in the local one in one piece.
+
+    Attributes:
+        box: Where it lies in the global tensor.
+        start: Its first index in the local tensor.
+    """
+
+    box: Box
+    start: Ints
+
+
+class Local(NamedTuple):
+    """What one rank holds.
+
+    Attributes:
+        shape: Shape of the local tensor.
+        parts: The boxes that tile it; one unless it is strided, none when it is empty.
+    """
+
+    shape: Ints
+    parts: tuple[Part, ...]
+
+
+def local_part(
+    shape: Ints,
+    mesh: Ints,
+    coordinate: Ints,
+    placements: Sequence[Shard | None],
+    order: Mapping[int, Ints] | None = None,
+) -> Local:
+    """Return what the rank at *coordinate* holds of a tensor of *shape*.
+
+    Args:
+        shape: Global shape.
+        mesh: Size of each mesh dimension.
+        coordinate: The rank's index along each mesh dimension.
+        placements: One for each mesh dimension.
+        order: For a tensor dimension the mesh dimensions that cut it, the first first; those that
+            are not named are cut from left to right.
+
+    Raises:
+        DamagedError: The arguments contradict each other, or the parts are beyond counting.
+    """
+    _check(shape, mesh, coordinate, placements)
+    spans: list[list[Run]] = []
+    for dim, size in enumerate(shape):
+        cutting = [m for m, one in enumerate(placements) if one is not None and one.dim == dim]
+        runs = [(0, size)] if size else []
+        for axis in _ordered(cutting, (order or {}).get(dim)):
+            placed = placements[axis]
+            factor = placed.split_factor if placed else 1
+            runs = shard(runs, factor, mesh[axis], coordinate[axis])
+        spans.append(runs)
+    if math.prod(map(len, spans)) > MAX_PARTS:
+        raise DamagedError("a shard has too many parts", why=f"more than {MAX_PARTS:,}")
+    return Local(tuple(sum(n for _, n in runs) for runs in spans), tuple(_parts(spans)))
+
+
+def shard(runs: Sequence[Run], split_factor: int, count: int, index: int) -> list[Run]:
+    """Return what rank *index* of *count* gets of the indices in *runs*.
+
+    Args:
+        runs: ``(first global index, how many)`` in the order of the local tensor.
+        split_factor: See :class:`Shard`.
+        count: Ranks along the mesh dimension.
+        index: The rank's place among them.
+
+    Raises:
+        DamagedError: The runs are beyond counting.
+    """
+    total = sum(length for _, length in runs)
+    pieces = _chunks(total, split_factor)
+    if pieces * max(len(runs), 1) > MAX_PARTS:
+        raise DamagedError("a strided shard has too many parts", why=f"split factor {split_factor}")
+    width = -(-total // split_factor)
+    found: list[Run] = []
+    for piece in range(pieces):
+        first, last = piece * width, min((piece + 1) * width, total)
+        step = -(-(last - first) // count)
+        _extend(found, runs, first + step * index, min(first + step * (index + 1), last))
+    return found
+
+
+def _chunks(total: int, count: int) -> int:
+    """Return how many chunks ``torch.chunk`` makes that are not empty."""
+    width = -(-total // count)
+    return -(-total // width) if width else 0
+
+
+def _extend(found: list[Run], runs: Sequence[Run], first: int, last: int) -> None:
+    """Append the local positions ``[first, last)`` of *runs*, joining what touches."""
+    at = 0
+    for start, length in runs:
+        low, high = max(first, at), min(last, at + length)
+        if low < high:
+            begin = start + low - at
+            if found and sum(found[-1]) == begin:
+                found[-1] = (found[-1][0], found[-1][1] + high - low)
+            else:
+                found.append((begin, high - low))
+        at += length
+
+
+def _parts(spans: Sequence[Sequence[Run]]) -> Iterator[Part]:
+    placed = [list(_positions(runs)) for runs in spans]
+    for chosen in product(*placed):
+        yield Part(
+            Box(tuple(run[0] for run, _ in chosen), tuple(run[1] for run, _ in chosen)),
+            tuple(at for _, at in chosen),
+        )
+
+
+def _positions(runs: Sequence[Run]) -> Iterator[tuple[Run, int]]:
+    at = 0
+    for run in runs:
+        yield run, at
+        at += run[1]
+
+
+def _ordered(cutting: Sequence[int], order: Ints | None) -> Sequence[int]:
+    if order is None:
+        return cutting
+    if sorted(order) != sorted(cutting):
+        raise DamagedError(
+            "the order of shards is not one of the placements",
+            why=f"mesh dimensions {list(order)} instead of {list(cutting)}",
+        )
+    return order
+
+
+def _check(shape: Ints, mesh: Ints, coordinate: Ints, placements: Sequence[Shard | None]) -> None:
+    if not len(mesh) == len(coordinate) == len(placements):
+        raise DamagedError(
+            "placements do not fit the device mesh",
+            why=f"mesh {list(mesh)}, coordinate {list(coordinate)}, {len(placements)} placements",
+        )
+    if any(not 0 <= at < size for at, size in zip(coordinate, mesh, strict=True)):
+        raise DamagedError(
+            "a rank lies outside its device mesh",
+            why=f"coordinate {list(coordinate)} in {list(mesh)}",
+        )
+    for one in placements:
+        if one is not None and not (0 <= one.dim < len(shape) and one.split_factor >= 1):
+            raise DamagedError(
+                "a placement does not fit its tensor", why=f"{one} of shape {list(shape)}"
+            )
