@@ -5,7 +5,7 @@ Source: transformers' ``modeling_granite.py``.
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 from converters import llama2
 
 FAMILY: Family = replace(
@@ -18,6 +18,7 @@ FAMILY: Family = replace(
     architecture="GraniteForCausalLM",
     drops=(),
     ties=(Tie("output", of="embed"),),
+    sizes=SIZES,
     repeated=(),
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "granite"},),

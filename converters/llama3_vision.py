@@ -13,7 +13,7 @@ from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Shift, T
 
 EMBED = """
 embed        v* d   embed_tokens.weight#0
-embed_extra  ve* d  embed_tokens.weight#1
+embed_extra  vx* d  embed_tokens.weight#1
 """
 
 PEERS_EMBED = """
@@ -129,10 +129,10 @@ vision_post_tiles   ta tb one vd  post_tile_pos_embed.embedding  post_tile_pos_e
 """  # noqa: E501
 
 VISION_LAYER = """
-vision_q            (vh* vk) vd  self_attn.q_proj.weight
-vision_k            (vh* vk) vd  self_attn.k_proj.weight
-vision_v            (vh* vk) vd  self_attn.v_proj.weight
-vision_o            vd (vh* vk)  self_attn.o_proj.weight
+vision_q            (vh* ve) vd  self_attn.q_proj.weight
+vision_k            (vh* ve) vd  self_attn.k_proj.weight
+vision_v            (vh* ve) vd  self_attn.v_proj.weight
+vision_o            vd (vh* ve)  self_attn.o_proj.weight
 vision_w1           vf* vd       mlp.fc1.weight
 vision_w1_bias      vf*          mlp.fc1.bias
 vision_w2           vd vf*       mlp.fc2.weight
@@ -285,7 +285,7 @@ FAMILY = Family(
     },
     tiny={
         "v": 24,
-        "ve": 8,
+        "vx": 8,
         "d": 20,
         "f": 12,
         "h": 8,
@@ -296,7 +296,7 @@ FAMILY = Family(
         "vd": 20,
         "vf": 12,
         "vh": 4,
-        "vk": 6,
+        "ve": 6,
         "vc": 3,
         "ph": 2,
         "pw": 5,

@@ -36,9 +36,9 @@ output   v d   language_model.lm_head.weight     lm_head.weight                 
 """
 
 PATCHES = """
-logical      axes        hf: vision_tower.  hf-v5: model.vision_tower.  mistral: vision_encoder.
-patches      vd c py px  patch_conv.weight  patch_conv.weight           patch_conv.weight
-vision_norm  vd          ln_pre.weight      ln_pre.weight               ln_pre.weight
+logical       axes         hf: vision_tower.  hf-v5: model.vision_tower.  mistral: vision_encoder.
+vision_patch  vd vc ph pw  patch_conv.weight  patch_conv.weight           patch_conv.weight
+vision_pre    vd           ln_pre.weight      ln_pre.weight               ln_pre.weight
 """
 
 VISION = """
@@ -55,11 +55,11 @@ vision_norm_2  vd            ffn_norm.weight                           ffn_norm.
 """  # noqa: E501
 
 ADAPTER = """
-logical            axes  hf: multi_modal_projector.  hf-v5: model.multi_modal_projector.  mistral: vision_language_adapter.
-adapter_in         a vd  linear_1.weight             linear_1.weight                      w_in.weight
-adapter_in_bias?   a     linear_1.bias               linear_1.bias                        w_in.bias
-adapter_out        d a   linear_2.weight             linear_2.weight                      w_out.weight
-adapter_out_bias?  d     linear_2.bias               linear_2.bias                        w_out.bias
+logical           axes  hf: multi_modal_projector.  hf-v5: model.multi_modal_projector.  mistral: vision_language_adapter.
+adapter_w1        a vd  linear_1.weight             linear_1.weight                      w_in.weight
+adapter_w1_bias?  a     linear_1.bias               linear_1.bias                        w_in.bias
+adapter_w2        d a   linear_2.weight             linear_2.weight                      w_out.weight
+adapter_w2_bias?  d     linear_2.bias               linear_2.bias                        w_out.bias
 """  # noqa: E501
 
 SEES = (
@@ -114,8 +114,8 @@ FAMILY = Family(
         "vf": ("vision_config.intermediate_size", "vision_encoder.intermediate_size"),
         "vh": ("vision_config.num_attention_heads", "vision_encoder.num_attention_heads"),
         "ve": ("vision_config.head_dim", ""),
-        "c": ("vision_config.num_channels", "vision_encoder.num_channels"),
-        "py": ("vision_config.patch_size", "vision_encoder.patch_size"),
+        "vc": ("vision_config.num_channels", "vision_encoder.num_channels"),
+        "ph": ("vision_config.patch_size", "vision_encoder.patch_size"),
         "j": ("vision_config.num_hidden_layers", "vision_encoder.num_hidden_layers"),
     },
     proofs={
@@ -139,9 +139,9 @@ FAMILY = Family(
         "vf": 28,
         "vh": 2,
         "ve": 10,
-        "c": 3,
-        "py": 5,
-        "px": 5,
+        "vc": 3,
+        "ph": 5,
+        "pw": 5,
         "j": 3,
         "a": 18,
     },

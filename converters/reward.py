@@ -6,7 +6,7 @@ Sources: transformers' ``modeling_layers.py`` (``GenericForSequenceClassificatio
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import Drop, Family
+from ckptctl.planner.layouts import SIZES, Drop, Family
 from converters import llama2, mistral
 
 SCORE = """
@@ -28,6 +28,7 @@ FAMILY: Family = replace(
         Drop("hf", "score.bias", "neither transformers nor torchtune has a bias here"),
     ),
     ties=(),
+    sizes=SIZES,
     repeated=(),
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=(

@@ -29,8 +29,8 @@ not compared so.
 | layout | whose names and axis orders |
 | --- | --- |
 | `hf` | Hugging Face, as `save_pretrained` writes them |
-| `hf-v5` | what transformers 5 holds in memory, where that is not what it writes: [experts and towers](../how-to/mixture-of-experts.md) |
-| `hf-fresh` | what transformers 5 writes of a model that never came from a file, where that differs |
+| `hf-v5` | what transformers 5 has in memory, where it [differs](../how-to/mixture-of-experts.md) |
+| `hf-fresh` | what transformers 5 writes of a model that came from no file, where that differs |
 | `meta` | Meta's `consolidated.NN.pth` |
 | `mistral` | mistral-inference's `consolidated.safetensors` |
 | `torchtune` | torchtune's models |

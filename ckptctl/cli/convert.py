@@ -27,6 +27,7 @@ EPILOG = opt.examples(
     "ckptctl convert out-meta out-hf --to hf --dtype bf16 --verify",
     "ckptctl convert out-dcp model.pt --to torch --dry-run",
     "ckptctl convert out-dcp out-titan --to dcp --to-layout torchtitan@0.3",
+    "ckptctl convert deepseek-fp8 deepseek-bf16 --to hf --dequantize bf16",
 )
 
 

@@ -197,7 +197,7 @@ From = Annotated[
         metavar="FORMAT",
         callback=check_readable,
         autocompletion=readable_formats,
-        help=f"Format of the source, if not detected: {FORMATS}.",
+        help="Format of the source, if not detected: hf, meta, dcp, torch, ...",
     ),
 ]
 To = Annotated[

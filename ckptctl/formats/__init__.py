@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -19,6 +21,7 @@ from ckptctl.formats.base import Format, ReadOptions, Sniff, WritableFormat
 from ckptctl.units import natural_key
 
 ENTRY_POINTS = "ckptctl.formats"
+NO_MODEL = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
 
 
 @cache
@@ -138,12 +141,18 @@ def open_checkpoint(
         CkptError: It is missing, not recognised, damaged or hostile.
     """
     path = existing(path)
+    inside = None if format or sniff(path) else only_inside(path)
+    path = inside or path
     known = get(format) if format else detect(path)
     chosen = {"weights": weights, "tag": tag}
     strange = [name for name, value in chosen.items() if value and name not in known.choices]
     if strange:
         raise UsageError(f"`--{strange[0]}` has no meaning for {known.title}", where=str(path))
-    return checksums.attach(known.read(path, ReadOptions(model_type, weights, tag)))
+    found = checksums.attach(known.read(path, ReadOptions(model_type, weights, tag)))
+    if inside:
+        note = f"read from `{inside.name}`, the one checkpoint of a model in this folder"
+        found = replace(found, notes=(note, *found.notes))
+    return found
 
 
 def resolve(catalog: Catalog) -> Catalog:
@@ -152,13 +161,27 @@ def resolve(catalog: Catalog) -> Catalog:
 
 
 def list_run(path: Path) -> list[Path]:
-    """Return the checkpoints directly inside a folder, in natural order."""
+    """Return the checkpoints directly inside a folder, in natural order.
+
+    They are directories, or Lightning's files ``*.ckpt``.
+    """
     if not path.is_dir():
         return []
-    folders = (item for item in path.iterdir() if item.is_dir() and not item.name.startswith("."))
+    shown = (item for item in path.iterdir() if not item.name.startswith("."))
+    members = (item for item in shown if item.is_dir() or item.suffix == ".ckpt")
     return sorted(
-        (item for item in folders if sniff(item)), key=lambda item: natural_key(item.name)
+        (item for item in members if sniff(item)), key=lambda item: natural_key(item.name)
     )
+
+
+def only_inside(path: Path) -> Path | None:
+    """Return the one checkpoint of a model directly inside a folder, if there is just one.
+
+    Optimizers may lie beside it in directories of their own, as accelerate and ByteCheckpoint
+    write them: ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, ``model/`` and ``optimizer/``.
+    """
+    models = [item for item in list_run(path) if not NO_MODEL.fullmatch(item.name)]
+    return models[0] if len(models) == 1 else None
 
 
 def existing(path: str | Path) -> Path:

@@ -28,6 +28,7 @@ from ckptctl.formats.base import (
     WritableFormat,
     document,
 )
+from ckptctl.formats.dcp_companions import with_companions
 from ckptctl.formats.dcp_metadata import METADATA, Item, Leaf, decode, encode
 from ckptctl.formats.torch_file import ZipFrame, extent_of, is_stored, refuse_hidden_tensors
 from ckptctl.planner.boxes import split_rows
@@ -40,6 +41,7 @@ from ckptctl.storage.torch_zip import read_archive, read_item_tensor
 from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
 
 MAX_METADATA = 1 << 30
+BYTECHECKPOINT = b"bytecheckpoint."
 
 
 class DcpFormat(WritableFormat):
@@ -51,7 +53,7 @@ class DcpFormat(WritableFormat):
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or not (path / METADATA).is_file():
+        if not path.is_dir() or not (path / METADATA).is_file() or is_bytecheckpoint(path):
             return None
         return Sniff(f"{METADATA} and {len(list(path.glob('*.distcp')))} .distcp files")
 
@@ -59,7 +61,7 @@ class DcpFormat(WritableFormat):
         """See :meth:`Format.read`."""
         with SourceFiles(path) as files:
             leaves = decode(_metadata(files), str(path / METADATA))
-            return catalog_of(files, leaves, self.name)
+            return with_companions(files, catalog_of(files, leaves, self.name))
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""
@@ -90,6 +92,12 @@ class DcpFormat(WritableFormat):
             tuple(writer.raw_copies),
             notes=notes,
         )
+
+
+def is_bytecheckpoint(path: Path) -> bool:
+    """Return whether the metadata in *path* is ByteCheckpoint's, which names its class first."""
+    with (path / METADATA).open("rb") as file:
+        return BYTECHECKPOINT in file.read(64)
 
 
 def catalog_of(

@@ -16,12 +16,13 @@ from ckptctl.catalog import Blob, Box, Index, Path
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.storage.files import contained
-from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Inert, loads
+from ckptctl.storage.pickle_reader import TORCH_TABLE, Builder, Global, Inert, loads
 from ckptctl.storage.pickle_writer import NewObject, Reduce, Stream, dumps
 
 METADATA = ".metadata"
 _Named = OutputTensor | Blob
 VERSION = "1.0.0"
+MAX_RANK = 64
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
 _CLASSES = (
@@ -35,6 +36,12 @@ _CLASSES = (
     "_MEM_FORMAT_ENCODING",
     "MEM_FORMAT_ENCODING",
 )
+_PLANS = {
+    "torch.distributed.checkpoint.planner": (
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+}
 _OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
 
 
@@ -68,11 +75,39 @@ class Leaf:
     requires_grad: bool = False
 
 
+class _IndexRecord(Inert):
+    """A ``MetadataIndex``: equal, as torch's are, when name and offsets are."""
+
+    __slots__ = ()
+
+    def key(self) -> tuple[object, ...]:
+        """See :meth:`Inert.key`; half a million of them are read, so this takes a shortcut."""
+        if self._key is None:
+            state = self.state if isinstance(self.state, dict) else {}
+            name, offset = state.get("fqn"), state.get("offset")
+            if type(name) is not str or not _is_short(offset):
+                return super().key()
+            self._key = (name, repr(offset))
+        return self._key
+
+
+def _is_short(offset: object) -> bool:
+    if offset is None:
+        return True
+    return isinstance(offset, tuple) and len(offset) <= MAX_RANK and set(map(type, offset)) <= {int}
+
+
+def _index_record(*args: object) -> _IndexRecord:
+    return _IndexRecord(_HOME, "MetadataIndex", args, newobj=True)
+
+
 TABLE: Mapping[tuple[str, str], object] = {
     **TORCH_TABLE,
     **{(_HOME, name): Global(_HOME, name) for name in _CLASSES},
     **{(_OLD_HOME, name): Global(_OLD_HOME, name) for name in _CLASSES},
+    (_HOME, "MetadataIndex"): Builder(_index_record, source=Global(_HOME, "MetadataIndex")),
     (_STORAGE, "_StorageInfo"): Global(_STORAGE, "_StorageInfo"),
+    **{(home, name): Global(home, name) for home, names in _PLANS.items() for name in names},
 }
 
 
@@ -84,7 +119,16 @@ def decode(raw: bytes, where: str) -> dict[str, Leaf]:
         FormatError: Its items are compressed.
         UnsafePickleError: It names anything but the metadata's own classes.
     """
-    root = loads(raw, where=where, table=TABLE)
+    return leaves_of(loads(raw, where=where, table=TABLE), where)
+
+
+def leaves_of(root: object, where: str) -> dict[str, Leaf]:
+    """Return what :func:`decode` does of a pickle that was read already.
+
+    Raises:
+        DamagedError: See :func:`decode`.
+        FormatError: See :func:`decode`.
+    """
     try:
         return _leaves(_state(root), where)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -99,6 +143,7 @@ def _leaves(metadata: Mapping[str, object], where: str) -> dict[str, Leaf]:
     entries = {
         str(name): entry for name, entry in _mapping(metadata["state_dict_metadata"]).items()
     }
+    _refuse_flattened(metadata.get("mcore_data"), where)
     paths = _mapping(metadata.get("planner_data") or {})
     stored = _stored(_mapping(metadata["storage_data"]), where)
     leaves = {}
@@ -111,6 +156,18 @@ def _leaves(metadata: Mapping[str, object], where: str) -> dict[str, Leaf]:
         else:
             leaves[name] = _tensor(name, path, _state(entry), stored, where)
     return leaves
+
+
+def _refuse_flattened(data: object, where: str) -> None:
+    """Refuse tensors that old versions of Megatron-Core saved in another shape than their own."""
+    names = [str(name) for name, facts in data.items() if facts] if isinstance(data, dict) else []
+    if names:
+        raise FormatError(
+            "tensors were flattened when they were saved",
+            where=where,
+            why=f"Megatron's metadata says so of {listed(names)}",
+            hint="load it with Megatron-Core and save it again",
+        )
 
 
 def _tensor(
@@ -201,10 +258,11 @@ def _mapping(value: object) -> dict[object, object]:
 
 
 def _size(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > 64:
+    if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
         raise TypeError("a size is not a short tuple")
-    if any(type(item) is not int or item < 0 for item in value):
-        raise ValueError(f"a size has a negative or non-integer element: {list(value)[:8]}")
+    for item in value:
+        if type(item) is not int or item < 0:
+            raise ValueError(f"a size has a negative or non-integer element: {list(value)[:8]}")
     return tuple(value)
 
 

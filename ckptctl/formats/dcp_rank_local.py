@@ -1,21 +1,25 @@
 """``torch.distributed.checkpoint`` directories that every rank wrote for itself.
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` (``_FileSystemWriter.finish``) with
-``dcp.save(use_collectives=False)``: rank N writes ``__N.metadata`` and ``__N_*.distcp``. Its metadata
-has the global size of every tensor and the chunks of that rank alone; there is no ``.metadata``,
-and nothing records how many ranks there were.
+``dcp.save(use_collectives=False)``: rank N writes ``__N.metadata`` and ``__N_*.distcp``. Its
+metadata has the global size of every tensor and the chunks of that rank alone; there is no
+``.metadata``, and nothing records how many ranks there were.
 """
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.catalog import Box, Catalog, TensorEntry
+from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp_metadata import METADATA, decode
+from ckptctl.formats.dcp_metadata import METADATA, Item, decode
 from ckptctl.formats.dcp_union import Union
 from ckptctl.storage.files import SourceFiles
 
@@ -40,7 +44,7 @@ class DcpRankLocalFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        with SourceFiles(path) as files:
+        with SourceFiles(path) as files, _no_collection():
             found = _union(files)
             found.require_whole()
             return dcp.catalog_of(files, found.leaves(), self.name, _notes(found))
@@ -64,27 +68,26 @@ def replicas(path: Path) -> Catalog:
     Raises:
         DamagedError: A rank's file is missing, damaged or contradicts another's.
     """
-    with SourceFiles(path) as files:
+    with SourceFiles(path) as files, _no_collection():
         found = _union(files, repeated=True)
         catalog = dcp.catalog_of(files, found.leaves(), DcpRankLocalFormat.name)
         return _repeated(catalog, found)
 
 
 def _repeated(catalog: Catalog, found: Union) -> Catalog:
-    from dataclasses import replace
-
     tensors: dict[str, TensorEntry] = {}
     for name, copies in found.copies.items():
         entry = catalog.tensors[name]
-        first = {extent.box: extent for extent in entry.extents}
-        extents = [
-            extent
-            for box, items in copies.items()
-            for extent in (first[box], *(replace(first[box], file=i.file, offset=i.offset,
-                                                 nbytes=i.nbytes) for i in items))
-        ]
+        extents: list[Extent] = []
+        for first in entry.extents:
+            if first.box in copies:
+                extents += (first, *(_copy_of(first, item) for item in copies[first.box]))
         tensors[name] = replace(entry, extents=tuple(extents))
     return replace(catalog, tensors=tensors, blobs={})
+
+
+def _copy_of(extent: Extent, item: Item) -> Extent:
+    return replace(extent, file=item.file, offset=item.offset, nbytes=item.nbytes)
 
 
 def _union(files: SourceFiles, *, repeated: bool = False) -> Union:
@@ -93,9 +96,30 @@ def _union(files: SourceFiles, *, repeated: bool = False) -> Union:
     found = Union(str(files.root), len(ranks), repeated=repeated)
     for rank in ranks:
         name = metadata_name(rank)
-        leaves = decode(dcp.read_metadata(files, name), str(files.root / name))
-        found.add(rank, leaves)
+        found.add(rank, decode(dcp.read_metadata(files, name), str(files.root / name)))
     return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the search for cycles: there are none, and it walks all chunks again and again."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def rank_files(path: Path) -> list[str]:
+    """Return the names of the metadata of all ranks.
+
+    Raises:
+        DamagedError: One is missing.
+        FormatError: There are none.
+    """
+    return [metadata_name(rank) for rank in _ranks(path)]
 
 
 def metadata_name(rank: int) -> str:

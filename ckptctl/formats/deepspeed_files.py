@@ -1,7 +1,6 @@
-"""Which files of a DeepSpeed checkpoint belong together: the tag's folder, stages, ranks.
+"""Which files of one DeepSpeed save belong together, and which kinds of saves are refused.
 
-Source: ``deepspeed/runtime/engine.py`` (``_get_ckpt_name``, ``_get_zero_ckpt_prefix``,
-``save_checkpoint``). ``latest`` is written by rank 0 without waiting for the other ranks.
+Source: ``deepspeed/runtime/engine.py`` (``_get_ckpt_name``, ``_get_zero_ckpt_prefix``).
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError, UsageError, listed, nearest
+from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
-from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.formats.deepspeed_tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.units import natural
 
-LATEST = "latest"
-MAX_TAG = 4096
-SCRIPTS = (LATEST, "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+SCRIPTS = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")
 MODEL = "mp_rank_00_model_states.pt"
 _RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _SHARED = re.compile(r"mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
@@ -39,7 +36,7 @@ _REFUSED = (
         "the names of the parameters are known to the pipeline's code only",
     ),
 )
-_ADVICE = (
+ADVICE = (
     "run DeepSpeed's ds_to_universal.py; `deepspeed-universal` is read where it knows the model"
 )
 
@@ -59,17 +56,12 @@ class RankFiles:
     partitioned: bool
 
 
-def is_universal(folder: Path) -> bool:
-    """Return whether *folder* is what ``ds_to_universal.py`` wrote."""
-    return (folder / "zero").is_dir()
-
-
 def evidence(folder: Path) -> str | None:
-    """Return what tells that *folder* is the folder of a tag, or None."""
-    if not folder.is_dir() or is_universal(folder):
+    """Return what tells that *folder* is one save of all ranks, or None; not a universal one."""
+    if not folder.is_dir() or (folder / "zero").is_dir():
         return None
     names = [item.name for item in folder.iterdir() if item.name.endswith("_states.pt")]
-    known = [name for name in names if _RANK.fullmatch(name) or _SHARED.fullmatch(name)]
+    known = [name for name in names if saved_name(name)]
     return f"{listed(natural(known), 1)}" if known else None
 
 
@@ -78,70 +70,10 @@ def saved_name(name: str) -> str | None:
     return name if _RANK.fullmatch(name) or _SHARED.fullmatch(name) else None
 
 
-def tags(root: Path) -> list[str]:
-    """Return the folders of tags directly in *root*, in natural order."""
-    return natural([item.name for item in root.iterdir() if evidence(item)])
-
-
-def tag_folder(root: Path, tag: str | None, pointer: str = LATEST) -> str:
-    """Return the folder to read, relative to *root*; ``""`` where *root* is it.
-
-    Args:
-        root: What the user named.
-        tag: What the user asked for; None: what the pointer says.
-        pointer: Name of the file that says so.
-
-    Raises:
-        UsageError: There is no such tag.
-        FormatError: Nothing says which tag.
-        DamagedError: The pointer is torn or names a folder that is not there.
-    """
-    if tag is None and not (root / pointer).exists():
-        if evidence(root) or is_universal(root):
-            return ""
-        raise FormatError(
-            f"there is no `{pointer}` here",
-            where=str(root),
-            why=f"it names the save to read; there are {listed(tags(root))}" if tags(root) else None,
-            hint="say which with `--tag`",
-        )
-    if tag is not None and (root / contained(tag, "--tag")).is_dir():
-        return contained(tag, "--tag")
-    if tag is not None and tag == root.name and (evidence(root) or is_universal(root)):
-        return ""
-    if tag is not None:
-        close = nearest(tag, tags(root))
-        raise UsageError(
-            f"there is no save `{tag}`",
-            where=str(root),
-            why=f"there are {listed(tags(root))}" if tags(root) else "there is none",
-            hint=f"did you mean `--tag {close}`?" if close else None,
-        )
-    return _pointed_at(root, pointer)
-
-
-def _pointed_at(root: Path, pointer: str) -> str:
-    with SourceFiles(root) as files:
-        size = files.size(pointer)
-        content = files.read(pointer, 0, min(size, MAX_TAG))
-    named = content.decode(errors="replace").strip()
-    found = tags(root)
-    hint = f"say which save with `--tag {found[-1]}`" if found else "no save is here"
-    if not named or size > MAX_TAG or not named.isprintable() or "\ufffd" in named:
-        raise DamagedError(
-            f"`{pointer}` is {'empty' if not named else 'not the name of a save'}",
-            where=str(root / pointer),
-            why="the save was interrupted, or another tool wrote it",
-            hint=hint,
-        )
-    if not (root / contained(named, str(root / pointer))).is_dir():
-        raise DamagedError(
-            f"`{pointer}` names `{named}`, which is not there",
-            where=str(root / pointer),
-            why=f"there are {listed(found)}" if found else None,
-            hint=hint,
-        )
-    return contained(named, str(root / pointer))
+def model_names(folder: Path) -> list[str]:
+    """Return the files of model states directly in *folder*, in natural order."""
+    names = (item.name for item in folder.iterdir() if item.name.endswith("_model_states.pt"))
+    return natural([name for name in names if saved_name(name)])
 
 
 def rank_files(root: Path, folder: str) -> RankFiles:
@@ -190,7 +122,7 @@ def _refuse(where: Path, names: Collection[str]) -> None:
                 f"this was saved with {kind}, which is not read",
                 where=str(where / found[0]),
                 why=why,
-                hint=_ADVICE,
+                hint=ADVICE,
             )
     for name in names:
         ranked, shared = _RANK.fullmatch(name), _SHARED.fullmatch(name)
@@ -200,7 +132,7 @@ def _refuse(where: Path, names: Collection[str]) -> None:
                 "this was saved with tensor parallelism, which is not read",
                 where=str(where / name),
                 why="along which dimension each parameter is divided is not recorded",
-                hint=_ADVICE,
+                hint=ADVICE,
             )
     if "offloaded_tensors" in names:
         raise FormatError(
@@ -260,9 +192,9 @@ def _elsewhere(root: Path, folder: str, name: str, here: Collection[str]) -> str
     """Ranks whose folders are named after a metric may have saved under different names."""
     for sibling in sorted(root.parent.iterdir()):
         other = sibling / folder if folder else sibling
-        if sibling != root and other.is_dir() and (other / name).is_file():
-            if any(not (other / item).is_file() for item in here):
-                return f"; `{other}` has `{name}`, and not all that is here"
+        has = sibling != root and other.is_dir() and (other / name).is_file()
+        if has and not all((other / item).is_file() for item in here):
+            return f"; `{other}` has `{name}`, and not all that is here"
     return ""
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl import dtypes
-from ckptctl.catalog import TensorEntry
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.errors import DamagedError
 from ckptctl.formats.deepspeed_partitions import Part, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed_states import ModelState
 from ckptctl.formats.deepspeed_zero import Save
-from ckptctl.formats.torch_file import Contents, contents_of
+from ckptctl.formats.torch_file import Contents, contents_of, extent_of
 from ckptctl.storage.torch_zip import StoredTensor
 
 ROOT = "module"
@@ -25,84 +24,147 @@ def as_saved(model: ModelState, root: Path) -> Contents:
     return replace(found, notes=())
 
 
-def master(save: Save, root: Path) -> Contents:
+def optimised(save: Save) -> dict[str, TensorEntry]:
+    """Return the parameters that lie in the partitions, by their names in the module."""
+    found: dict[str, TensorEntry] = {}
+    for name, part in save.parts.items():
+        dtype = save.strips[part.spans[0][0] if part.spans else 0].dtype
+        found[name] = entry_of(name, dtype, part.shape, extents(part, save.strips))
+    return found
+
+
+def master(
+    models: Sequence[ModelState], found: Mapping[str, TensorEntry], partitioned: bool, root: Path
+) -> Contents:
     """Return the model with the fp32 copies of the optimizer.
 
-    Optimised parameters come from the partitions; frozen ones and buffers from the model states,
-    as they are stored there. Names and order are those of the module's state dict.
+    Frozen parameters and buffers come from the model states, with the dtypes that are stored
+    there. Names and order are those of the module's state dict.
+
+    Args:
+        models: Model states of one rank, or of all ranks at stage 3.
+        found: The optimised parameters.
+        partitioned: Whether the module has placeholders in place of parameters (stage 3).
+        root: The checkpoint's root.
 
     Raises:
-        DamagedError: A parameter is in none of them, or is not what another place says.
-        FormatError: A frozen parameter is stored in parts that are not known.
+        DamagedError: A parameter is nowhere, or is not what another place says of it.
     """
-    return _Master(save, root).contents()
+    return _Master(models, found, partitioned, root).contents()
 
 
 class _Master:
-    def __init__(self, save: Save, root: Path) -> None:
-        self.save, self.root = save, root
-        self.model = save.models[0]
+    """Finds each name of the module where its data are."""
+
+    def __init__(
+        self,
+        models: Sequence[ModelState],
+        found: Mapping[str, TensorEntry],
+        partitioned: bool,
+        root: Path,
+    ) -> None:
+        self.models, self.model = models, models[0]
+        self.found, self.partitioned = found, partitioned
         self.where = str(root / self.model.file)
         self.saved = as_saved(self.model, root)
-        self.tensors: dict[str, TensorEntry] = {}
 
     def contents(self) -> Contents:
-        names = dict.fromkeys([*self.model.module, *self.model.frozen, *self.save.parts])
-        for name in (*names, *self.model.shared):
-            entry = self.entry(name)
-            if entry is not None and entry.name not in self.tensors:
-                self.tensors[entry.name] = entry
-        return Contents(self._tied(), self.saved.blobs, ())
+        """Return all tensors, and the leaves that are none."""
+        frozen, shared = self.model.frozen, self.model.shared
+        names = dict.fromkeys([*self.model.module, *frozen, *self.found, *shared])
+        entries = [entry for name in names for entry in self.entries(name)]
+        return Contents({entry.name: entry for entry in entries}, self.saved.blobs, ())
 
-    def entry(self, name: str) -> TensorEntry | None:
-        """Return the tensor called *name* in the module; None for a leaf that is none."""
-        if name in self.save.parts:
-            return self._optimised(name, self.save.parts[name])
-        source = self.model.shared.get(name)
-        if source is not None and self._holds(name, source):
-            return self._shared(name, source)
-        if self.save.stage == 3 and name in self.model.frozen:
-            return self._frozen(name, self.model.frozen[name])
-        found = self.saved.tensors.get(_key(name))
-        if found is None and isinstance(self.model.fragments.get(name), StoredTensor):
-            found = self._fragment(name)
-        shape = self.model.frozen.get(name)
-        if shape is not None and (found is None or found.shape != shape):
-            raise self._lost(name, shape)
-        if found is not None and self.save.stage == 3 and found.shape == (0,):
-            raise self._lost(name, None)
-        return found and replace(found, alias_of=None)
+    def entries(self, name: str) -> Iterator[TensorEntry]:
+        """Yield the tensor called *name*; nothing for a leaf that is none."""
+        if name in self.found:
+            yield self._optimised(name, self.found[name])
+        elif name in self.model.shared and not self._is_empty(name):
+            yield self._shared(name, self.model.shared[name])
+        elif self.partitioned and name in self.model.frozen:
+            yield self._frozen(name, self.model.frozen[name])
+        elif _key(name) in self.saved.tensors:
+            yield self._kept(name)
+        elif name not in self.model.module:
+            raise self._lost(name)
 
-    def _holds(self, name: str, source: str) -> bool:
-        """Whether *name* is *source*: parameters without elements all have address zero."""
-        saved, other = (self.saved.tensors.get(_key(key)) for key in (name, source))
-        return self.save.stage == 3 or saved is None or other is None or bool(saved.nbytes)
-
-    def _optimised(self, name: str, part: Part) -> TensorEntry:
+    def _is_empty(self, name: str) -> bool:
+        """Parameters without elements seem to be shared: the address of all of them is zero."""
         saved = self.saved.tensors.get(_key(name))
-        if self.save.stage < 3 and saved is not None and saved.shape != part.shape:
-            raise DamagedError(
-                f"`{name}` has two shapes",
-                where=self.where,
-                why=f"{list(saved.shape)} in `module`, {list(part.shape)} in `param_shapes`",
-            )
-        strips = self.save.strips
-        dtype = strips[part.spans[0][0] if part.spans else 0].dtype
-        grad = saved is not None and saved.requires_grad
-        return _entry(name, dtype, part.shape, requires_grad=grad)._with(extents(part, strips))
+        return not self.partitioned and saved is not None and not saved.nbytes
+
+    def _optimised(self, name: str, found: TensorEntry) -> TensorEntry:
+        saved = self.saved.tensors.get(_key(name))
+        self._require_same(name, found.shape, name)
+        return replace(found, requires_grad=saved is not None and saved.requires_grad)
 
     def _shared(self, name: str, source: str) -> TensorEntry:
-        found = None if source == name or source in self.model.shared else self.entry(source)
+        known = source != name and source not in self.model.shared
+        found = next(self.entries(source), None) if known else None
         if found is None:
             raise DamagedError(
                 f"`{name}` shares the data of `{source}`, which is not there", where=self.where
             )
-        saved = self.saved.tensors.get(_key(name))
-        if self.save.stage < 3 and saved is not None and saved.shape != found.shape:
-            raise DamagedError(
-                f"`{name}` and `{source}` share data and have different shapes",
-                where=self.where,
-                why=f"{list(saved.shape)} and {list(found.shape)}",
-                hint="`--weights module` reads each as the module saved it",
-            )
+        self._require_same(name, found.shape, source)
         return replace(found, name=_key(name), path=(ROOT, name), alias_of=_key(source))
+
+    def _require_same(self, name: str, shape: Shape, other: str) -> None:
+        saved = self.saved.tensors.get(_key(name))
+        if not self.partitioned and saved is not None and saved.shape != shape:
+            raise DamagedError(
+                f"the shape of `{name}` is not that of "
+                + ("its partitions" if name == other else f"`{other}`, which it shares data with"),
+                where=self.where,
+                why=f"{list(saved.shape)} in `module`, {list(shape)} there",
+                hint="`--weights module` reads what the model computed with",
+            )
+
+    def _frozen(self, name: str, shape: Shape) -> TensorEntry:
+        """Join the shares of a frozen parameter; ranks may also have all of it."""
+        found = [(model.file, model.fragments.get(name)) for model in self.models]
+        shares = [(file, item) for file, item in found if isinstance(item, StoredTensor)]
+        if len(shares) < len(found):
+            raise self._lost(name)
+        file, first = shares[0]
+        numel, share = math.prod(shape), -(-math.prod(shape) // len(shares))
+        if first.shape == shape and math.prod(shape) != share:
+            return entry_of(name, first.dtype, shape, (extent_of(first, file),))
+        odd = [file for file, item in shares if not _is_flat(item, share, first.dtype)]
+        if odd:
+            raise DamagedError(
+                f"a rank's share of the frozen parameter `{name}` is not one",
+                where=str(Path(self.where).parent / Path(odd[0]).name),
+                why=f"{share:,} elements of {first.dtype} are expected",
+            )
+        strip = Strip([Segment(file, item) for file, item in shares])
+        boxes = extents(Part(shape, ((0, 0, numel),), 0), [strip])
+        return entry_of(name, first.dtype, shape, boxes)
+
+    def _kept(self, name: str) -> TensorEntry:
+        """A buffer, or at stages 1 and 2 a frozen parameter: as the module has it."""
+        found = self.saved.tensors[_key(name)]
+        shape = self.model.frozen.get(name, found.shape)
+        gathered = not self.partitioned or found.shape != (0,)
+        if shape != found.shape or not gathered:
+            raise self._lost(name)
+        return replace(found, alias_of=None)
+
+    def _lost(self, name: str) -> DamagedError:
+        return DamagedError(
+            f"the data of `{name}` are nowhere",
+            where=self.where,
+            why="it is in no partition, not among the frozen and not among the shared parameters",
+        )
+
+
+def _is_flat(item: StoredTensor, numel: int, dtype: str) -> bool:
+    return item.shape == (numel,) and item.strides is None and item.dtype == dtype
+
+
+def _key(name: str) -> str:
+    return f"{ROOT}.{name}"
+
+
+def entry_of(name: str, dtype: str, shape: Shape, boxes: tuple[Extent, ...]) -> TensorEntry:
+    """Return the entry of the parameter called *name* in the module."""
+    return TensorEntry(_key(name), dtype, shape, boxes, (ROOT, name))

@@ -62,15 +62,19 @@ class Strip:
         """Return the index of the segment that holds the element at *position*."""
         return bisect_right(self.starts, position) - 1
 
-    def runs(self, low: int, high: int) -> Iterator[tuple[str, int, int]]:
-        """Yield ``(file, byte offset, elements)`` of the elements from *low* to *high*."""
+    def runs(self, low: int, high: int) -> Iterator[tuple[str, int, int, int | None]]:
+        """Yield ``(file, byte offset, elements, checksum)`` of the elements from *low* to *high*.
+
+        The checksum is that of a segment that is taken whole.
+        """
         item = dtypes.itemsize(self.dtype)
         while low < high:
             index = self.segment_at(low)
             segment = self.segments[index]
             end = min(high, self.starts[index + 1])
             offset = segment.tensor.offset + (low - self.starts[index]) * item
-            yield segment.file, offset, end - low
+            whole = end - low == segment.numel
+            yield segment.file, offset, end - low, segment.tensor.crc32 if whole else None
             low = end
 
 
@@ -98,10 +102,12 @@ def extents(part: Part, strips: Sequence[Strip]) -> tuple[Extent, ...]:
     done = 0
     for number, low, high in part.spans:
         item = dtypes.itemsize(strips[number].dtype)
-        for file, offset, count in strips[number].runs(low, high):
-            for lo, sizes in product_boxes(done, done + count, part.shape):
+        for file, offset, count, crc in strips[number].runs(low, high):
+            boxes = product_boxes(done, done + count, part.shape)
+            for lo, sizes in boxes:
                 nbytes = math.prod(sizes) * item
-                found.append(Extent(Box(lo, sizes), file, offset, nbytes))
+                known = crc if len(boxes) == 1 else None
+                found.append(Extent(Box(lo, sizes), file, offset, nbytes, crc32=known))
                 offset += nbytes
             done += count
     return tuple(found)

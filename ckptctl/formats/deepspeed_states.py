@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import cast
 
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.deepspeed_files import saved_name
+from ckptctl.formats.deepspeed_files import ADVICE, saved_name
 from ckptctl.formats.deepspeed_partitions import Segment, Shape
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.inert import Inert
@@ -83,14 +83,19 @@ class OptimState:
     world: int
     partitions: tuple[Segment, ...]
     paddings: tuple[tuple[int, ...], ...] | None
-    mappings: tuple[dict[str, tuple[int, int]], ...] | None
+    mappings: tuple[Mapping[str, tuple[object, object]], ...] | None
     states: tuple[Mapping[str, object], ...]
     settings: Sequence[object]
     rest: Mapping[str, object]
 
 
-def read_model(files: SourceFiles, name: str) -> ModelState:
+def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelState:
     """Read one file of model states.
+
+    Args:
+        files: The checkpoint's files.
+        name: The one to read.
+        whole: Whether tensor and pipeline parallelism may not have divided the model.
 
     Raises:
         FormatError: It needs more than is written, as tensor parallelism or experts.
@@ -99,23 +104,13 @@ def read_model(files: SourceFiles, name: str) -> ModelState:
     archive = _archive(files, name)
     where = str(files.root / name)
     content = _mapping(archive.root, "the file", where)
-    if "module" not in content or "dp_world_size" not in content and "ds_version" not in content:
+    if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
         raise DamagedError(
             "these are no model states", where=where, why=f"the file has {listed([*content])}"
         )
     _refuse_experts(content, where)
-    if _whole(content.get("mp_world_size", 1), "mp_world_size", where) > 1:
-        raise FormatError(
-            "this was saved with tensor parallelism, which is not read",
-            where=where,
-            why=f"mp_world_size is {content['mp_world_size']}",
-        )
-    if content["module"] is None:
-        raise FormatError(
-            "the model is not in the model states",
-            where=where,
-            why="a pipeline engine saves it in layer_*-model_states.pt",
-        )
+    if whole:
+        _refuse_divided(content, where)
     shared = _mapping(content.get("shared_params") or {}, "shared_params", where)
     if not all(isinstance(source, str) for source in shared.values()):
         raise DamagedError("`shared_params` is not a map of names", where=where)
@@ -123,7 +118,7 @@ def read_model(files: SourceFiles, name: str) -> ModelState:
     return ModelState(
         file=name,
         content=content,
-        module=_mapping(content["module"], "module", where),
+        module={} if content["module"] is None else _mapping(content["module"], "module", where),
         groups=None if groups is None else _groups(groups, where),
         frozen=_shapes(content.get("frozen_param_shapes") or {}, where),
         fragments=_mapping(content.get("frozen_param_fragments") or {}, "fragments", where),
@@ -152,9 +147,7 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
             why=f"they have {listed([*inner])}",
             hint="versions of DeepSpeed before 0.4 are not read",
         )
-    partitions = tuple(
-        _segment(item, name, where) for item in _items(inner[key], key, where)
-    )
+    partitions = tuple(_segment(item, name, where) for item in _items(inner[key], key, where))
     base_key = "optimizer_state_dict" if sharded else "base_optimizer_state"
     states, settings = _base(inner.get(base_key), len(partitions), where)
     index = {key, base_key, "zero_stage", "partition_count", "ds_version"}
@@ -194,6 +187,23 @@ def _refuse_experts(content: Mapping[str, object], where: str) -> None:
             "this was saved with a mixture of experts divided among ranks, which is not read",
             where=where,
             why=f"`{found[0]}` says that ranks hold different experts",
+        )
+
+
+def _refuse_divided(content: Mapping[str, object], where: str) -> None:
+    if _whole(content.get("mp_world_size", 1), "mp_world_size", where) > 1:
+        raise FormatError(
+            "this was saved with tensor parallelism, which is not read",
+            where=where,
+            why=f"mp_world_size is {content['mp_world_size']}",
+            hint=ADVICE,
+        )
+    if content["module"] is None:
+        raise FormatError(
+            "the model is not in the model states",
+            where=where,
+            why="a pipeline engine saves it in layer_*-model_states.pt",
+            hint=ADVICE,
         )
 
 
@@ -246,9 +256,9 @@ def _stage(value: object, where: str) -> int:
     """The number in a ``ZeroStageEnum``, which is a record here."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
-    if value not in (1, 2):
+    if type(value) is not int or value not in (1, 2):
         raise DamagedError("`zero_stage` does not fit the partitions", where=where)
-    return int(cast("int", value))
+    return value
 
 
 def _world(value: object, where: str) -> int:
@@ -277,18 +287,18 @@ def _paddings(value: object, where: str) -> tuple[tuple[int, ...], ...] | None:
     )
 
 
-def _mappings(value: object) -> tuple[dict[str, tuple[int, int]], ...] | None:
+def _mappings(value: object) -> tuple[Mapping[str, tuple[object, object]], ...] | None:
     """Records of class ``fragment_address``; None where they are not what is expected."""
     if not isinstance(value, list):
         return None
-    groups = [group for group in value if isinstance(group, dict)]
     return tuple(
         {
             name: (record.state.get("start"), record.state.get("numel"))
             for name, record in group.items()
             if isinstance(record, Inert) and isinstance(record.state, dict)
         }
-        for group in groups
+        for group in value
+        if isinstance(group, dict)
     )
 
 
@@ -302,12 +312,10 @@ def _base(
     if value is None:
         return ({},) * count, ()
     if isinstance(value, list):
-        found, settings = dict(enumerate(value)), ()
-    else:
-        base = _mapping(value, "the inner optimizer's state", where)
-        state = base.get("state")
-        found = state if isinstance(state, dict) else {}
-        listed_groups = base.get("param_groups")
-        settings = listed_groups if isinstance(listed_groups, list) else ()
+        elastic = dict(enumerate(value))
+        return tuple(_mapping(elastic.get(n, {}), "state", where) for n in range(count)), ()
+    base = _mapping(value, "the inner optimizer's state", where)
+    state, settings = base.get("state"), base.get("param_groups")
+    found = state if isinstance(state, dict) else {}
     states = tuple(_mapping(found.get(n, {}), "state", where) for n in range(count))
-    return states, settings
+    return states, settings if isinstance(settings, list) else ()

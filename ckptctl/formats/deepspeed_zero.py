@@ -121,9 +121,7 @@ def _unlike(root: Path, one: str, other: str, what: str) -> DamagedError:
     )
 
 
-def _located(
-    models: tuple[ModelState, ...], optims: tuple[OptimState, ...], where: str
-) -> Save:
+def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], where: str) -> Save:
     groups, world = models[0].groups or (), optims[0].world
     by_rank = [optim.partitions for optim in optims]
     if optims[0].stage == 3:
@@ -166,7 +164,7 @@ def _require_own(optims: Sequence[OptimState], parts: Parts, where: str) -> None
 
 def _held(
     optims: Sequence[OptimState], parts: Parts, rank: int
-) -> tuple[dict[str, tuple[int, int]], ...]:
+) -> tuple[Mapping[str, tuple[object, object]], ...]:
     """What ``param_slice_mappings`` of a rank says when nothing is shuffled."""
     groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]
     for name, part in parts.items():

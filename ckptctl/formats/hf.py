@@ -29,7 +29,7 @@ from ckptctl.formats.base import (
     constant,
     document,
 )
-from ckptctl.formats.hf_files import BIN, INDEX, RANK, chosen, main_files, set_of, weights
+from ckptctl.formats.hf_files import BIN, INDEX, chosen, main_files, of_rank, set_of, weights
 from ckptctl.formats.hf_shards import (
     checked_index,
     keys_by_file,
@@ -59,7 +59,7 @@ class HfFormat(WritableFormat):
         """See :meth:`Format.sniff`."""
         if path.is_file():
             foreign = path.name.startswith(("adapter_model", "consolidated"))
-            if foreign or RANK.fullmatch(path.name):
+            if foreign or of_rank(path.name):
                 return None
             named = path.name.endswith((".safetensors", INDEX)) or path.name in BIN
             return Sniff(path.name) if named or torch_file.HF_BIN.fullmatch(path.name) else None

@@ -13,6 +13,7 @@ INDEX = ".safetensors.index.json"
 BIN = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 RANK = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
+SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
@@ -21,12 +22,17 @@ def main_files(path: Path) -> list[str]:
     names = sorted(item.name for item in path.iterdir() if item.is_file())
     indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]
-    singles = [n for n in singles if not RANK.fullmatch(n)]
+    singles = [n for n in singles if not of_rank(n)]
     if indices:
         return indices + [n for n in singles if n == "model.safetensors" and _unlisted(path, n)]
     if singles:
         return singles
     return [n for n in BIN if n in names][:1]
+
+
+def of_rank(name: str) -> bool:
+    """Return whether a file of this name holds what one rank has of a model."""
+    return bool(RANK.fullmatch(name) or SHARD.fullmatch(name))
 
 
 def _unlisted(path: Path, name: str) -> bool:
@@ -47,6 +53,12 @@ def chosen(path: Path) -> str:
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
             raise _no_weights("this is no weight file", path)
+        if SHARD.fullmatch(path.name):
+            raise FormatError(
+                "this is what one rank has of a model",
+                where=str(path),
+                hint=f"name the directory `{path.parent}`",
+            )
         require_whole(path, [path.name], f"name the directory `{path.parent}`, or its index")
         return path.name
     main = main_files(path)

@@ -28,6 +28,7 @@ PATTERNS = tuple(
     for pattern in (
         rf"(?P<group>\w+)_world_size_(?P<world>\d{{1,7}})_rank_{_RANK}\.pt",
         rf"(?P<group>pytorch_model(_fsdp)?|optimizer)(_(?P<number>\d{{1,3}}))?_rank_?{_RANK}\.bin",
+        rf"(?P<group>extra_state)_rank_{_RANK}\.pt",
         rf"rank_?{_RANK}_(?P<group>model|optimizer)_states\.pt",
         rf"checkpoint_{_RANK}\.pt",
         rf"rank_?{_RANK}\.(pt|pth|bin)",

@@ -6,7 +6,7 @@ file's; what every rank has a copy of is proven to be the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -73,6 +73,7 @@ class Joined:
                 says.
             MappingError: No known family can join the shards.
         """
+        self.notes += tuple(self._copies_of_files())
         if self.ranks == 1:
             joined = dict(self.shards[0])
         else:
@@ -82,6 +83,15 @@ class Joined:
         if self.known:
             self._check(joined)
         return joined
+
+    def _copies_of_files(self) -> Iterator[str]:
+        """Say which files hold the same as another by all their recorded checksums."""
+        seen: dict[tuple[int | None, ...], str] = {}
+        for shard, name in zip(self.shards, self.names, strict=True):
+            crcs = tuple(entry.extents[0].crc32 for entry in shard.values())
+            first = seen.setdefault(crcs, name)
+            if first != name and crcs and None not in crcs:
+                yield f"`{name}` holds the same as `{first}`: is one a copy of the other?"
 
     @property
     def family(self) -> Family:

@@ -17,7 +17,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import left_behind
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.rank_archive import read_rank_file
 from ckptctl.formats.rank_merge import Joined, RankMerger
 from ckptctl.formats.structure import flatten
@@ -92,7 +92,6 @@ class TorchCheckpointingFormat(Format):
             joined = _joined(files, found)
             names = {name for ranks in found.items.values() for name in ranks.values()}
             sizes = {name: files.size(name) for name in sorted(names)}
-        large = f"not carried along: {listed(found.raw)}"
         return Catalog(
             root=str(path),
             path=str(path),
@@ -102,8 +101,7 @@ class TorchCheckpointingFormat(Format):
             blobs=joined.blobs,
             notes=(
                 *joined.notes,
-                *_version_notes(found.metadata),
-                *((large,) if found.raw else ()),
+                *_notes(found),
                 *left_behind(path, exclude={*sizes, METADATA}),
             ),
         )
@@ -158,16 +156,22 @@ def _joined(files: SourceFiles, found: _Found) -> Joined:
         for rank, file in sorted(ranks.items()):
             merger.add(rank, file, _leaves(files, name, file))
     joined = merger.finish()
-    with_tensors = {str(entry.path[0]) for entry in joined.tensors.values()}
-    if found.metadata is None or not found.metadata.items:
+    described = found.metadata.items if found.metadata else {}
+    if not described:
         merger.refuse_unrelated(str(files.root))
-        for name in sorted(with_tensors & found.items.keys()):
-            world = max(found.world, *merger.ranks, 0) if merger.ranks else found.world
+    for name, item in described.items():
+        _compare(name, item, joined, str(files.root / METADATA))
+    world = max(found.world, max(merger.ranks, default=-1) + 1)
+    tensors = {str(entry.path[0]) for entry in joined.tensors.values()}
+    for name in found.items.keys() - described.keys():
+        if not _alone(found, name) or name in tensors:
             _require(files, name, found.items[name], range(world), world)
-    else:
-        for name, item in found.metadata.items.items():
-            _compare(name, item, joined, str(files.root / METADATA))
     return joined
+
+
+def _alone(found: _Found, name: str) -> bool:
+    """Whether rank 0 alone has an item, which many trainers do with what is the same everywhere."""
+    return found.world > 1 and found.items[name].keys() == {0}
 
 
 def _require(
@@ -211,11 +215,11 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
 def _compare(name: str, item: Item, joined: Joined, where: str) -> None:
     """Compare the tensors of an item with what the metadata says about them."""
     own = {
-        tuple(entry.path[1:]): entry
-        for entry in joined.tensors.values()
-        if entry.path[0] == name
+        tuple(entry.path[1:]): entry for entry in joined.tensors.values() if entry.path[0] == name
     }
-    strange = [path for path in (*own, *item.tensors) if path not in own or path not in item.tensors]
+    strange = [
+        path for path in (*own, *item.tensors) if path not in own or path not in item.tensors
+    ]
     if strange:
         path = strange[0]
         here, there = ("the files", METADATA) if path in own else (METADATA, "the files")
@@ -231,15 +235,20 @@ def _compare(name: str, item: Item, joined: Joined, where: str) -> None:
             raise DamagedError(
                 f"`{entry.name}` is not what {METADATA} says",
                 where=where,
-                why=f"it is {entry.dtype} {list(entry.shape)}, "
-                f"not {said.dtype} {list(said.shape)}",
+                why=f"it is {entry.dtype} {list(entry.shape)}, not {said.dtype} {list(said.shape)}",
                 hint="they belong to different saves",
             )
 
 
-def _version_notes(metadata: Metadata | None) -> Iterator[str]:
-    if metadata is not None and metadata.version != VERSION:
-        yield f"{METADATA} is of version {metadata.version} and was not compared with the files"
+def _notes(found: _Found) -> Iterator[str]:
+    alone = [name for name in found.items if _alone(found, name)]
+    if alone:
+        yield f"rank 0 alone has {listed(alone)}"
+    if found.raw:
+        yield f"not carried along: {listed(found.raw)}"
+    if found.metadata is not None and found.metadata.version != VERSION:
+        version = found.metadata.version
+        yield f"{METADATA} is of version {version} and was not compared with the files"
 
 
 FORMAT = TorchCheckpointingFormat()

@@ -6,11 +6,11 @@ with a machine that knows no class at all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptctl.errors import DamagedError
+from ckptctl.storage import json_reader
 from ckptctl.storage.files import SourceFiles, contained
 from ckptctl.storage.pickle_reader import check_tree, loads
 
@@ -95,7 +95,9 @@ def _metadata(root: object, where: str) -> Metadata:
     if version != VERSION:
         return Metadata(version, world)
     items = _mapping(fields["metadata"]).items()
-    return Metadata(version, world, {str(name): _item(value, world, where) for name, value in items})
+    return Metadata(
+        version, world, {str(name): _item(value, world, where) for name, value in items}
+    )
 
 
 def _item(value: object, world: int, where: str) -> Item:
@@ -108,7 +110,7 @@ def _item(value: object, world: int, where: str) -> Item:
         described = {_described(_mapping(group)) for group in groups}
         if len(described) > 1:
             raise ValueError(f"`{path}` has several shapes or dtypes")
-        tensors[_keys(path)] = described.pop()
+        tensors[_keys(path, where)] = described.pop()
         for group in groups:
             ranks.update(_ranks(group["ranks"], world))
     return Item(tensors, frozenset(ranks), _files(fields["rank_to_layout_info"], world, where))
@@ -122,9 +124,9 @@ def _described(group: Mapping[object, object]) -> Described:
     return Described(str(data["dtype"]).removeprefix("torch."), tuple(shape))
 
 
-def _keys(path: object) -> Keys:
+def _keys(path: object, where: str) -> Keys:
     """Return the keys of a path written as compact JSON: ``["state",0,"exp_avg"]``."""
-    keys = json.loads(str(path))
+    keys = json_reader.loads(str(path).encode(), where=where)
     if not isinstance(keys, list) or not all(isinstance(key, str | int) for key in keys):
         raise TypeError(f"`{path}` is not a list of keys")
     return tuple(keys)

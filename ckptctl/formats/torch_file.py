@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -62,7 +62,10 @@ class TorchFormat(WritableFormat):
                 "this is a directory", where=str(path), why="expected one file of `torch.save`"
             )
         with SourceFiles(path.parent) as files:
-            found = read_contents(files, path.name)
+            try:
+                found = read_contents(files, path.name)
+            except UnsafePickleError as error:
+                raise _one_of_many(error) from error
             return Catalog(
                 root=str(path.parent),
                 path=str(path),
@@ -95,6 +98,18 @@ class TorchFormat(WritableFormat):
         }
         file = OutputFile(request.name, layout.size, ZipFrame([(layout, 0, len(records))]))
         return Output((file,), tuple(records), boxes)
+
+
+def _one_of_many(error: UnsafePickleError) -> UnsafePickleError | FormatError:
+    """Return what to tell about a file of DTensors or ShardedTensors, or *error* for others."""
+    if "`torch.distributed." not in error.what:
+        return error
+    return FormatError(
+        "this file holds one rank's part of its tensors",
+        where=error.where,
+        why=error.what,
+        hint="name the directory that holds the files of all ranks",
+    )
 
 
 class ZipFrame:

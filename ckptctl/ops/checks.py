@@ -24,7 +24,7 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
         UsageError: Naming the option.
     """
     problems = {
-        "--mp goes with --to meta": asked.mp > 1 and not target.parallel,
+        "--mp goes with --to meta and --to deepseek": asked.mp > 1 and not target.parallel,
         "--max-shard-size has no meaning for one file per rank": (
             asked.max_shard_size != 5 * GB and (target.parallel or target.name == "torch")
         ),

@@ -13,6 +13,7 @@ from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.recognise import Recognition
 from ckptctl.planner.copies import permutes
 from ckptctl.planner.plan import Plan
+from ckptctl.storage.kinds import arithmetic
 from ckptctl.units import format_bytes
 
 START_UP = 32 << 20
@@ -99,7 +100,7 @@ class ConversionPlan:
     @property
     def arithmetic(self) -> bool:
         """Return whether elements are computed, cast or transposed one by one: with torch."""
-        if self.plan.computed:
+        if any(map(arithmetic, self.plan.computed.values())):
             return True
         return any(t.source_dtype != t.target_dtype or permutes(t) for t in self.plan.transfers)
 
@@ -107,7 +108,12 @@ class ConversionPlan:
     def memory_bytes(self) -> int:
         """Return an estimate of the peak memory: start-up, index and buffers."""
         options = self.options.execution()
-        buffers = options.threads * options.limits().widest
+        limits = options.limits()
+        each = limits.widest
+        if any(map(permutes, self.plan.transfers)):
+            # A tile of the target, and what is read for it.
+            each = 2 * limits.arithmetic
+        buffers = options.threads * each
         index = PER_TENSOR * max(len(self.plan.transfers), len(self.source.tensors))
         return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
 

@@ -78,6 +78,7 @@ class Draft:
             partial=bool(self.options.include or self.options.exclude),
             given=self.options.sizes,
             vocab=self.options.vocab_size,
+            whole=self.whole,
         )
         self.notes += change.notes
         keep_together(
@@ -121,6 +122,7 @@ class Draft:
 
     def _selected(self) -> Selection:
         selection = select(self.catalog, self.known.root)
+        self.whole = tuple(selection.tensors)
         if self.options.only == "model":
             reason = "not part of the model (`--only all` keeps it)"
             self.left_out |= dict.fromkeys(selection.rest, reason)

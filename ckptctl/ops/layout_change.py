@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from ckptctl import families
@@ -73,6 +73,7 @@ def change_layout(
     partial: bool = False,
     given: Mapping[str, int] | None = None,
     vocab: int | None = None,
+    whole: Collection[str] | None = None,
 ) -> Change:
     """Map the model's tensors to *target_layout*.
 
@@ -88,6 +89,7 @@ def change_layout(
         partial: Only a part of the model was chosen.
         given: Axis sizes that the user states.
         vocab: Size that the vocabulary is padded or cut to; None: keep it.
+        whole: Names of all of the model's tensors, where *tensors* are a part of them.
 
     Raises:
         MappingError: The family is not known without doubt, or keys, shapes and configuration do
@@ -99,7 +101,7 @@ def change_layout(
     same = unknown or target is None or target == known.layout or target in known.alike
     if not same or (described and known.candidates):
         family = chosen_family(known, target, where)
-    elif known.exact and known.model_type:
+    elif known.model_type and (known.exact or (known.layout and (untie or given or vocab))):
         family = families.family(known.model_type)
     else:
         if given:
@@ -110,6 +112,10 @@ def change_layout(
             )
         if vocab is not None:
             raise UsageError("`--vocab-size` needs a known model type", where=where)
+        if untie and not any(entry.alias_of for entry in tensors.values()):
+            raise UsageError(
+                "`--untie` needs a known model type, or tensors that share memory", where=where
+            )
         return _unchanged(known, tensors, target)
     _agree(family, known, where)
     shapes = {name: entry.shape for name, entry in tensors.items()}
@@ -120,11 +126,12 @@ def change_layout(
         source,
         source if same else target or source,
         shapes,
-        read_sizes(family, known.config, known.params, given),
+        read_sizes(family, known.config, known.params, given, implied=_configured(known)),
         tied=tied,
         untie=untie,
         partial=partial,
         lists=read_lists(family, known.config),
+        whole=whole,
     )
     if vocab is not None:
         layouts = source, source if same else target or source
@@ -145,6 +152,10 @@ def change_layout(
         found.tilings,
         vocab,
     )
+
+
+def _configured(known: Recognition) -> bool:
+    return known.config is not None or known.params is not None
 
 
 def _with_vocabulary(

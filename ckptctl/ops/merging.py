@@ -24,11 +24,13 @@ from ckptctl.ops.recognise import Json, Recognition, recognise, require_one
 from ckptctl.ops.selection import select
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.configs import read_lists, read_sizes
+from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.deltas import Delta, Deltas, Factor, deltas
 from ckptctl.planner.layouts import Family
 
 KINDS = ("float64", "float32", "float16", "bfloat16")
+LARGEST = 256 << 20
+"""Bytes in float32 of the largest A: every thread keeps one."""
 
 
 class Merging:
@@ -53,8 +55,8 @@ class Merging:
             raise MappingError(
                 "this is no adapter",
                 where=str(path),
-                why=f"none of {listed(list(self.adapter.tensors))} is a low-rank factor",
-                hint="ckptctl merge BASE ADAPTER DST",
+                why=f"no low-rank factor among {listed(list(self.adapter.tensors), 2)}",
+                hint="the order is `ckptctl merge BASE ADAPTER DST`",
             )
         self.settings: Settings = settings(described(self.adapter), options.lora_alpha, scaling)
         self.layout = ""
@@ -69,7 +71,7 @@ class Merging:
             raise MappingError(
                 "this is an adapter, not its model",
                 where=catalog.path,
-                hint="ckptctl merge BASE ADAPTER DST",
+                hint="the order is `ckptctl merge BASE ADAPTER DST`",
             )
         family = chosen_family(known, known.layout, catalog.path)
         held = select(catalog, known.root).tensors
@@ -84,6 +86,7 @@ class Merging:
         names = [delta.key for delta in self.found.changed] + list(self.found.replaced)
         base = _resolved(catalog, {held[name].name: held[name] for name in names})
         self._refuse_tied(catalog, set(base))
+        self._refuse_untied(catalog, family, known)
         tensors, computed = dict(catalog.tensors), dict(catalog.computed)
         for key, changes in self._by_tensor().items():
             entry = base[held[key].name]
@@ -143,6 +146,17 @@ class Merging:
                     hint="convert the model with `--untie` first",
                 )
 
+    def _refuse_untied(self, catalog: Catalog, family: Family, known: Recognition) -> None:
+        """Refuse what would tie again what came apart when the adapter was trained."""
+        for tie in family.ties if is_tied(family, known.config, known.params) else ():
+            if len({tie.tensor, tie.of} & self.found.logical) == 1:
+                raise RefusedError(
+                    f"`{tie.of}` and `{tie.tensor}` are tied, and the adapter changes one",
+                    where=catalog.path,
+                    why="PEFT unties the two then; the configuration says that they are one",
+                    hint="convert the model with `--untie` first",
+                )
+
     def _changed(
         self, base: Input, changes: Sequence[Delta], factors: Mapping[str, Input], key: str
     ) -> Computed:
@@ -157,6 +171,7 @@ class Merging:
         parameters: dict[str, float | int | str] = {"changes": len(changes)}
         for number, delta in enumerate(changes):
             scale = self.settings.scale(delta.a.key, delta.rank)
+            _require_small(factors[delta.a.key].entry)
             self.scales.add(scale)
             inputs[f"a{number}"] = factors[delta.a.key]
             inputs[f"b{number}"] = factors[delta.b.key]
@@ -172,6 +187,15 @@ class Merging:
         """Return a tensor of the adapter as it is."""
         entry = saved.entry
         return Computed("copied", entry.dtype, entry.shape, {"base": saved})
+
+
+def _require_small(a: TensorEntry) -> None:
+    if 4 * a.numel > LARGEST:
+        raise RefusedError(
+            f"the rank is {a.shape[0]:,}, too high to be merged in bounded memory",
+            where=f"tensor `{a.name}`",
+            why=f"A has {4 * a.numel:,} bytes in fp32, at most {LARGEST:,} are kept",
+        )
 
 
 def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int | str]:

@@ -10,10 +10,10 @@ from ckptctl import families
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, nearest
 from ckptctl.formats.assets import documents
 from ckptctl.planner.arrivals import Arrival, Piece
+from ckptctl.planner.completeness import near
 from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.extents import Range
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.matching import near
 from ckptctl.planner.params_facts import contradictions
 from ckptctl.planner.routes import Route, route
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
@@ -48,7 +49,10 @@ def _copies(mapped: MappedTensor, output: Output) -> list[Boxes]:
     seen: Counter[tuple[View, Box]] = Counter()
     for view in mapped.targets:
         region = Box(view.origin, view.sizes)
-        for place in output.boxes.get(view.key, ()):
+        places = output.boxes.get(view.key, ())
+        if len(mapped.targets) == len(places) == 1 and region == places[0].box:
+            return [[(view, places[0])]]
+        for place in places:
             if not _meets(region, place.box):
                 continue
             nth = seen[view, place.box]
@@ -64,6 +68,9 @@ def _tiled(mapped: MappedTensor, boxes: Boxes) -> Iterator[tuple[MappedTensor, B
 
     Of a tensor that keeps its name ranks may repeat some parts only: keys and values, not queries.
     """
+    if len(boxes) == 1 and mapped.targets == (boxes[0][0],) and _fills(*boxes[0]):
+        yield mapped, boxes
+        return
     found = [
         (view, place, _common(Box(view.origin, view.sizes), place.box)) for view, place in boxes
     ]
@@ -80,6 +87,10 @@ def _tiled(mapped: MappedTensor, boxes: Boxes) -> Iterator[tuple[MappedTensor, B
                 replace(mapped, axes=part.sizes, sources=(read,), targets=(held,)),
                 [(held, place)],
             )
+
+
+def _fills(view: View, place: Place) -> bool:
+    return view.origin == place.box.offsets and view.sizes == place.box.sizes
 
 
 def _meets(region: Box, box: Box) -> bool:
@@ -121,20 +132,31 @@ def _transfer(
 
 
 def _source(view: View, extent: Extent, itemsize: int) -> Iterator[Operand]:
-    strides = extent.strides or row_major(extent.box.sizes)
-    steps = tuple(stride * itemsize for stride in strides)
+    steps = _steps(extent.box.sizes, extent.strides, itemsize)
     yield from _operand(
         view, extent.box, steps, extent.file, extent.offset, extent.nbytes, extent.crc32, -1
     )
 
 
 def _target(view: View, place: Place, record: Record, itemsize: int) -> Iterator[Operand]:
-    strides = place.strides or row_major(place.box.sizes)
-    steps = tuple(stride * itemsize for stride in strides)
+    steps = _steps(place.box.sizes, place.strides, itemsize)
     begin = record.offset + place.start * itemsize
-    last = sum((n - 1) * step for n, step in zip(place.box.sizes, steps, strict=True))
-    nbytes = last + itemsize if place.box.numel else 0
+    nbytes = _reach(place.box.sizes, steps) + itemsize if place.box.numel else 0
     yield from _operand(view, place.box, steps, record.file, begin, nbytes, None, place.record)
+
+
+@lru_cache(maxsize=4096)
+def _steps(
+    sizes: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int
+) -> tuple[int, ...]:
+    """Return the bytes between neighbours; *strides* None: row-major."""
+    return tuple(stride * itemsize for stride in strides or row_major(sizes))
+
+
+@lru_cache(maxsize=4096)
+def _reach(sizes: tuple[int, ...], steps: tuple[int, ...]) -> int:
+    """Return the bytes from the first element of a box to the last one."""
+    return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
 def _operand(
@@ -153,8 +175,10 @@ def _operand(
     if part is None:
         return
     whole = part == box
-    inside = sum((p - b) * s for p, b, s in zip(part.offsets, box.offsets, steps, strict=True))
-    start = tuple(p - o for p, o in zip(part.offsets, view.origin, strict=True))
+    inside, start = 0, (0,) * len(box.sizes)
+    if region != box:
+        inside = sum((p - b) * s for p, b, s in zip(part.offsets, box.offsets, steps, strict=True))
+        start = tuple(p - o for p, o in zip(part.offsets, view.origin, strict=True))
     yield Operand(
         file=file,
         offset=offset + inside,
@@ -175,6 +199,4 @@ def _common(region: Box, box: Box) -> Box | None:
 
 def _span(sizes: tuple[int, ...], steps: tuple[int, ...], nbytes: int, box: Box) -> int:
     """Bytes from the first to the last element of a part of a box, inclusive."""
-    last = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-    full = sum((size - 1) * step for size, step in zip(box.sizes, steps, strict=True))
-    return last + nbytes - full
+    return _reach(sizes, steps) + nbytes - _reach(box.sizes, steps)

@@ -91,6 +91,8 @@ def read_sizes(
     config: Json | None = None,
     params: Json | None = None,
     given: Mapping[str, int] | None = None,
+    *,
+    implied: bool = True,
 ) -> dict[str, int]:
     """Return the axis sizes that a configuration states or implies.
 
@@ -103,6 +105,8 @@ def read_sizes(
         config: config.json.
         params: params.json.
         given: Sizes that the user states, by any name that :func:`axis_called` understands.
+        implied: Whether sizes that are not stated have their defaults; else shapes have to show
+            them.
 
     Raises:
         MappingError: A size is not a positive integer, or the hidden size is not divisible.
@@ -118,7 +122,7 @@ def read_sizes(
         }
         sizes |= {axis: size for axis, size in named.items() if size is not None}
     agreed = _agreed(family, sizes, given or {})
-    return agreed if config is params is None else _implied(family, agreed)
+    return _implied(family, agreed) if implied else agreed
 
 
 def _agreed(family: Family, stated: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:

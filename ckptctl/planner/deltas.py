@@ -64,11 +64,13 @@ class Deltas:
         changed: What changes rows.
         replaced: For tensors that are exchanged as a whole those of the adapter.
         pinned: Tensors of the model, changed or replaced, that are never cast.
+        logical: Names of what it changes or replaces in the tables of the model type.
     """
 
     changed: tuple[Delta, ...]
     replaced: Mapping[str, str]
     pinned: frozenset[str]
+    logical: frozenset[str] = frozenset()
 
 
 def deltas(
@@ -129,7 +131,7 @@ class _Deltas:
             else:
                 changed.append(self._delta(name, roles))
         keys = {_source(self.model[name]) for name in self.parts if self._pinned(name)}
-        return Deltas(tuple(changed), replaced, frozenset(keys))
+        return Deltas(tuple(changed), replaced, frozenset(keys), frozenset(self.parts))
 
     def _require_layers(self) -> None:
         homeless = [
@@ -142,7 +144,8 @@ class _Deltas:
                 f"the model lacks the layers of {len(homeless):,} tensors of the adapter",
                 where=f"tensor `{homeless[0]}`",
                 why=f"among them {listed(homeless)}",
-                hint="does it belong to another model, or are these tied to others (--untie)?",
+                hint="does it belong to another model? Where these are tied to others, convert the "
+                "model with `--untie` first",
             )
 
     def _pinned(self, name: str) -> bool:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ckptctl.planner.completeness import missing, torn
 from ckptctl.planner.configs import facts, is_tied
 from ckptctl.planner.declarations import holds
 from ckptctl.planner.joining import ranks_fit
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.matching import Matched, match, missing, tied_away, torn
+from ckptctl.planner.matching import Matched, match, tied_away
 from ckptctl.planner.templates import skeleton
 
 ENOUGH = 0.5

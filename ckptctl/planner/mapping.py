@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,7 +11,7 @@ from ckptctl.planner.geometry import Geometry, geometry
 from ckptctl.planner.layouts import Drop, Family, Layout
 from ckptctl.planner.mapped import MappedTensor, View, Zeros, require_covered, stored_shapes
 from ckptctl.planner.matching import Lead, key_of, leads
-from ckptctl.planner.numbering import planned
+from ckptctl.planner.numbering import planned, require_stated
 from ckptctl.planner.origins import Origins
 from ckptctl.planner.source import Origin, Source, understand
 from ckptctl.planner.tables import Leaf, Tensor
@@ -63,6 +63,7 @@ def map_tensors(
     untie: bool = False,
     partial: bool = False,
     lists: Mapping[str, Sequence[int]] | None = None,
+    whole: Collection[str] | None = None,
 ) -> TensorMap:
     """Return how the tensors of *shapes* become those of another layout.
 
@@ -77,6 +78,7 @@ def map_tensors(
         partial: A part of the model was chosen: nothing is missing.
         lists: Lists of layer numbers that the configuration states
             (:func:`ckptctl.planner.configs.read_lists`).
+        whole: The keys of the model that *shapes* is a part of; None: it is the model.
 
     Raises:
         MappingError: Unknown or missing keys, contradictory shapes, axis sizes that do not follow
@@ -85,7 +87,7 @@ def map_tensors(
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
     tied = family.tied if tied is None else tied
-    held = understand(family, source, shapes, sizes or {}, tied=tied, partial=partial)
+    held = understand(family, source, shapes, sizes or {}, tied=tied, partial=partial, whole=whole)
     run = _Run(held, target, untie, partial)
     return run.unchanged() if source is target else run.result(lists or {})
 
@@ -113,6 +115,7 @@ class _Run:
 
     def result(self, lists: Mapping[str, Sequence[int]]) -> TensorMap:
         """Return the map to another layout."""
+        require_stated(self.family, self.source.layout.name, self.source.matched.numbering, lists)
         self.numbering = planned(self.family, self.target.name, self.source.counts, lists)
         tensors = list(self._tensors())
         self.origins.drop()

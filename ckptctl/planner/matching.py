@@ -1,20 +1,15 @@
-"""Which logical tensor each key is, and whether all that a model needs are there."""
+"""Which logical tensor each key is."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import product
 from typing import TypeAlias
 
-from ckptctl.errors import MappingError, listed, nearest
 from ckptctl.planner.layouts import Drop, Family, Layout, Stored
 from ckptctl.planner.numbering import Numbering, observed
 from ckptctl.planner.tables import Leaf, Tensor
-
-MANY = 1000
-"""So many missing keys are counted in any case."""
 
 Slot: TypeAlias = tuple[str, tuple[int, ...]]
 """One logical tensor: its name, as in ``q.{i}``, and the values of its indices."""
@@ -22,10 +17,6 @@ Slot: TypeAlias = tuple[str, tuple[int, ...]]
 
 Lead: TypeAlias = tuple[int, ...]
 """Position along the axes that a layout spreads over several keys; ``()``: one key."""
-
-
-Kind: TypeAlias = tuple[str, tuple[str, ...]]
-"""A variant, and the indices of the layers that are of it."""
 
 
 @dataclass(slots=True)
@@ -64,6 +55,20 @@ class Matched:
             slot = tensor.name, tuple(values[index] for index in tensor.indices)
             lead = tuple(values[axis] for axis in leaf.spread)
             self.keys.setdefault(slot, {})[lead] = key
+
+    def only(self, keys: Collection[str]) -> Matched:
+        """Return the same of some *keys* alone."""
+        slots = {
+            slot: {n: key for n, key in held.items() if key in keys}
+            for slot, held in self.keys.items()
+        }
+        return Matched(
+            self.numbering,
+            {key: item for key, item in self.stored.items() if key in keys},
+            {slot: held for slot, held in slots.items() if held},
+            {key: rule for key, rule in self.dropped.items() if key in keys},
+            [key for key in self.unmatched if key in keys],
+        )
 
 
 def match(family: Family, layout: Layout, keys: Collection[str]) -> Matched:
@@ -152,163 +157,3 @@ def leads(
 def tied_away(family: Family, layout: str, tied: bool) -> Collection[str]:
     """Return the logical tensors that *layout* leaves out because they equal others."""
     return {tie.tensor for tie in family.ties if tied and layout not in tie.stored_in}
-
-
-def missing(
-    family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
-) -> list[str]:
-    """Return the keys that a whole model would have and this one has not.
-
-    An optional tensor is expected of every layer as soon as one layer has it, one of a variant of
-    the layers that are of that variant. The list ends after one that nobody would read to the end.
-    """
-    if family.partial:
-        return []
-    limit = len(matched.stored) + 1
-    counts = {index: min(count, limit) for index, count in counts.items()}
-    expected = Expected(family, layout, matched, counts)
-    found = (
-        key
-        for name in layout.leaves
-        for values in expected.slots(family.tensors[name])
-        for key in _absent(family.tensors[name], layout, matched, values, counts)
-    )
-    return list(dict.fromkeys(islice(found, 2 * limit + MANY)))
-
-
-def _absent(
-    tensor: Tensor,
-    layout: Layout,
-    matched: Matched,
-    values: tuple[int, ...],
-    counts: Mapping[str, int],
-) -> Iterator[str]:
-    found = matched.keys.get((tensor.name, values), {})
-    leaf = layout.leaves[tensor.name]
-    if len(found) < math.prod(counts.get(axis, 0) for axis in leaf.spread):
-        for lead in leads(leaf, counts):
-            if lead not in found:
-                yield key_of(layout, tensor, values, lead, matched.numbering)
-
-
-class Expected:
-    """Which logical tensors a whole model has, judged by those that are there.
-
-    Args:
-        family: The model type.
-        layout: That of the source.
-        matched: What was found.
-        counts: How many there are of each index.
-    """
-
-    def __init__(
-        self, family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
-    ) -> None:
-        self._counts = counts
-        self._present = {name for name, _ in matched.keys}
-        self._layers: dict[Kind, set[tuple[int, ...]]] = {}
-        for name, values in matched.keys:
-            tensor = family.tensors[name]
-            if tensor.variant:
-                self._layers.setdefault((tensor.variant, tensor.indices), set()).add(values)
-        known = {family.tensors[name].variant for name in layout.leaves}
-        for group in family.variants:
-            self._complete([variant for variant in group if variant in known], family)
-
-    def slots(self, tensor: Tensor) -> Sequence[tuple[int, ...]]:
-        """Return the index values at which *tensor* has to be."""
-        if tensor.optional and tensor.name not in self._present:
-            return ()
-        if tensor.variant:
-            return sorted(self._layers.get((tensor.variant, tensor.indices), ()))
-        return slots(tensor, self._counts)
-
-    def _complete(self, group: Sequence[str], family: Family) -> None:
-        """Expect the most frequent variant where a layer has none of a group."""
-        samples = {t.indices: t for t in family.tensors.values() if t.variant in group}
-        for indices, sample in samples.items():
-            layers = {variant: self._layers.get((variant, indices), set()) for variant in group}
-            shown = max(group, key=lambda variant: len(layers[variant]))
-            covered = set().union(*layers.values())
-            self._layers.setdefault((shown, indices), set()).update(
-                values for values in slots(sample, self._counts) if values not in covered
-            )
-
-
-def torn(family: Family, matched: Matched) -> str | None:
-    """Return what is wrong with layers that have tensors of two variants; None: nothing."""
-    layers: dict[Kind, dict[tuple[int, ...], str]] = {}
-    for (name, values), keys in matched.keys.items():
-        tensor = family.tensors[name]
-        if tensor.variant:
-            kind = tensor.variant, tensor.indices
-            layers.setdefault(kind, {}).setdefault(values, next(iter(keys.values())))
-    for group in family.variants:
-        seen: dict[object, str] = {}
-        for (variant, indices), found in layers.items():
-            for values, key in found.items() if variant in group else ():
-                if (indices, values) in seen:
-                    return f"`{seen[indices, values]}` and `{key}` exclude each other"
-                seen[indices, values] = key
-    return None
-
-
-def require_known(family: Family, layout: Layout, matched: Matched, absent: list[str]) -> None:
-    """Refuse keys that the layout does not know.
-
-    Args:
-        family: For messages.
-        layout: That of the source.
-        matched: What was found.
-        absent: The keys that are missing: the first candidates for what was meant.
-
-    Raises:
-        MappingError: There are some; each of the first five with the nearest known key.
-    """
-    if not matched.unmatched:
-        return
-    lines = []
-    for key in matched.unmatched[:5]:
-        close = nearest(key, [other for other in near(layout, key, absent) if other != key])
-        lines.append(f"`{key}`" + (f" (near: `{close}`)" if close else ""))
-    more = len(matched.unmatched) - len(lines)
-    raise MappingError(
-        f"{len(matched.unmatched):,} tensors are unknown to `{family.name}` in layout "
-        f"`{layout.name}`",
-        where=f"tensor `{matched.unmatched[0]}`",
-        why=", ".join(lines) + (f" and {more:,} more" if more > 0 else ""),
-        hint="is this another model type or layout (--model-type, --from-layout)? "
-        "--exclude leaves tensors out",
-    )
-
-
-def near(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
-    """Return keys that *key* may have been meant to be: those missing, those of its indices."""
-    numbers = [part for part in key.split(".") if part.isdigit()]
-    known = []
-    for leaf in layout.leaves.values():
-        names = leaf.key.indices
-        if len(names) <= len(numbers):
-            values = zip(names, (int(n) for n in numbers), strict=False)
-            known.append(leaf.key.key(dict(values)))
-    return [*absent[:50], *known]
-
-
-def require_whole(family: Family, layout: Layout, absent: list[str], tied: bool) -> None:
-    """Refuse a model of which something is missing.
-
-    Raises:
-        MappingError: *absent* is not empty.
-    """
-    if not absent:
-        return
-    ends = {layout.leaves[t.tensor].key.text for t in family.ties if t.tensor in layout.leaves}
-    hint = "the checkpoint is incomplete; --include or --exclude convert a part on purpose"
-    if not tied and set(absent) <= ends:
-        hint = "are the embeddings tied? Then config.json has to say `tie_word_embeddings: true`"
-    raise MappingError(
-        f"{len(absent):,} tensors that `{family.name}` needs are missing",
-        where=f"tensor `{absent[0]}`",
-        why=f"missing: {listed(absent)}",
-        hint=hint,
-    )

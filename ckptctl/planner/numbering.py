@@ -182,6 +182,27 @@ class KeyNumbers:
         )
 
 
+def require_stated(
+    family: Family, layout: str, found: Numbering, lists: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse a checkpoint in *layout* that numbers its layers otherwise than *lists* say.
+
+    Raises:
+        MappingError: config.json is another model's.
+    """
+    for shift in _shifts(family, layout):
+        held, stated = found.inserted.get(shift.index, ()), lists.get(shift.place)
+        moved = range(len(held)) if shift.nested else (0,) * len(held)
+        numbers = [number + n for number, n in zip(held, moved, strict=True)]
+        if held and stated is not None and numbers != sorted(stated):
+            raise MappingError(
+                "config.json and the names of the tensors disagree on which layers are inserted",
+                where=shift.place,
+                why=f"it lists {sorted(stated)}, by their names they are {numbers}",
+                hint="--assets DIR names a directory with the right config.json",
+            )
+
+
 def _into(shifts: Iterable[Shift]) -> dict[str, str]:
     return {shift.index: shift.into for shift in shifts if not shift.nested}
 

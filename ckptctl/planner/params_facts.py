@@ -115,22 +115,18 @@ def require_translated(family: Family, wanted: str, given: str) -> None:
         )
 
 
-def contradictions(family: Family, config: Json, params: Json, *, ranks: int = 1) -> list[str]:
+def contradictions(family: Family, config: Json, params: Json) -> list[str]:
     """Return where config.json and params.json of one checkpoint disagree, for people.
 
     Args:
         family: The model type.
         config: config.json.
         params: params.json.
-        ranks: Number of model-parallel shards: params.json may state as many key/value heads.
 
     Raises:
         MappingError: One of them holds a value of the wrong kind.
     """
     ours, theirs = read_sizes(family, config), read_sizes(family, None, params)
-    heads = theirs.get("k")
-    if heads == ranks and heads % ours.get("k", heads) == 0:
-        theirs.pop("k", None)
     found = [
         f"{family.called(axis)}: {ours[axis]} and {theirs[axis]}"
         for axis in ours

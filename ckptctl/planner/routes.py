@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from ckptctl.errors import MappingError, listed
 from ckptctl.planner.arrivals import Arrival, Arrivals, Values
+from ckptctl.planner.completeness import near
 from ckptctl.planner.extents import Extents
 from ckptctl.planner.layouts import Drop, Family, Stored
-from ckptctl.planner.matching import near
 from ckptctl.planner.numbering import KeyNumbers
 from ckptctl.planner.tables import Leaf, Tensor
 

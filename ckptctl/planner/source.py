@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Observation, Sizes, solve
+from ckptctl.planner.completeness import missing, require_known, require_whole, torn
 from ckptctl.planner.layouts import Family, Layout, Tie
-from ckptctl.planner.matching import (
-    Lead,
-    Matched,
-    match,
-    missing,
-    require_known,
-    require_whole,
-    torn,
-)
+from ckptctl.planner.matching import Lead, Matched, match
 from ckptctl.planner.tables import Tensor
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -68,6 +61,7 @@ def understand(
     *,
     tied: bool,
     partial: bool,
+    whole: Collection[str] | None = None,
 ) -> Source:
     """Return what the tensors of *shapes* are.
 
@@ -78,13 +72,15 @@ def understand(
         sizes: Axis sizes from a configuration.
         tied: Whether tied tensors are one.
         partial: A part of the model was chosen: nothing is missing.
+        whole: The keys of the model that it is a part of: they number its layers.
 
     Raises:
         MappingError: Unknown or missing keys, contradictory shapes, a number of layers that is
             not that of the configuration.
     """
-    matched = match(family, layout, shapes)
-    counts = _counts(family, layout, matched, sizes)
+    everything = match(family, layout, shapes if whole is None else whole)
+    matched = everything if whole is None else everything.only(shapes)
+    counts = _counts(family, layout, matched, everything, sizes)
     known = _with_spread(layout, counts, sizes)
     source = Source(family, layout, shapes, tied, matched, counts, Sizes({}, {}))
     _require_keys(source, partial)
@@ -95,9 +91,16 @@ def understand(
 
 
 def _counts(
-    family: Family, layout: Layout, matched: Matched, sizes: Mapping[str, int]
+    family: Family,
+    layout: Layout,
+    matched: Matched,
+    everything: Matched,
+    sizes: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return how many values each index takes, which may not be more than *sizes* say."""
+    """Return how many values each index takes, which may not be more than *sizes* say.
+
+    Layers that are numbered together with others count even where they were not chosen.
+    """
     found = matched.counts(family, layout)
     for index, count in found.items():
         if count > sizes.get(index, count):
@@ -106,6 +109,9 @@ def _counts(
                 f"{family.called(index)} = {sizes[index]:,}",
                 hint="do the configuration and all files belong to the same model?",
             )
+    shifted = {index for shift in family.shifts for index in (shift.index, shift.into)}
+    beside = everything.counts(family, layout)
+    found |= {index: count for index, count in beside.items() if index in shifted}
     return found | {i: n for i, n in sizes.items() if i in found}
 
 

@@ -315,8 +315,10 @@ class _Run:
 
     def _computed(self) -> ComputedFiles:
         from ckptctl.storage.computed import ComputedFiles
+        from ckptctl.storage.kinds import arithmetic
 
-        self._arithmetic()
+        if any(map(arithmetic, self._plan.computed.values())):
+            self._arithmetic()
         return ComputedFiles(self._plan.computed, self._sources.__getitem__)
 
     def _tell(self, news: News) -> None:

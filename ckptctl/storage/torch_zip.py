@@ -73,7 +73,7 @@ class TorchArchive:
     checksums: bool
     storages: Mapping[str, Record]
     pickle_nbytes: int
-    folder: str
+    folder: str = "archive"
 
 
 def read_archive(

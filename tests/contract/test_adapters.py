@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from ckptctl import families
 from ckptctl.planner.adapters import APART, adapters_apart, is_adapter, models_apart
 from ckptctl.planner.detect import detect
-from tests.contract.test_families import mapped, moved, tiny
+from tests.contract.tables import mapped, moved, numbered, tiny
 
 ADAPTERS = families.adapters(families.families().values())
 PAIRS = [
@@ -74,10 +73,7 @@ def test_an_adapter_is_recognised_by_its_keys(name):
 def test_there_and_back_is_the_identity(name, source, target):
     shapes = shared(name, source, target)
     there = mapped(ADAPTERS[name], source, target, shapes)
-    values, start = {}, 0
-    for key, shape in shapes.items():
-        values[key] = np.arange(start, start + math.prod(shape)).reshape(shape)
-        start += math.prod(shape)
+    values = numbered(shapes)
     for kept, other in there.must_equal:
         values[other] = values[kept]
     found = moved(there, values)

@@ -1,30 +1,21 @@
 """What ``ckptctl map`` says of a key, held against what a conversion does with the tensors."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
 
 from ckptctl.planner.routes import route
-from tests.contract.test_families import (
+from tests.contract.tables import (
     FAMILIES,
     PAIRS,
     mapped,
     moved,
+    numbered,
     tiny,
     tiny_lists,
     tiny_sizes,
 )
-
-
-def numbered(shapes):
-    """Arrays whose elements are all different."""
-    values, start = {}, 0
-    for key, shape in shapes.items():
-        values[key] = np.arange(start, start + math.prod(shape)).reshape(shape)
-        start += math.prod(shape)
-    return values
 
 
 def evaluated(amount, sizes):

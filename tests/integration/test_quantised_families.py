@@ -9,7 +9,7 @@ import ckptctl
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
 from tests.checkpoints import load_any_reference, save_hf
-from tests.contract.test_families import tiny
+from tests.contract.tables import tiny
 from tests.unit.planner.test_companions import natively
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -247,3 +247,11 @@ def test_statistics_that_differ_are_said_to(tmp_path: Path) -> None:
     torch.save(held, given / "consolidated.01.pth")
     found = formats.open_checkpoint(given)
     assert any("rope.freqs" in note for note in found.notes)
+
+
+def test_a_file_that_is_there_twice(tmp_path: Path) -> None:
+    given = meta(tmp_path / "meta", 2)
+    assert not formats.open_checkpoint(given).notes
+    (given / "consolidated.01.pth").write_bytes((given / "consolidated.00.pth").read_bytes())
+    found = formats.open_checkpoint(given)
+    assert any("`consolidated.01.pth` holds the same" in note for note in found.notes)

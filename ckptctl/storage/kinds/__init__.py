@@ -1,7 +1,8 @@
 """How virtual files are computed: one module for each kind, found by listing this package.
 
 A kind is a module with a function ``compute`` as :class:`Kind` describes it; its name is that of
-the module. Nothing else needs to be told about it.
+the module. Nothing else needs to be told about it. One that does without torch now and then has a
+function ``plain``, which takes the virtual file and says so.
 """
 
 from __future__ import annotations
@@ -39,3 +40,9 @@ def kinds() -> dict[str, Kind]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     found = ((name, importlib.import_module(f"{__name__}.{name}")) for name in names)
     return {name: cast(Kind, module) for name, module in found}
+
+
+def arithmetic(computed: Computed) -> bool:
+    """Return whether *computed* takes torch."""
+    plain = getattr(kinds()[computed.kind], "plain", None)
+    return plain is None or not plain(computed)

@@ -37,12 +37,11 @@ def test_help(run, name):
     assert result.stdout == snapshot.read_text(), "set CKPTCTL_UPDATE_SNAPSHOTS=1 if this is meant"
 
 
-@pytest.mark.parametrize("name", ["convert", "merge", "inspect"])
-def test_help_names_every_format(run, name):
+@pytest.mark.parametrize("name", ["convert", "merge"])
+def test_help_names_every_format_that_is_written(run, name):
     shown = " ".join(run(name, "--help").stdout.split())
-    for option in {"--to", "--from"} & set(shown.split()):
-        text = shown.partition(f"{option} FORMAT")[2].partition(" -")[0]
-        assert all(known in text for known in formats.names()), option
+    text = shown.partition("--to FORMAT")[2].partition(" -")[0]
+    assert not [known for known in formats.writable() if known not in text]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

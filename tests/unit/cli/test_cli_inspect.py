@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.cli.tables import bars
@@ -150,3 +151,35 @@ def test_bad_options(run, folder, args):
 def test_bars():
     assert bars((0, 1, 4, 8)) == ".▂▅█"
     assert bars(()) == ""
+
+
+def save_quantised(path, scale_shape):
+    tensors = {
+        "a.weight": torch.zeros(256, 128, dtype=torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.ones(scale_shape),
+        "b.weight": torch.zeros(4, 4),
+    }
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_quantised(run, terminal, tmp_path):
+    folder = save_quantised(tmp_path / "fp8", (2, 1))
+    found = json.loads(run("inspect", folder, "--json").stdout)
+    assert found["quantised"] == {"a.weight": "fp8 blocks of 128x128"}
+    assert found["dequantisable"] is True
+    plain = run("inspect", folder)
+    assert "quantised\tfp8 blocks of 128x128: 1 tensor\n" in plain.stdout
+    assert "--dequantize bf16" in plain.stderr
+    assert "  quantised: 1 tensor, fp8 blocks of 128x128" in terminal("inspect", folder)
+
+
+def test_what_cannot_be_dequantised_is_not_advised(run, tmp_path):
+    result = run("inspect", save_quantised(tmp_path / "fp8", (3, 3)), "--json")
+    found = json.loads(result.stdout)
+    assert (list(found["quantised"].values()), found["dequantisable"]) == (
+        ["scales that do not fit"],
+        False,
+    )
+    assert "--dequantize" not in run("inspect", tmp_path / "fp8").stderr

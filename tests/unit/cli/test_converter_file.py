@@ -120,3 +120,32 @@ def test_options_of_the_command_in_any_order(file, run):
         result = run("map", "wte", "--to-layout", "hf", *options)
         assert result.stdout.startswith("model.embed.weight\t"), result.stderr
     assert run("models", "mine").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "line", ["raise SystemExit(0)", "import sys; sys.exit()", "raise GeneratorExit"]
+)
+def test_a_file_that_ends_the_program(file, line):
+    with (
+        pytest.raises(UsageError, match="cannot be run"),
+        using(file(("TABLE = ", f"{line}\nTABLE = "))),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("shifts", "(5,)"),
+        ("free", "5"),
+        ("pinned", "'ab'"),
+        ("constants", "{'p': '2'}"),
+        ("drops", "(1,)"),
+        ("composite", "{'e': ('r', 2)}"),
+    ],
+)
+def test_a_field_of_another_type(file, field, value):
+    changed = ('title="Mine"', f'title="Mine", {field}={value}')
+    with pytest.raises(UsageError, match="malformed") as caught, using(file(changed)):
+        pass
+    assert f"`{field}` is" in str(caught.value.why)

@@ -68,7 +68,19 @@ def test_what_is_refused(config, says):
 
 
 @pytest.mark.parametrize(
-    "config", [{"r": "8"}, {"lora_alpha": -1}, {"rank_pattern": [1]}, {"alpha_pattern": {"(": 1}}]
+    "config",
+    [
+        {"r": "8"},
+        {"r": 4.5},
+        {"lora_alpha": -1},
+        {"rank_pattern": [1]},
+        {"rank_pattern": {"q_proj": 4.5}},
+        {"rank_pattern": {"q_proj": None}},
+        {"alpha_pattern": {"(": 1}},
+        {"use_rslora": 1},
+        {"use_rslora": "true"},
+        {"use_dora": "false"},
+    ],
 )
 def test_what_makes_no_sense(config):
     with pytest.raises(DamagedError):

@@ -121,3 +121,10 @@ def test_what_is_not_understood_is_refused_by_name(tensors, quantization, named)
 def test_nothing_quantised_is_a_mistake_of_the_call():
     with pytest.raises(UsageError, match="nothing here is quantised"):
         dequantised(catalog(NORM), "bfloat16")
+
+
+@pytest.mark.parametrize("shape", [(), (7,)])
+def test_what_has_no_blocks(shape):
+    found = catalog({"a.weight": ("float8_e4m3fn", *shape), "a.weight_scale_inv": ("float32", 1)})
+    with pytest.raises(DamagedError, match="does not fit"):
+        dequantised(found, "bfloat16")

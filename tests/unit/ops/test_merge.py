@@ -270,3 +270,42 @@ def test_an_adapter_of_mistral(tmp_path):
         ckptctl.plan_merge(tmp_path / "base", tmp_path / "lora.safetensors", tmp_path / "out")
     ckptctl.merge(tmp_path / "base", tmp_path / "lora.safetensors", tmp_path / "out", scaling=2.0)
     close(load_any_reference(tmp_path / "out"), expected)
+
+
+def test_ranks_without_bound(base, tmp_path, monkeypatch):
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE, rank=4))
+    monkeypatch.setattr("ckptctl.ops.merging.LARGEST", 1000)
+    with pytest.raises(RefusedError, match="bounded memory"):
+        ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_whole_modules_that_are_not_there(base, tmp_path):
+    adapter = random_adapter(STATE)
+    folder = save_peft(tmp_path / "adapter", adapter, modules_to_save=["lm_head"])
+    with pytest.raises(DamagedError, match="trained as a whole"):
+        ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_whole_modules_of_integers(base, tmp_path):
+    name = "base_model.model.lm_head.weight"
+    whole = torch.zeros(STATE["lm_head.weight"].shape, dtype=torch.int32)
+    folder = save_peft(tmp_path / "adapter", {**random_adapter(STATE), name: whole})
+    with pytest.raises(MappingError, match="int32"):
+        ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_an_embedding_that_training_untied(tmp_path):
+    """PEFT gives a tied model an embedding of its own and keeps the output as it was."""
+    state, config = tiny_llama("llama3_2", "float32")
+    save_hf(tmp_path / "tied", state, config)
+    embedding = torch.ones(state["model.embed_tokens.weight"].shape)
+    adapter = {**random_adapter(state), "base_model.model.model.embed_tokens.weight": embedding}
+    folder = save_peft(tmp_path / "adapter", adapter, modules_to_save=["embed_tokens"])
+    with pytest.raises(RefusedError, match="are tied") as caught:
+        ckptctl.merge(tmp_path / "tied", folder, tmp_path / "out")
+    assert "--untie" in str(caught.value.hint)
+    ckptctl.convert(tmp_path / "tied", tmp_path / "untied", to="hf", untie=True)
+    ckptctl.merge(tmp_path / "untied", folder, tmp_path / "out")
+    found = load_any_reference(tmp_path / "out")
+    assert torch.equal(found["model.embed_tokens.weight"], embedding)
+    assert torch.equal(found["lm_head.weight"], state["model.embed_tokens.weight"])

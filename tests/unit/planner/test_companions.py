@@ -9,7 +9,7 @@ from ckptctl.families import family
 from ckptctl.planner.companions import BLOCK_AXES, Companion
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping import map_tensors
-from tests.contract.test_families import mapped, tiny
+from tests.contract.tables import mapped, tiny
 
 V3 = family("deepseek_v3")
 MTP = replace(V3, tiny={**V3.tiny, "j": 2})

@@ -1,0 +1,126 @@
+"""ByteCheckpoint directories: like DCP's, but the items of tensors are raw storages.
+
+Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``: ``.metadata`` is a pickle of its own
+``Metadata``, with the fields of DCP's and ``all_tensor_metadata``: for each item the pickle that
+``torch.save`` would have put beside the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.catalog import Catalog, Extent, TensorEntry
+from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats import dcp
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.dcp_metadata import METADATA, TABLE, leaves_of
+from ckptctl.formats.dtensor import attributes
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Table, loads
+from ckptctl.storage.torch_globals import StorageRef, TensorView, storage_id
+
+_HOME = "bytecheckpoint.checkpointer.meta_type"
+_CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")
+_TABLE: Table = {**TABLE, **{(_HOME, name): Global(_HOME, name) for name in _CLASSES}}
+_FLAT = "fsdp_flat_param_to_fqns"
+_Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
+
+
+class ByteCheckpointFormat(Format):
+    """One of ByteCheckpoint's directories: ``model/`` or ``optimizer/``."""
+
+    name = "bytecheckpoint"
+    title = "ByteCheckpoint directory: `global_step_N/model` or `.../optimizer`"
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if not path.is_dir() or not (path / METADATA).is_file():
+            return None
+        return Sniff(f"ByteCheckpoint's {METADATA}") if dcp.is_bytecheckpoint(path) else None
+
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+        """See :meth:`Format.read`."""
+        where = str(path / METADATA)
+        with SourceFiles(path) as files:
+            root = loads(dcp.read_metadata(files, METADATA), where=where, table=_TABLE)
+            leaves = leaves_of(root, where)
+            views = _views(root, where)
+            catalog = dcp.catalog_of(files, leaves, self.name)
+        tensors = {name: _raw(entry, views, where) for name, entry in catalog.tensors.items()}
+        return replace(catalog, tensors=tensors)
+
+    def resolve(self, catalog: Catalog) -> Catalog:
+        """See :meth:`Format.resolve`."""
+        return dcp.FORMAT.resolve(catalog)
+
+
+def _views(root: object, where: str) -> _Views:
+    """Return the tensor header of each item, by name and offsets."""
+    try:
+        fields = attributes(root)
+        _refuse_flat(fields.get("user_defined_dict"), where)
+        headers = fields["all_tensor_metadata"]
+        if not isinstance(headers, dict):
+            raise TypeError("its tensor headers are not a dict")
+        found = {}
+        for index, header in headers.items():
+            key = attributes(index)
+            offsets = key["offset"]
+            if not isinstance(offsets, tuple) or type(header) is not bytes:
+                raise TypeError(f"the header of `{key['fqn']}` is not one")
+            found[str(key["fqn"]), tuple(offsets)] = _view(header, f"{where}, `{key['fqn']}`")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(
+            "this is not the metadata of ByteCheckpoint",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+        ) from error
+    return found
+
+
+def _refuse_flat(facts: object, where: str) -> None:
+    names = facts.get(_FLAT) if isinstance(facts, dict) else None
+    if names:
+        raise FormatError(
+            "FSDP1's flat parameters were saved as they are",
+            where=where,
+            why=f"the metadata says so of {listed([str(name) for name in names])}",
+            hint="merge them with ByteCheckpoint's `merge_bcp.py`",
+        )
+
+
+def _view(header: bytes, where: str) -> TensorView:
+    view = loads(
+        header,
+        where=where,
+        table=TORCH_TABLE,
+        persistent_load=lambda pid: StorageRef(*storage_id(pid)),
+    )
+    if type(view) is not TensorView:
+        raise DamagedError("a tensor's header is of something else", where=where)
+    return view
+
+
+def _raw(entry: TensorEntry, views: _Views, where: str) -> TensorEntry:
+    """Return *entry* with extents that are elements instead of ``torch.save`` zips."""
+    return replace(entry, extents=tuple(_extent(entry, one, views, where) for one in entry.extents))
+
+
+def _extent(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
+    view = views.get((entry.name, item.box.offsets))
+    if view is None:
+        raise DamagedError(f"a chunk of `{entry.name}` has no header", where=where)
+    said = (view.dtype, view.shape, view.storage_nbytes)
+    if said != (entry.dtype, item.box.sizes, item.nbytes):
+        raise DamagedError(
+            f"a chunk of `{entry.name}` is described in two ways",
+            where=where,
+            why=f"{view.dtype} {list(view.shape)} over {view.storage_nbytes:,} bytes, and "
+            f"{entry.dtype} {list(item.box.sizes)} in {item.nbytes:,} bytes",
+        )
+    return Extent(item.box, item.file, item.offset + view.offset, view.nbytes, strides=view.strides)
+
+
+FORMAT = ByteCheckpointFormat()

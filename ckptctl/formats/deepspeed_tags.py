@@ -1,0 +1,96 @@
+"""Which of several DeepSpeed saves in one folder is meant: tags and the file that points at one.
+
+Source: ``deepspeed/runtime/engine.py`` (``save_checkpoint``): ``latest`` is written by rank 0,
+neither atomically nor after all ranks have finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptctl.errors import DamagedError, FormatError, UsageError, listed, nearest
+from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.units import natural
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+MAX_TAG = 4096
+Evidence = Callable[[Path], str | None]
+
+
+def tags(root: Path, evidence: Evidence) -> list[str]:
+    """Return the folders of saves directly in *root*, in natural order.
+
+    Args:
+        root: What the user named.
+        evidence: Says what tells that a folder is a save, or None.
+    """
+    return natural([item.name for item in root.iterdir() if evidence(item)])
+
+
+def tag_folder(root: Path, tag: str | None, pointer: str, evidence: Evidence) -> str:
+    """Return the folder to read, relative to *root*; ``""`` where *root* is it.
+
+    Args:
+        root: What the user named.
+        tag: What the user asked for; None: what the pointer says.
+        pointer: Name of the file that says so.
+        evidence: Says what tells that a folder is a save, or None.
+
+    Raises:
+        UsageError: There is no such tag.
+        FormatError: Nothing says which tag.
+        DamagedError: The pointer is torn or names a folder that is not there.
+    """
+    found = tags(root, evidence)
+    if tag is not None:
+        return _asked(root, tag, found, evidence)
+    if (root / pointer).exists():
+        return _pointed_at(root, pointer, found)
+    if evidence(root):
+        return ""
+    raise FormatError(
+        f"there is no `{pointer}` here",
+        where=str(root),
+        why=f"it says which of {listed(found)} to read" if found else "there is no save either",
+        hint="say which with `--tag`" if found else None,
+    )
+
+
+def _asked(root: Path, tag: str, found: list[str], evidence: Evidence) -> str:
+    if tag in found:
+        return tag
+    if tag == root.name and evidence(root):
+        return ""
+    close = nearest(tag, found)
+    raise UsageError(
+        f"there is no save `{tag}`",
+        where=str(root),
+        why=f"there are {listed(found)}" if found else "there is none",
+        hint=f"did you mean `--tag {close}`?" if close else None,
+    )
+
+
+def _pointed_at(root: Path, pointer: str, found: list[str]) -> str:
+    with SourceFiles(root) as files:
+        size = files.size(pointer)
+        content = files.read(pointer, 0, min(size, MAX_TAG))
+    named = content.decode(errors="replace").strip()
+    where = str(root / pointer)
+    hint = f"say which save with `--tag {found[-1]}`" if found else "no save is here"
+    if not named or size > MAX_TAG or not named.isprintable() or "\ufffd" in named:
+        raise DamagedError(
+            f"`{pointer}` is {'not the name of a save' if named else 'empty'}",
+            where=where,
+            why="the save was interrupted, or something else wrote it",
+            hint=hint,
+        )
+    if not (root / contained(named, where)).is_dir():
+        raise DamagedError(
+            f"`{pointer}` names `{named}`, which is not there",
+            where=where,
+            why=f"there are {listed(found)}" if found else None,
+            hint=hint,
+        )
+    return contained(named, where)

@@ -1,0 +1,220 @@
+"""Give a rank-local DCP directory the global ``.metadata`` that it lacks; no tensor moves.
+
+:func:`plan_metadata` proves that the ranks' files are one whole checkpoint and writes nothing;
+:func:`run_metadata` adds the one file, whole or not at all. Then any world size can load it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog
+from ckptctl.errors import DamagedError, FormatError, RefusedError, StorageError
+from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.formats.dcp_metadata import METADATA, Item, encode
+from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.publish import staging
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataPlan:
+    """What will be added to a directory.
+
+    Attributes:
+        source: Absolute path of the directory.
+        ranks: Number of ranks whose files were found.
+        tensors: Number of tensors.
+        blobs: Number of other leaves.
+        chunks: Number of boxes that the tensors consist of, replicas counted once.
+        data_bytes: Logical bytes of all tensors; none of them moves.
+        content: The file to be written.
+        identities: The files that it speaks of, as they were.
+        notes: What the user should know.
+    """
+
+    source: Path
+    ranks: int
+    tensors: int
+    blobs: int
+    chunks: int
+    data_bytes: int
+    content: bytes
+    identities: Mapping[str, FileIdentity]
+    notes: tuple[str, ...]
+
+    @property
+    def target(self) -> Path:
+        """Return the file that will be written."""
+        return self.source / METADATA
+
+    @property
+    def nbytes(self) -> int:
+        """Return its size in bytes."""
+        return len(self.content)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            "source": str(self.source),
+            "target": str(self.target),
+            "from_format": FORMAT.name,
+            "ranks": self.ranks,
+            "tensors": self.tensors,
+            "blobs": self.blobs,
+            "chunks": self.chunks,
+            "data_bytes": self.data_bytes,
+            "bytes": self.nbytes,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataResult:
+    """What was added to a directory.
+
+    Attributes:
+        plan: The plan that was carried out.
+        seconds: Time that writing and publishing took.
+        notes: What the user should know about the way it was published.
+    """
+
+    plan: MetadataPlan
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def target(self) -> Path:
+        """Return the file that was written."""
+        return self.plan.target
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            **self.plan.to_json(),
+            "seconds": round(self.seconds, 3),
+            "notes": [*self.plan.notes, *self.notes],
+        }
+
+
+def plan_metadata(path: str | Path, *, check_items: bool = True) -> MetadataPlan:
+    """Decide what the global metadata says; writes nothing.
+
+    Args:
+        path: A directory that ranks saved with ``use_collectives=False``.
+        check_items: Whether to look into every write item, whose header has to agree with the
+            metadata. That reads a few kilobytes for each chunk.
+
+    Raises:
+        FormatError: It is something else.
+        RefusedError: It has global metadata.
+        DamagedError: A rank or a box is missing, or files contradict each other.
+    """
+    source = formats.existing(path)
+    _require_room(source)
+    if FORMAT.sniff(source) is None:
+        raise FormatError(
+            "this is no DCP checkpoint of single ranks",
+            where=str(source),
+            why="expected a directory with __0.metadata, one per rank",
+            hint="only what `dcp.save(use_collectives=False)` wrote lacks global metadata",
+        )
+    names = rank_files(source)
+    with SourceFiles(source) as files:
+        identities = {name: files.identity(name) for name in names}
+    catalog = FORMAT.read(source)
+    for entry in catalog.tensors.values():
+        check_coverage(entry)
+    if check_items:
+        FORMAT.resolve(catalog)
+    with SourceFiles(source) as files:
+        identities |= {name: files.identity(name) for name in catalog.files}
+    return MetadataPlan(
+        source,
+        len(names),
+        len(catalog.tensors),
+        len(catalog.blobs),
+        sum(len(entry.extents) for entry in catalog.tensors.values()),
+        catalog.nbytes,
+        _encoded(catalog),
+        identities,
+        catalog.notes,
+    )
+
+
+def run_metadata(plan: MetadataPlan) -> MetadataResult:
+    """Write the file that *plan* describes and give it its name in one step.
+
+    Args:
+        plan: What :func:`plan_metadata` returned.
+
+    Raises:
+        RefusedError: There is one meanwhile, or another run is at work.
+        DamagedError: The ranks' files have changed since.
+        StorageError: The system failed; nothing was added.
+    """
+    start = time.monotonic()
+    _require_room(plan.source)
+    _require_unchanged(plan)
+    with staging(plan.target, single_file=True) as stage:
+        _write(stage.data / METADATA, plan.content)
+        _require_unchanged(plan)
+        stage.publish()
+    return MetadataResult(plan, time.monotonic() - start, tuple(stage.notes))
+
+
+def _encoded(catalog: Catalog) -> bytes:
+    tensors = [
+        OutputTensor(t.name, t.dtype, t.shape, t.path, requires_grad=t.requires_grad)
+        for t in catalog.tensors.values()
+    ]
+    boxes = {
+        entry.name: [Place(extent.box, 0) for extent in entry.extents]
+        for entry in catalog.tensors.values()
+    }
+    items: dict[tuple[str, tuple[int, ...] | None], Item] = {
+        (entry.name, extent.box.offsets): Item(extent.file, extent.offset, extent.nbytes)
+        for entry in catalog.tensors.values()
+        for extent in entry.extents
+    }
+    for blob in catalog.blobs.values():
+        assert blob.file is not None
+        items[blob.name, None] = Item(blob.file, blob.offset, blob.nbytes)
+    return encode(tensors, list(catalog.blobs.values()), boxes, items)
+
+
+def _require_room(source: Path) -> None:
+    if os.path.lexists(source / METADATA):
+        raise RefusedError(
+            "this checkpoint has global metadata",
+            where=str(source / METADATA),
+            hint="it can be loaded as it is; if it belongs to an older save, remove it first",
+        )
+
+
+def _require_unchanged(plan: MetadataPlan) -> None:
+    with SourceFiles(plan.source) as files:
+        changed = [name for name, was in plan.identities.items() if files.identity(name) != was]
+    if changed:
+        raise DamagedError(
+            f"`{changed[0]}` has changed while it was being read",
+            where=str(plan.source),
+            hint="wait until the save has finished, and try again",
+        )
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError.from_os_error(error, "write", str(path)) from error

@@ -1,0 +1,128 @@
+"""What contract tests ask of the tables of a family: tiny models, and what becomes of arrays."""
+
+import itertools
+import math
+
+import numpy as np
+
+from ckptctl.families import families
+from ckptctl.planner.mapping import map_tensors
+from ckptctl.planner.matching import key_of, leads, slots
+from ckptctl.planner.numbering import planned
+
+FAMILIES = families()
+PAIRS = [
+    (name, *pair)
+    for name, family in FAMILIES.items()
+    for pair in itertools.product(family.layouts, repeat=2)
+]
+ALL = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
+
+
+def tiny_sizes(family):
+    sizes = dict(family.constants) | dict(family.tiny)
+    for axis, parts in family.composite.items():
+        known = math.prod(sizes[p] for p in parts if p in sizes)
+        for part in parts:
+            sizes.setdefault(part, sizes[axis] // known)
+    return sizes
+
+
+def layers_of(family, sizes):
+    """For each variant that every layout may have the layers that are of it."""
+    found = {}
+    for variants in family.variants:
+        group = [variant for variant in variants if variant not in family.quantised]
+        for layer in range(sizes.get("i", 0)):
+            found.setdefault(group[layer % len(group)], set()).add((layer,))
+    return found
+
+
+def tiny(family, layout, *, optional=False, tied=None):
+    """The shapes of a model of the family's tiny sizes in *layout*, by key."""
+    sizes, table = tiny_sizes(family), family.layout(layout)
+    tied = family.tied if tied is None else tied
+    gone = {t.tensor for t in family.ties if tied and layout not in t.stored_in}
+    layers = layers_of(family, sizes)
+    numbering = planned(family, layout, sizes, tiny_lists(family, sizes))
+    found = {}
+    for stored in table.stored:
+        tensor, leaf = stored.parts[0]
+        if tensor.name in gone or (tensor.optional and not optional):
+            continue
+        parts = {other.part: other for _, other in stored.parts}.values()
+        shapes = [
+            [math.prod(sizes[axis] for axis in group) for group in other.dims] for other in parts
+        ]
+        shape = list(shapes[0])
+        if shape and leaf.part is not None:
+            shape[leaf.along] = sum(other[leaf.along] for other in shapes)
+        for values in slots(tensor, sizes):
+            kinds = {other.variant for other, _ in stored.parts}
+            if None in kinds or any(values in layers.get(kind, ()) for kind in kinds):
+                for lead in leads(leaf, sizes):
+                    found[key_of(table, tensor, values, lead, numbering)] = tuple(shape)
+    for drop in family.drops:
+        if drop.layout == layout and drop.zeros:
+            shape = tuple(sizes[axis] for axis in drop.zeros.split())
+            beside = next(t for n, t in family.tensors.items() if n.split(".")[0] == drop.beside)
+            for values in slots(beside, sizes):
+                if beside.variant is None or values in layers.get(beside.variant, ()):
+                    found[drop.key.format(**dict(zip(beside.indices, values, strict=True)))] = shape
+    return found
+
+
+def tiny_lists(family, sizes):
+    """Where config.json would say that layers are inserted: at the odd numbers."""
+    return {
+        shift.place: [2 * n + 1 for n in range(sizes[shift.index])]
+        for shift in family.shifts
+        if shift.place != "after"
+    }
+
+
+def mapped(family, source, target, shapes):
+    sizes = family.tiny
+    return map_tensors(family, source, target, shapes, sizes, lists=tiny_lists(family, sizes))
+
+
+def numbered(shapes):
+    """Arrays whose elements are all different."""
+    values, start = {}, 0
+    for key, shape in shapes.items():
+        values[key] = np.arange(start, start + math.prod(shape)).reshape(shape)
+        start += math.prod(shape)
+    return values
+
+
+def moved(found, values):
+    """What arrays of *values* become, by numpy alone."""
+    shapes = found.target_shapes
+    result = {key: np.full(shape, -1) for key, shape in shapes.items()}
+    for tensor in found.tensors:
+        whole = np.full(tensor.axes, -1)
+        for view in tensor.sources:
+            part = values[view.key][box(view)]
+            at(whole, view)[...] = part.reshape(at(whole, view).shape)
+        for view in tensor.targets:
+            result[view.key][box(view)] = at(whole, view).reshape(view.sizes)
+    for zeros in found.zeros:
+        if zeros.origin:
+            result[zeros.key][cells(zeros.origin, zeros.shape)] = 0
+    return result
+
+
+def box(view):
+    return cells(view.origin, view.sizes)
+
+
+def at(whole, view):
+    """The part of a logical tensor that *view* stores, its axes in the order stored there."""
+    index = [slice(None)] * whole.ndim
+    for group, position in zip(view.dims, view.lead, strict=False):
+        index[group[0]] = slice(position, position + 1)
+    return whole[tuple(index)].transpose([axis for group in view.dims for axis in group])
+
+
+def cells(offsets, sizes):
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))

@@ -1,0 +1,212 @@
+"""Checkpoints that every rank wrote for itself: the samples, and every way to damage them."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError
+from tests.checkpoints import differences, load_any_reference
+from tests.contract.support import message, refused
+
+SAMPLES = {
+    "dcp-rank-local/w2/ckpt": "dcp-rank-local",
+    "hf-rank-shards/hf_sharded/ckpt": "hf-rank-shards",
+    "hf-rank-shards/hf_consolidated/ckpt/sharded": "hf-rank-shards",
+}
+FIRST, SECOND = (f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2))
+
+UNKNOWABLE = ("hf-rank-shards/hf_sharded/ckpt", f"{SECOND} missing")
+"""No shard records the size of the whole: without its last ranks a checkpoint looks like one."""
+
+
+def expected(data: Path, sample: str) -> Path:
+    """Return the file with what *sample* holds."""
+    return data.joinpath(*sample.split("/")[:2], "expected.safetensors")
+
+
+def copied(data: Path, sample: str, folder: Path) -> Path:
+    """Return a copy of *sample*, with room for outputs beside its parent."""
+    (folder / "outputs").mkdir(exist_ok=True)
+    source = data / sample
+    return Path(shutil.copytree(source.parent, folder / "in")) / source.name
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_samples_are_read_bit_for_bit(tmp_path: Path, data: Path, sample: str, to: str) -> None:
+    assert list(formats.sniff(data / sample)) == [SAMPLES[sample]]
+    target = tmp_path / ("out.pt" if to == "torch" else "out")
+    ckptctl.convert(data / sample, target, to=to)
+    truth = load_any_reference(expected(data, sample))
+    assert not differences(load_any_reference(target), truth)
+
+
+def test_a_shard_alone_is_no_model(tmp_path: Path, data: Path) -> None:
+    source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path) / FIRST
+    assert not formats.sniff(source)
+    for options in ({}, {"from_format": "hf"}):
+        with pytest.raises(CkptError) as caught:
+            ckptctl.convert(source, tmp_path / "out", to="hf", **options)
+        assert caught.value.exit_code == 3
+
+
+def test_the_last_ranks_may_be_missing_and_a_note_says_so(tmp_path: Path, data: Path) -> None:
+    source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path)
+    (source / SECOND).unlink()
+    assert any("last ranks" in note for note in ckptctl.inspect(source).notes)
+
+
+def damages(source: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield every change to the files of *source*, with a name."""
+    files = sorted(item for item in source.iterdir() if item.is_file())
+    for file in files:
+        content = file.read_bytes()
+        yield f"{file.name} missing", file.unlink
+        for length in (0, 1, len(content) // 2, len(content) - 1):
+            yield (
+                f"{file.name} cut to {length}",
+                lambda f=file, c=content, n=length: f.write_bytes(c[:n]),
+            )
+    for one, other in itertools.permutations(files, 2):
+        yield f"{one.name} is {other.name}", lambda a=one, b=other: shutil.copy(b, a)
+    for one, other in itertools.combinations(files, 2):
+        yield f"{one.name} and {other.name} swapped", lambda a=one, b=other: _swap(a, b)
+
+
+def _swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_damage_is_never_silent(tmp_path: Path, data: Path, sample: str) -> None:
+    """An error that names what is wrong, or the same tensors (what a shard holds tells where)."""
+    truth = load_any_reference(expected(data, sample))
+    refusals = 0
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = copied(data, sample, folder)
+        changes = list(damages(source))
+        if number == len(changes):
+            break
+        what, change = changes[number]
+        change()
+        if (sample, what) == UNKNOWABLE:
+            continue
+        refusals += _refused_or_right(source, folder, truth, what)
+        shutil.rmtree(folder)
+    assert refusals >= 20 if "dcp" in sample else refusals >= 8
+
+
+def _refused_or_right(source: Path, folder: Path, truth: dict[str, object], what: str) -> bool:
+    target = folder / "outputs" / "out.pt"
+    try:
+        ckptctl.convert(source, target, to="torch")
+    except CkptError as error:
+        assert error.exit_code in (3, 4), (what, error.to_json())
+        assert not target.exists()
+        return True
+    assert not differences(load_any_reference(target), truth), what
+    return False
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_flipped_byte_of_the_index(tmp_path: Path, data: Path, sample: str) -> None:
+    source = copied(data, sample, tmp_path)
+    index = source / ("__1.metadata" if "dcp" in sample else SECOND)
+    whole = index.read_bytes()
+    length = len(whole) if "dcp" in sample else 8 + int.from_bytes(whole[:8], "little")
+    for at in range(0, length, 61):
+        index.write_bytes(whole[:at] + bytes([whole[at] ^ 0x24]) + whole[at + 1 :])
+        try:
+            catalog = formats.resolve(formats.open_checkpoint(source))
+        except CkptError as error:
+            assert error.exit_code in (3, 4), at
+        else:
+            assert catalog.tensors, at
+
+
+NAMED: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "rank missing": (
+        "dcp-rank-local/w2/ckpt",
+        lambda path: (path / "__0.metadata").unlink(),
+        "__0.metadata",
+    ),
+    "last rank missing, its data there": (
+        "dcp-rank-local/w2/ckpt",
+        lambda path: (path / "__1.metadata").unlink(),
+        "__1.metadata",
+    ),
+    "last rank missing altogether": (
+        "dcp-rank-local/w2/ckpt",
+        lambda path: [(path / name).unlink() for name in ("__1.metadata", "__1_0.distcp")],
+        "rank 0",
+    ),
+    "unfinished rank": (
+        "dcp-rank-local/w2/ckpt",
+        lambda path: (path / "__2.metadata.tmp").touch(),
+        "__2.metadata",
+    ),
+    "data missing": (
+        "dcp-rank-local/w2/ckpt",
+        lambda path: (path / "__1_0.distcp").unlink(),
+        "__1_0.distcp",
+    ),
+    "rank copied": (
+        "dcp-rank-local/w2/ckpt",
+        lambda path: shutil.copy(path / "__1.metadata", path / "__2.metadata"),
+        "__2.metadata",
+    ),
+    "ranks swapped": (
+        "dcp-rank-local/w2/ckpt",
+        lambda path: _swap(path / "__0.metadata", path / "__1.metadata"),
+        "__0.metadata",
+    ),
+    "first shard missing": (
+        "hf-rank-shards/hf_sharded/ckpt",
+        lambda path: (path / FIRST).unlink(),
+        FIRST,
+    ),
+    "last shard missing, an index beside": (
+        "hf-rank-shards/hf_consolidated/ckpt/sharded",
+        lambda path: (path / SECOND).unlink(),
+        "last ranks' shards",
+    ),
+    "shard copied": (
+        "hf-rank-shards/hf_sharded/ckpt",
+        lambda path: shutil.copy(path / SECOND, path / SECOND.replace("2", "3", 1)),
+        "two shards",
+    ),
+    "a file of each rank missing": (
+        "hf-rank-shards/hf_sharded/ckpt",
+        lambda path: [
+            (path / name).rename(path / name.replace("of-00001", "of-00002"))
+            for name in (FIRST, SECOND)
+        ],
+        "shard-00001-model-00002-of-00002.safetensors",
+    ),
+    "different saves": (
+        "hf-rank-shards/hf_sharded/ckpt",
+        lambda path: (path / SECOND).rename(path / SECOND.replace("of-00001", "of-00002")),
+        "different saves",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_what_is_missing_has_a_name(tmp_path: Path, data: Path, case: str) -> None:
+    sample, change, word = NAMED[case]
+    source = copied(data, sample, tmp_path)
+    change(source)
+    with refused(source, tmp_path / "outputs" / "out", 4) as caught:
+        ckptctl.convert(source, tmp_path / "outputs" / "out", to="hf")
+    assert word in message(caught.value), message(caught.value)

@@ -1,0 +1,133 @@
+"""One changed bit of a source with checksums is noticed, however its bytes are read."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import DamagedError
+from ckptctl.ops.merge import run_merge
+from ckptctl.storage.executor import ExecutionOptions, execute
+from tests.checkpoints import load_any_reference, save_hf, tiny_llama
+from tests.checkpoints.adapters import merged_by_hand, random_adapter, save_peft
+from tests.checkpoints.golden import Golden
+from tests.integration.test_ranks import meta
+
+STATE, CONFIG = tiny_llama("llama3", "float32")
+
+
+def flip(file: Path, key: str) -> None:
+    """Change the last bit of a tensor in a file of ``torch.save``, found with ``zipfile``."""
+    storage = torch.load(file, weights_only=True)[key]
+    held = bytes(storage.contiguous().view(torch.uint8).flatten().tolist())
+    data = bytearray(file.read_bytes())
+    with zipfile.ZipFile(file) as archive:
+        found = next(i for i in archive.infolist() if archive.read(i) == held)
+    names = struct.unpack_from("<HH", data, found.header_offset + 26)
+    data[found.header_offset + 30 + sum(names) + len(held) - 1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "layers.0.attention.wqkv.weight",
+        "layers.0.feed_forward.mlp.fc1_weight",
+        "layers.1.feed_forward.experts.moe_w_out_eF_D",
+        "layers.1.feed_forward.experts.moe_w_in_eD_F",
+        "layers.0.attention.wo.weight",
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_rank_holds_as_several_boxes(tmp_path: Path, key: str, rank: int) -> None:
+    given = meta(tmp_path / "meta", 2)
+    flip(given / f"consolidated.{rank:02d}.pth", key)
+    with pytest.raises(DamagedError, match=f"`{key}` does not have the checksum"):
+        ckptctl.convert(given, tmp_path / "out.pt", to="torch", to_layout="hf")
+    assert not (tmp_path / "out.pt").exists()
+    ckptctl.convert(given, tmp_path / "out.pt", to="torch", to_layout="hf", checksum=False)
+
+
+@pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
+def test_what_is_split(tmp_path: Path, name: str) -> None:
+    hf = Golden.read("phi3").save(tmp_path / "hf")
+    given = tmp_path / "phi3.pt"
+    ckptctl.convert(hf, given, to="torch")
+    key = f"model.layers.1.{name}.weight"
+    options: dict[str, Any] = {"to": "torch", "to_layout": "torchtune", "assets": hf}
+    ckptctl.convert(given, tmp_path / "sound.pt", model_type="phi3", **options)
+    flip(given, key)
+    with pytest.raises(DamagedError, match=f"`{key}` does not have the checksum"):
+        ckptctl.convert(given, tmp_path / "out.pt", model_type="phi3", **options)
+
+
+def test_what_lies_apart(tmp_path: Path) -> None:
+    whole = torch.arange(600.0).view(20, 30)
+    torch.save({"a": whole.t(), "b": whole[5:9]}, tmp_path / "in.pt")
+    ckptctl.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(found["a"], whole.t()) and torch.equal(found["b"], whole[5:9])
+    plan = ckptctl.plan_conversion(tmp_path / "in.pt", tmp_path / "again.pt", to="torch").plan
+    assert [check.nbytes for check in plan.checks] == [2400]
+    data = bytearray((tmp_path / "in.pt").read_bytes())
+    data[data.index(struct.pack("<2f", 300, 301))] ^= 1
+    (tmp_path / "in.pt").write_bytes(data)
+    with pytest.raises(DamagedError, match="checksum"):
+        ckptctl.convert(tmp_path / "in.pt", tmp_path / "again.pt", to="torch")
+
+
+def test_what_an_adapter_changes(tmp_path: Path) -> None:
+    hf = save_hf(tmp_path / "hf", STATE, CONFIG)
+    given = tmp_path / "base.pt"
+    ckptctl.convert(hf, given, to="torch")
+    adapter = random_adapter(STATE)
+    folder = save_peft(tmp_path / "adapter", adapter)
+    ckptctl.merge(given, folder, tmp_path / "sound", to="hf", assets=hf)
+    expected = merged_by_hand(STATE, adapter, 2.0)
+    for name, value in load_any_reference(tmp_path / "sound").items():
+        torch.testing.assert_close(value, expected[name])
+    flip(given, "model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(DamagedError, match=r"up_proj.weight` does not have the checksum"):
+        ckptctl.merge(given, folder, tmp_path / "out", to="hf", assets=hf)
+
+
+def test_nothing_is_checked_twice(tmp_path: Path) -> None:
+    hf = save_hf(tmp_path / "hf", STATE, CONFIG)
+    ckptctl.convert(hf, tmp_path / "base.pt", to="torch")
+    for to in ("torch", "meta", "dcp"):
+        found = ckptctl.plan_conversion(
+            tmp_path / "base.pt", tmp_path / "out", to=to, model_type="llama3", assets=hf
+        )
+        assert not found.plan.checks
+
+
+def test_a_resumed_run_checks_all_the_same(tmp_path: Path) -> None:
+    given = meta(tmp_path / "meta", 2)
+    plan = ckptctl.plan_conversion(given, tmp_path / "out.pt", to="torch", to_layout="hf").plan
+    assert len(plan.checks) == 8
+    options = ExecutionOptions(journal_every=1, resume=True, jobs=1)
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    first = execute(plan, stage, options, lambda _: None, tmp_path / "journal")
+    again = execute(plan, stage, options, lambda _: None, tmp_path / "journal")
+    assert not first.resumed_bytes and again.resumed_bytes > 0
+    assert first.crcs == again.crcs
+
+
+def test_an_adapter_that_changed_since_the_plan(tmp_path: Path) -> None:
+    hf = save_hf(tmp_path / "hf", STATE, CONFIG)
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
+    plan = ckptctl.plan_merge(hf, folder, tmp_path / "out")
+    file = folder / "adapter_model.safetensors"
+    held = file.read_bytes()
+    file.unlink()
+    file.write_bytes(held[:-1] + b"\x01")
+    with pytest.raises(DamagedError, match="changed while it was being read"):
+        run_merge(plan)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,477 @@
+"""DeepSpeed checkpoints against DeepSpeed's own tools, file by file, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
+from ckptctl.formats.deepspeed_partitions import Part, Segment, Strip, extents
+from ckptctl.ops.convert import plan_changed, run_conversion
+from ckptctl.ops.options import ConversionOptions
+from ckptctl.storage.torch_zip import StoredTensor
+from tests.checkpoints.readers import differences
+from tests.unit.formats.damage import converted, damaged, refused_or_right
+
+ZERO = (
+    "z1_bf16",
+    "z1_bf16opt",
+    "z1_frozen_fp32",
+    "z2_align",
+    "z2_bf16_frozen_tied",
+    "z2_elastic",
+    "z2_rr",
+    "z2_tiny_w4",
+    "z3_fp32",
+    "z3_sub_w3",
+)
+BUFFERS = ("mask", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked")
+FROZEN = ("z1_frozen_fp32", "z2_bf16_frozen_tied", "z3_fp32", "z3_sub_w3")
+TIED = ("z1_bf16opt",)
+ROOT = "module."
+
+State = dict[str, torch.Tensor]
+
+
+def sample(data: Path, name: str) -> Path:
+    return data / "deepspeed" / name / "ckpt"
+
+
+def stored(data: Path, name: str, file: str) -> State:
+    return load_file(data / "deepspeed" / name / f"{file}.safetensors")
+
+
+def master(data: Path, name: str) -> State:
+    """What the partitions hold: DeepSpeed's tools, where they do not change dtypes.
+
+    They widen buffers and frozen parameters, and take a tied parameter from the module.
+    """
+    expected, live = stored(data, name, "expected"), stored(data, name, "live")
+    kept = (*BUFFERS, *(("frz.weight",) if name in FROZEN else ()))
+    tied = {"head.weight": expected["emb.weight"]} if name in TIED else {}
+    return {**expected, **{key: live[key] for key in kept}, **tied}
+
+
+def chosen(
+    source: Path,
+    folder: Path,
+    weights: Literal["master", "module"] | None = None,
+    tag: str | None = None,
+) -> State:
+    """Return what stock torch finds after a conversion with a choice of weights or tag."""
+    target = folder / "chosen.pt"
+    options = ConversionOptions(to="torch", from_format=formats.detect(source).name)
+    plan = plan_changed(
+        source,
+        target,
+        options,
+        lambda *_: formats.open_checkpoint(source, options.from_format, weights=weights, tag=tag),
+    )
+    run_conversion(plan)
+    found: State = torch.load(target, weights_only=True)
+    target.unlink()
+    return found
+
+
+def copied(source: Path, folder: Path) -> Path:
+    copy = folder / "copy"
+    shutil.copytree(source, copy)
+    return copy
+
+
+def error_of(source: Path, *args: Any) -> CkptError:
+    with pytest.raises(CkptError) as caught:
+        formats.open_checkpoint(source, *args)
+    assert caught.value.exit_code in (2, 3, 4)
+    return caught.value
+
+
+def resaved(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Save *path* anew after *change*; nothing of DeepSpeed is needed for model states."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize("to", ["torch", "hf"])
+@pytest.mark.parametrize("name", ZERO)
+def test_the_partitions_are_exact(data: Path, tmp_path: Path, name: str, to: str) -> None:
+    source = sample(data, name)
+    assert list(formats.sniff(source)) == ["deepspeed"]
+    assert not differences(converted(source, tmp_path, to), master(data, name))
+    assert ckptctl.inspect(source).complete
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_the_moments_are_exact(data: Path, tmp_path: Path, name: str) -> None:
+    found = converted(sample(data, name), tmp_path, only="all")
+    moments = stored(data, name, "moments")
+    names = {key.rpartition(".")[0] for key in moments}
+    steps = {f"optimizer.state.{key}.step": torch.tensor(2.0) for key in names}
+    expected = {f"optimizer.state.{key}": value for key, value in moments.items()}
+    held = {key: value for key, value in found.items() if key.startswith("optimizer.state.")}
+    assert not differences(held, {**expected, **steps})
+    model = {key: value for key, value in found.items() if key.startswith(ROOT)}
+    assert not differences(model, {ROOT + key: value for key, value in master(data, name).items()})
+
+
+@pytest.mark.parametrize("name", ["z0_bf16", *(name for name in ZERO if "z3" not in name)])
+def test_the_module_is_exact(data: Path, tmp_path: Path, name: str) -> None:
+    found = chosen(sample(data, name), tmp_path, "module")
+    assert not differences(found, stored(data, name, "live"))
+
+
+def test_the_groups_name_their_parameters(data: Path) -> None:
+    for name in ("z2_rr", "z3_sub_w3", "universal_z3_sub_w3"):
+        blobs = formats.open_checkpoint(sample(data, name)).blobs
+        first, second = (blobs[f"optimizer.param_groups.{n}.params"].value for n in (0, 1))
+        assert isinstance(first, list)
+        assert isinstance(second, list)
+        assert set(first) >= {"emb.weight", "fc1.weight", "fc2.weight"}
+        assert set(second) == {"scale", "fc1.bias", "bn.weight", "bn.bias", "fc2.bias"}
+        assert blobs["optimizer.param_groups.1.weight_decay"].value == 0.0
+
+
+def test_stage_0(data: Path, tmp_path: Path) -> None:
+    source, live = sample(data, "z0_bf16"), stored(data, "z0_bf16", "live")
+    assert not differences(converted(source, tmp_path), live)
+    everything = converted(source, tmp_path, only="all")
+    (group,) = everything["optimizer.fp32_groups"]  # type: ignore[misc]
+    assert [copy.dtype for copy in group] == [torch.float32] * 9
+    with pytest.raises(UsageError, match="stage 0 has no fp32 partitions"):
+        formats.open_checkpoint(source, weights="master")
+
+
+def test_stage_3_has_no_module(data: Path) -> None:
+    with pytest.raises(UsageError, match="stage 3 keeps no weights") as caught:
+        formats.open_checkpoint(sample(data, "z3_fp32"), weights="module")
+    assert "placeholders" in str(caught.value.why)
+
+
+def test_ties_are_kept(data: Path) -> None:
+    for name in ("z1_bf16", "z2_bf16_frozen_tied", "z3_fp32"):
+        tensors = formats.open_checkpoint(sample(data, name)).tensors
+        assert tensors["module.head.weight"].alias_of == "module.emb.weight"
+    module = formats.open_checkpoint(sample(data, "z1_bf16"), weights="module").tensors
+    assert module["module.head.weight"].alias_of == "module.emb.weight"
+
+
+def test_nothing_is_left_out(data: Path) -> None:
+    catalog = formats.open_checkpoint(sample(data, "z1_bf16"))
+    assert catalog.blobs["note"].value == "client"
+    assert catalog.blobs["global_steps"].value == 2
+    assert catalog.blobs["optimizer.loss_scaler.cur_scale"].value == 1.0
+    assert catalog.notes == ()
+
+
+# --------------------------------------------------------------------------------------- wrappers
+
+
+def test_lightning(data: Path, tmp_path: Path) -> None:
+    source, expected = sample(data, "lightning"), stored(data, "lightning", "expected")
+    for path in (source, source / "checkpoint"):
+        assert list(formats.sniff(path)) == ["deepspeed"]
+        assert not differences(converted(path, tmp_path), expected)
+    blobs = formats.open_checkpoint(source).blobs
+    assert blobs["pytorch-lightning_version"].value == "2.6.6"
+    assert blobs["hyper_parameters.width"].value == 13
+
+
+def test_trainer_and_accelerate(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z3_fp32"), tmp_path)
+    (copy / "config.json").write_text("{}")
+    (copy / "zero_to_fp32.py").write_text("")
+    (copy / "rng_state_0.pth").write_bytes(b"")
+    catalog = formats.open_checkpoint(copy)
+    assert set(catalog.assets) == {"config.json"}
+    assert catalog.notes == ()
+    (copy / "global_step2").rename(copy / "pytorch_model")
+    (copy / "latest").write_text("pytorch_model")
+    assert not differences(converted(copy, tmp_path), master(data, "z3_fp32"))
+    (copy / "model.safetensors").write_bytes(b"")
+    assert list(formats.sniff(copy)) == ["hf"]
+
+
+# ------------------------------------------------------------------------------------------- tags
+
+
+def test_tags(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z1_bf16"), tmp_path)
+    shutil.copytree(sample(data, "z2_align") / "global_step2", copy / "global_step10")
+    assert formats.open_checkpoint(copy).notes == (
+        "not carried along: sub-directories `global_step10`",
+    )
+    found = chosen(copy, tmp_path, tag="global_step10")
+    assert not differences(found, master(data, "z2_align"))
+    with pytest.raises(UsageError, match="no save `global_step3`") as caught:
+        formats.open_checkpoint(copy, tag="global_step3")
+    assert "global_step10" in str(caught.value.why)
+    (copy / "latest").unlink()
+    error = error_of(copy)
+    assert "2 checkpoints" in error.what
+    error = error_of(copy, "deepspeed")
+    assert "no `latest`" in error.what
+    assert "global_step10" in str(error.why)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "`latest` is empty"),
+        (b"global_st", "names `global_st`, which is not there"),
+        (b"../other", "not a path inside"),
+        (b"\xff\x00\x00", "not the name of a save"),
+        (b"global_step2" * 1000, "not the name of a save"),
+    ],
+)
+def test_a_torn_pointer_is_named(data: Path, tmp_path: Path, content: bytes, said: str) -> None:
+    copy = copied(sample(data, "z1_bf16"), tmp_path)
+    (copy / "latest").write_bytes(content)
+    error = error_of(copy)
+    assert isinstance(error, DamagedError)
+    assert said in error.what
+    assert not (error.hint and "--tag" not in error.hint)
+
+
+# ------------------------------------------------------------------------------- ranks and worlds
+
+
+@pytest.mark.parametrize("name", ["z1_bf16opt", "z2_rr", "z3_sub_w3"])
+def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path, name: str) -> None:
+    source = sample(data, name) / "global_step2"
+    expected = {ROOT + key: value for key, value in master(data, name).items()}
+    count = 0
+    for what, copy in damaged(source, tmp_path):
+        error = refused_or_right(copy, tmp_path, expected, what)
+        assert error is not None, what
+        if what.endswith("missing"):
+            assert what.split()[0] in f"{error.what} {error.why}", (what, error.to_json())
+        count += 1
+    assert count > 30
+
+
+@pytest.mark.parametrize("name", ["z1_bf16opt", "z3_fp32"])
+def test_other_ranks_files_are_named(data: Path, tmp_path: Path, name: str) -> None:
+    copy = copied(sample(data, name), tmp_path) / "global_step2"
+    first, second = sorted(copy.glob("*optim_states.pt"))
+    first.write_bytes(second.read_bytes())
+    error = error_of(copy)
+    assert f"`{first.name}` is not the file of this rank" in error.what
+    assert second.name in str(error.why)
+
+
+def renamed_zips(folder: Path, name: str) -> None:
+    """Make the files of *folder* look as if they had been saved through open files."""
+    for path in folder.glob("*_states.pt"):
+        old, new = path.stem.encode(), b"archive".ljust(len(path.stem), b"_")
+        path.write_bytes(path.read_bytes().replace(old + b"/", new + b"/"))
+
+
+def test_partitions_say_whose_they_are(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z2_align"), tmp_path) / "global_step2"
+    renamed_zips(copy, "z2_align")
+    assert not differences(converted(copy, tmp_path), master(data, "z2_align"))
+    first, second = sorted(copy.glob("*optim_states.pt"))
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    error = error_of(copy)
+    assert "not the file of its rank" in error.what
+    assert "rank 1" in str(error.why)
+
+
+def test_ranks_of_a_larger_earlier_world(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z1_bf16"), tmp_path) / "global_step2"
+    stale = copy / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    shutil.copy(copy / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", stale)
+    error = error_of(copy)
+    assert error.what
+    renamed_zips(copy, "")
+    (copy / "mp_rank_00_model_states.pt").write_bytes(
+        (sample(data, "z1_bf16") / "global_step2/mp_rank_00_model_states.pt").read_bytes()
+    )
+    error = error_of(copy)
+    assert "several saves" in error.what
+    assert stale.name in str(error.why)
+    stale.rename(copy / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    assert "are of the same rank" in str(error_of(copy).why)
+
+
+def test_last_ranks_are_missed(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z2_tiny_w4"), tmp_path) / "global_step2"
+    names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)]
+    (copy / names[3]).unlink()
+    (copy / names[1]).unlink()
+    assert names[1] in str(error_of(copy).why)
+    shutil.copy(sample(data, "z2_tiny_w4") / "global_step2" / names[1], copy / names[1])
+    error = error_of(copy)
+    assert "1 of 4 files of optim states are missing" in error.what
+    assert names[3] in str(error.why)
+
+
+def test_ranks_that_saved_elsewhere_are_found(data: Path, tmp_path: Path) -> None:
+    for name in ("loss=0.1", "loss=0.2"):
+        shutil.copytree(sample(data, "z1_bf16"), tmp_path / name)
+    gone = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (tmp_path / "loss=0.1/global_step2" / gone).unlink()
+    assert "loss=0.2" not in str(error_of(tmp_path / "loss=0.1").why)
+    os.remove(tmp_path / "loss=0.2/global_step2" / gone.replace("rank_1", "rank_0"))
+    assert "loss=0.2" in str(error_of(tmp_path / "loss=0.1").why)
+
+
+def test_other_saves_of_a_rank(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z3_fp32"), tmp_path) / "global_step2"
+    model = copy / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    resaved(model, lambda content: content.update(global_steps=1))
+    error = error_of(copy)
+    assert "do not belong to one save" in error.what
+    assert "numbers of steps" in str(error.why)
+    resaved(model, lambda content: content.update(global_steps=2, dp_world_size=3))
+    assert "do not belong to one save" in error_of(copy).what
+
+
+def test_files_of_two_stages(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z3_fp32"), tmp_path) / "global_step2"
+    shutil.copy(
+        sample(data, "z1_bf16") / "global_step2/mp_rank_00_model_states.pt",
+        copy / "mp_rank_00_model_states.pt",
+    )
+    assert "several saves" in error_of(copy).what
+
+
+def test_without_optimizer_states(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z2_align"), tmp_path)
+    for path in copy.rglob("*optim_states.pt"):
+        path.unlink()
+    error = error_of(copy)
+    assert "optimizer states of all ranks are missing" in error.what
+    assert "--weights module" in str(error.hint)
+    catalog = formats.open_checkpoint(copy, weights="module")
+    assert catalog.notes == ("the optimizer states of all ranks are missing",)
+    assert not differences(chosen(copy, tmp_path, "module"), stored(data, "z2_align", "live"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c["param_shapes"][0].update(scale=torch.Size([5000])), "shape of `scale`"),
+        (lambda c: c["param_shapes"][0].update(more=torch.Size([5000])), "end before `more`"),
+        (lambda c: c["param_shapes"][0].update(more=torch.Size([20])), "not as long as"),
+        (lambda c: c["param_shapes"].append({"x": torch.Size([1])}), "do not fit"),
+        (lambda c: c["shared_params"].update({"head.weight": "nowhere"}), "`nowhere`"),
+        (lambda c: c.update(param_shapes=None), "names of the parameters are missing"),
+        (lambda c: c.update(param_shapes=[{"scale": "x"}]), "shape of a parameter"),
+        (lambda c: c.update(module=[1]), "not a map of names"),
+        (lambda c: c.pop("module"), "no model states"),
+        (lambda c: c.update(dp_world_size=4), "do not belong to one save"),
+    ],
+)
+def test_states_that_contradict_themselves(
+    data: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    copy = copied(sample(data, "z1_bf16"), tmp_path)
+    resaved(copy / "global_step2/mp_rank_00_model_states.pt", change)
+    error = error_of(copy)
+    assert isinstance(error, DamagedError)
+    assert said in f"{error.what} {error.why}"
+
+
+# ---------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "mixture of experts"),
+        ("expp_rank_1_mp_rank_00_optim_states.pt", "mixture of experts"),
+        ("layer_03-model_00-model_states.pt", "pipeline"),
+        ("mp_rank_01_model_states.pt", "tensor parallelism"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
+        ("offloaded_tensors", "NVMe"),
+    ],
+)
+def test_refused_by_name(data: Path, tmp_path: Path, file: str, said: str) -> None:
+    copy = copied(sample(data, "z1_bf16"), tmp_path)
+    (copy / "global_step2" / file).write_bytes(b"")
+    error = error_of(copy)
+    assert isinstance(error, FormatError)
+    assert said in error.what
+    assert error.why
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mp_world_size": 2}, "tensor parallelism"),
+        ({"module": None}, "not in the model states"),
+        ({"ds_autoep_layers": [{}]}, "mixture of experts"),
+    ],
+)
+def test_refused_by_content(
+    data: Path, tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    copy = copied(sample(data, "z1_bf16"), tmp_path)
+    resaved(copy / "global_step2/mp_rank_00_model_states.pt", lambda c: c.update(change))
+    error = error_of(copy)
+    assert isinstance(error, FormatError)
+    assert said in error.what
+
+
+class Custom:
+    """Stands for a class of a training script."""
+
+
+def test_unknown_classes_do_not_travel(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z1_bf16"), tmp_path)
+    path = copy / "global_step2/mp_rank_00_model_states.pt"
+    resaved(path, lambda content: content.update(mine={"a": Custom(), "b": 1}))
+    catalog = formats.open_checkpoint(copy)
+    assert catalog.blobs["mine.b"].value == 1
+    assert "mine.a" not in catalog.blobs
+    assert any("mine.a" in note and "Custom" in note for note in catalog.notes)
+    assert not differences(converted(copy, tmp_path), master(data, "z1_bf16"))
+
+
+def test_legacy_files_are_refused(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z1_bf16"), tmp_path)
+    path = copy / "global_step2/mp_rank_00_model_states.pt"
+    torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
+    error = error_of(copy)
+    assert isinstance(error, FormatError)
+    assert "legacy format" in error.what
+
+
+def test_one_file_is_no_checkpoint(data: Path) -> None:
+    error = error_of(
+        sample(data, "z1_bf16") / "global_step2/mp_rank_00_model_states.pt", "deepspeed"
+    )
+    assert error.what == "this is a file"
+
+
+def test_a_run_across_segments() -> None:
+    tensors = [
+        StoredTensor("float32", (size,), None, offset, 4 * size, 7, str(offset), False)
+        for offset, size in ((100, 2), (200, 0), (300, 5))
+    ]
+    strip = Strip([Segment(f"f{n}", tensor) for n, tensor in enumerate(tensors)])
+    found = extents(Part((2, 3), ((0, 1, 7),), 0), [strip])
+    assert [(e.file, e.offset, e.nbytes, e.box.offsets, e.box.sizes) for e in found] == [
+        ("f0", 104, 4, (0, 0), (1, 1)),
+        ("f2", 300, 8, (0, 1), (1, 2)),
+        ("f2", 308, 12, (1, 0), (1, 3)),
+    ]
+    assert [e.crc32 for e in found] == [None, None, None]
+    (whole,) = extents(Part((5,), ((0, 2, 7),), 0), [strip])
+    assert (whole.file, whole.offset, whole.crc32) == ("f2", 300, 7)

@@ -1,0 +1,136 @@
+"""What trainers put around a checkpoint: Lightning, accelerate, HF Trainer, Megatron, ByteCheckpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError, DamagedError, FormatError
+from tests.checkpoints.readers import differences
+from tests.unit.formats.damage import converted, damaged
+
+SAMPLES = {
+    "lightning_fsdp1": ("dcp", "epoch=0-step=2.ckpt"),
+    "lightning_fsdp2": ("dcp", "."),
+    "accelerate_dcp": ("dcp", "."),
+    "megatron": ("dcp", "."),
+    "bytecheckpoint": ("bytecheckpoint", "global_step_1"),
+    "hf_trainer": ("hf", "checkpoint-6"),
+}
+
+
+def sample(data: Path, name: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = data / "wrappers" / name
+    source = folder / "ckpt" / SAMPLES[name][1]
+    expected = folder / "expected.safetensors"
+    return source, load_file(expected if expected.exists() else source / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str) -> None:
+    source, expected = sample(data, name)
+    assert formats.open_checkpoint(source).format == SAMPLES[name][0]
+    assert ckptctl.inspect(source).complete
+    assert not differences(converted(source, tmp_path, "hf"), expected)
+    exclude = ["rng_state*"] if name == "megatron" else []
+    found = converted(source, tmp_path, "torch", exclude=exclude)
+    assert not differences({key: found.get(key) for key in expected}, expected)
+
+
+def test_lightning_plain(data: Path, tmp_path: Path) -> None:
+    source = data / "wrappers" / "lightning_plain" / "ckpt"
+    saved = torch.load(source / "last.ckpt", weights_only=True)
+    assert not differences(converted(source / "last.ckpt", tmp_path, "hf"), saved["state_dict"])
+    members = ckptctl.inspect(source).checkpoints
+    assert [(Path(one.path).name, one.problems) for one in members] == [
+        ("epoch=0-step=3.ckpt", ()),
+        ("last.ckpt", ()),
+    ]
+
+
+def test_accelerate_plain(data: Path, tmp_path: Path) -> None:
+    source = data / "wrappers" / "accelerate_plain" / "ckpt" / "checkpoints" / "checkpoint_1"
+    found = converted(source, tmp_path, "torch")
+    assert not differences(found, load_file(source / "model.safetensors"))
+
+
+def test_metadata_beside_the_shards_travels_too(data: Path, tmp_path: Path) -> None:
+    source, _ = sample(data, "lightning_fsdp2")
+    found = converted(source, tmp_path, only="all")
+    beside = torch.load(source / "step-2" / "meta.pt", weights_only=True)
+    assert beside
+    assert not differences({key: found.get(key) for key in beside}, beside)
+
+
+def test_a_companion_of_foreign_classes_is_left_out_and_named(data: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sample(data, "lightning_fsdp2")[0] / "step-2", copy)
+    torch.save({"hparams": SAMPLES.keys, "epoch": 1}, copy / "meta.pt")
+    found = ckptctl.inspect(copy)
+    assert found.complete
+    assert any("`meta.pt` is left out" in note for note in found.notes)
+
+
+def test_one_checkpoint_inside_is_found_and_said(data: Path, tmp_path: Path) -> None:
+    source, _ = sample(data, "accelerate_dcp")
+    notes = ckptctl.inspect(source).notes
+    assert any("read from `pytorch_model_fsdp_0`" in note for note in notes)
+    twice = tmp_path / "twice"
+    shutil.copytree(source, twice)
+    shutil.copytree(twice / "pytorch_model_fsdp_0", twice / "pytorch_model_fsdp_1")
+    with pytest.raises(FormatError, match="holds 3 checkpoints"):
+        formats.open_checkpoint(twice)
+
+
+def test_an_interrupted_save_of_megatron_is_refused(data: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sample(data, "megatron")[0], copy)
+    (copy / "iter_0000010" / "metadata.json").unlink()
+    with pytest.raises(DamagedError, match="interrupted"):
+        formats.open_checkpoint(copy)
+
+
+def test_flattened_tensors_of_old_megatron_are_refused(data: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    copy = tmp_path / "copy"
+    shutil.copytree(sample(data, "lightning_fsdp2")[0] / "step-2", copy)
+    import pickle
+
+    content: Any = pickle.loads((copy / ".metadata").read_bytes())
+    assert isinstance(content, Metadata)
+    content.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (2, 2)}}  # type: ignore[attr-defined]
+    (copy / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(FormatError, match="flattened"):
+        formats.open_checkpoint(copy)
+
+
+@pytest.mark.parametrize(("name", "inner"), [("bytecheckpoint", "model"), ("megatron", "iter_0000010")])
+def test_damage_is_never_a_silently_wrong_result(
+    data: Path, tmp_path: Path, name: str, inner: str
+) -> None:
+    source, expected = sample(data, name)
+    for what, copy in damaged(source / inner, tmp_path):
+        error = _model_only(copy, tmp_path, expected, what)
+        if what.endswith(".distcp missing"):
+            assert isinstance(error, DamagedError), what
+            assert what.split()[0] in f"{error.what} {error.why}", (what, error.to_json())
+
+
+def _model_only(
+    source: Path, scratch: Path, expected: dict[str, torch.Tensor], what: str
+) -> CkptError | None:
+    try:
+        found = converted(source, scratch, "hf")
+    except CkptError as error:
+        assert error.exit_code in (3, 4, 5), (what, error.to_json())
+        return error
+    assert not differences(found, expected), what
+    return None

@@ -1,0 +1,74 @@
+"""Numbers that no model has: refused at once, and nothing is ever counted up to them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ckptctl.errors import MappingError
+from ckptctl.families import families, family
+from ckptctl.planner.configs import read_sizes
+from ckptctl.planner.detect import detect
+from ckptctl.planner.mapping import map_tensors
+from tests.checkpoints.golden import Golden
+
+EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"
+STACKED = "model.layers.{}.mlp.experts.gate_up_proj"
+
+
+def shapes(name="mixtral"):
+    return {key: tuple(shape) for key, (_, shape) in Golden.read(name).tensors.items()}
+
+
+@pytest.fixture(autouse=True)
+def quickly():
+    start = time.process_time()
+    yield
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("number", ["100000", "88888888888", "9" * 18, "9" * 30])
+def test_six_digits_are_no_index(number):
+    found = shapes() | {EXPERT.format(0, number): (96, 64)}
+    for chosen in (found, {EXPERT.format(0, number): (96, 64)}):
+        with pytest.raises(MappingError, match="1 tensors are unknown") as caught:
+            map_tensors(family("mixtral"), "hf", "mistral", chosen, partial=len(chosen) == 1)
+        assert f"(near: `{EXPERT.format(0, number)}`)" not in caught.value.why
+
+
+def test_a_layer_and_an_expert_too_many():
+    """Layers times experts that are missing would be ten thousand millions of keys."""
+    found = shapes() | {EXPERT.format(99999, 0): (96, 64), EXPERT.format(0, 99999): (96, 64)}
+    (candidate,) = detect(found, families(), {"model_type": "mixtral"}).candidates
+    assert candidate.missing
+    with pytest.raises(MappingError, match="missing"):
+        map_tensors(family("mixtral"), "hf", "hf-v5", found)
+
+
+def test_a_part_with_a_number_of_experts_that_is_absurd():
+    part = {EXPERT.format(0, n): (96, 64) for n in (0, 99999)}
+    found = map_tensors(family("mixtral"), "hf", "mistral", part, {"x": 1 << 40}, partial=True)
+    assert [item.targets[0].key for item in found.tensors] == [
+        f"layers.0.feed_forward.experts.{n}.w1.weight" for n in (0, 99999)
+    ]
+
+
+def test_an_empty_stack_of_any_number_of_experts():
+    part = {STACKED.format(0): (10**12, 192, 0)}
+    with pytest.raises(MappingError, match="one tensor would become 1,000,000,000,000"):
+        map_tensors(family("mixtral"), "hf-v5", "hf", part, partial=True)
+
+
+def test_a_number_of_keys_is_not_said_to_be_the_configuration_s():
+    part = {key: shape for key, shape in shapes().items() if ".experts.3." not in key}
+    with pytest.raises(MappingError, match="contradicts") as caught:
+        map_tensors(family("mixtral"), "hf", "hf-v5", part, {"h": 4}, partial=True)
+    assert "x = 3 (from the number of keys)" in caught.value.why
+
+
+def test_heads_that_are_not_stated_are_found_in_shapes():
+    """Without a configuration nobody says that there are as many key heads as query heads."""
+    stated = read_sizes(family("mixtral"), given={"h": 4}, implied=False)
+    found = map_tensors(family("mixtral"), "hf", "mistral", shapes(), stated)
+    assert found.sizes["k"] == 2
