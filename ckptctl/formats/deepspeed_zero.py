@@ -169,7 +169,7 @@ def _held(
     groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]
     for name, part in parts.items():
         _, low, high = part.spans[0]
-        size = optims[0].partitions[part.owner].numel
+        size = max(optim.partitions[part.owner].numel for optim in optims)
         start, end = rank * size, (rank + 1) * size
         if low < end and high > start:
             first = max(low, start)

@@ -16,7 +16,9 @@ from tests.checkpoints.readers import differences, flatten
 ALLOWED = (3, 4, 5)
 
 
-def converted(source: Path, scratch: Path, to: str = "torch", **options: object) -> dict[str, object]:
+def converted(
+    source: Path, scratch: Path, to: str = "torch", **options: object
+) -> dict[str, object]:
     """Convert *source* and return what stock readers find in the result, under flat names."""
     from safetensors.torch import load_file
 
@@ -39,7 +41,9 @@ def refused_or_right(
     except CkptError as error:
         assert error.exit_code in ALLOWED, (what, error.to_json())
         return error
-    wrong = [name for name in expected if differences({name: found.get(name)}, {name: expected[name]})]
+    wrong = [
+        name for name in expected if differences({name: found.get(name)}, {name: expected[name]})
+    ]
     assert not wrong, (what, wrong[:3])
     return None
 

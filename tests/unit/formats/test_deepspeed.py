@@ -255,8 +255,8 @@ def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path, nam
     count = 0
     for what, copy in damaged(source, tmp_path):
         error = refused_or_right(copy, tmp_path, expected, what)
-        assert error is not None, what
         if what.endswith("missing"):
+            assert error is not None, what
             assert what.split()[0] in f"{error.what} {error.why}", (what, error.to_json())
         count += 1
     assert count > 30
@@ -272,16 +272,15 @@ def test_other_ranks_files_are_named(data: Path, tmp_path: Path, name: str) -> N
     assert second.name in str(error.why)
 
 
-def renamed_zips(folder: Path, name: str) -> None:
-    """Make the files of *folder* look as if they had been saved through open files."""
-    for path in folder.glob("*_states.pt"):
-        old, new = path.stem.encode(), b"archive".ljust(len(path.stem), b"_")
-        path.write_bytes(path.read_bytes().replace(old + b"/", new + b"/"))
+def renamed_zip(path: Path, old: str, new: str) -> None:
+    """Change the folder that the entries of a zip are in; both names are equally long."""
+    path.write_bytes(path.read_bytes().replace(f"{old}/".encode(), f"{new}/".encode()))
 
 
 def test_partitions_say_whose_they_are(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z2_align"), tmp_path) / "global_step2"
-    renamed_zips(copy, "z2_align")
+    for path in copy.glob("*_optim_states.pt"):
+        renamed_zip(path, path.stem, "archive".ljust(len(path.stem), "_"))
     assert not differences(converted(copy, tmp_path), master(data, "z2_align"))
     first, second = sorted(copy.glob("*optim_states.pt"))
     contents = first.read_bytes(), second.read_bytes()
@@ -296,12 +295,7 @@ def test_ranks_of_a_larger_earlier_world(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z1_bf16"), tmp_path) / "global_step2"
     stale = copy / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
     shutil.copy(copy / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", stale)
-    error = error_of(copy)
-    assert error.what
-    renamed_zips(copy, "")
-    (copy / "mp_rank_00_model_states.pt").write_bytes(
-        (sample(data, "z1_bf16") / "global_step2/mp_rank_00_model_states.pt").read_bytes()
-    )
+    renamed_zip(stale, stale.stem.replace("_2_", "_1_"), stale.stem)
     error = error_of(copy)
     assert "several saves" in error.what
     assert stale.name in str(error.why)
@@ -360,13 +354,15 @@ def test_without_optimizer_states(data: Path, tmp_path: Path) -> None:
     assert "--weights module" in str(error.hint)
     catalog = formats.open_checkpoint(copy, weights="module")
     assert catalog.notes == ("the optimizer states of all ranks are missing",)
-    assert not differences(chosen(copy, tmp_path, "module"), stored(data, "z2_align", "live"))
+    whole = formats.open_checkpoint(sample(data, "z2_align"), weights="module")
+    model = {name: entry for name, entry in whole.tensors.items() if name.startswith(ROOT)}
+    assert catalog.tensors == model
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c["param_shapes"][0].update(scale=torch.Size([5000])), "shape of `scale`"),
+        (lambda c: c["param_shapes"][0].update(scale=torch.Size([2])), "shape of `scale`"),
         (lambda c: c["param_shapes"][0].update(more=torch.Size([5000])), "end before `more`"),
         (lambda c: c["param_shapes"][0].update(more=torch.Size([20])), "not as long as"),
         (lambda c: c["param_shapes"].append({"x": torch.Size([1])}), "do not fit"),
@@ -381,7 +377,7 @@ def test_without_optimizer_states(data: Path, tmp_path: Path) -> None:
 def test_states_that_contradict_themselves(
     data: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
 ) -> None:
-    copy = copied(sample(data, "z1_bf16"), tmp_path)
+    copy = copied(sample(data, "z1_bf16opt"), tmp_path)
     resaved(copy / "global_step2/mp_rank_00_model_states.pt", change)
     error = error_of(copy)
     assert isinstance(error, DamagedError)

@@ -60,9 +60,7 @@ def torchs_indices(size: int, dim: int, mesh: Any, at: Any, placements: Any) -> 
 
 def indices(local: Local, dim: int) -> list[int]:
     """The global indices along *dim*, in the order of the local tensor."""
-    spans = {
-        (part.start[dim], part.box.offsets[dim], part.box.sizes[dim]) for part in local.parts
-    }
+    spans = {(part.start[dim], part.box.offsets[dim], part.box.sizes[dim]) for part in local.parts}
     return [first + n for _, first, count in sorted(spans) for n in range(count)]
 
 
