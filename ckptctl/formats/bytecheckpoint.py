@@ -7,7 +7,7 @@ Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``: ``.metadata`` is a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.dcp_metadata import METADATA, TABLE, Leaf, leaves_of
 from ckptctl.formats.dtensor import attributes
+from ckptctl.formats.tiled_files import UNCHECKED, Range, require_tiled
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Table, loads
 from ckptctl.storage.torch_globals import StorageRef, TensorView, storage_id
@@ -48,43 +49,19 @@ class ByteCheckpointFormat(Format):
             leaves = leaves_of(root, where)
             views = _views(root, where)
             catalog = dcp.catalog_of(files, leaves, self.name)
-            _check_tiling(leaves, catalog.files, where)
+            require_tiled(_ranges(leaves), catalog.files, where)
         tensors = {name: _raw(entry, views, where) for name, entry in catalog.tensors.items()}
-        return replace(catalog, tensors=tensors)
+        return replace(catalog, tensors=tensors, notes=(UNCHECKED, *catalog.notes))
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
         return dcp.FORMAT.resolve(catalog)
 
 
-def _check_tiling(leaves: Mapping[str, Leaf], sizes: Mapping[str, int], where: str) -> None:
-    """Check that the items lie in their files one after the other, without a gap.
-
-    Nothing else would tell that an offset is wrong: there are no headers and no checksums.
-
-    Raises:
-        DamagedError: They do not.
-    """
-    ends = dict.fromkeys(sizes, 0)
-    items = ((item, name) for name, leaf in leaves.items() for _, item in leaf.items)
-    for item, name in sorted(
-        items, key=lambda pair: (pair[0].file, pair[0].offset, pair[0].nbytes)
-    ):
-        if item.offset != ends[item.file]:
-            raise DamagedError(
-                f"the metadata has a wrong place for `{name}`",
-                where=where,
-                why=f"it begins at byte {item.offset:,} of `{item.file}`, "
-                f"the item before it ends at {ends[item.file]:,}",
-            )
-        ends[item.file] += item.nbytes
-    for file, end in ends.items():
-        if end != sizes[file]:
-            raise DamagedError(
-                f"`{file}` is not of this save",
-                where=where,
-                why=f"the items end at byte {end:,}, the file has {sizes[file]:,}",
-            )
+def _ranges(leaves: Mapping[str, Leaf]) -> Iterator[Range]:
+    for name, leaf in leaves.items():
+        for _, item in leaf.items:
+            yield Range(item.file, item.offset, item.nbytes, name)
 
 
 def _views(root: object, where: str) -> _Views:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from ckptctl.errors import DamagedError
@@ -134,6 +135,7 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
             why=f"{len(groups)} groups of parameters, {len(by_rank[0])} of partitions",
         )
     strips = strips_of(by_rank, ranked=False)
+    _require_order(strips, where)
     parts = in_groups(groups, optims[0].paddings, strips, world, where)
     _require_own(optims, parts, where)
     return Save(models, optims, strips, parts)
@@ -142,6 +144,20 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
 def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
     """Return flat vectors: each rank's segments end to end, or each group's over all ranks."""
     return tuple(map(Strip, by_rank if ranked else zip(*by_rank, strict=True)))
+
+
+def _require_order(strips: Sequence[Strip], where: str) -> None:
+    """Padding is stripped at the end of a group's vector: where one is short, nothing follows."""
+    for strip in strips:
+        full = max(segment.numel for segment in strip.segments)
+        for one, after in pairwise(strip.segments):
+            if after.numel and one.numel < full:
+                raise DamagedError(
+                    "the partitions are not in the order of their ranks",
+                    where=str(Path(where).parent),
+                    why=f"`{one.file}` has {one.numel:,} elements, `{after.file}` {after.numel:,}",
+                    hint="copy the files again, each under its own name",
+                )
 
 
 def _require_own(optims: Sequence[OptimState], parts: Parts, where: str) -> None:

@@ -1,0 +1,58 @@
+"""Data files without headers and checksums: that their parts lie side by side is all one can check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ckptctl.errors import DamagedError
+
+UNCHECKED = "written without checksums"
+
+
+class Range(NamedTuple):
+    """A byte range of a file.
+
+    Attributes:
+        file: The file.
+        offset: First byte.
+        nbytes: Length.
+        name: What lies there.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    name: str
+
+
+def require_tiled(ranges: Iterable[Range], sizes: Mapping[str, int], where: str) -> None:
+    """Check that *ranges* lie in their files one after the other, from the first byte to the last.
+
+    Args:
+        ranges: In any order; several names may have one range.
+        sizes: Sizes of the files.
+        where: The index that has the ranges, for errors.
+
+    Raises:
+        DamagedError: There is a gap or an overlap, or a file has another size.
+    """
+    ends = dict.fromkeys(sizes, 0)
+    named = {(one.file, one.offset, one.nbytes): one.name for one in ranges}
+    for (file, offset, nbytes), name in sorted(named.items()):
+        if offset != ends[file]:
+            raise DamagedError(
+                f"the index has a wrong place for `{name}`",
+                where=where,
+                why=f"it begins at byte {offset:,} of `{file}`, what is before it ends at "
+                f"{ends[file]:,}",
+            )
+        ends[file] += nbytes
+    for file, end in ends.items():
+        if end != sizes[file]:
+            raise DamagedError(
+                f"`{file}` is not what the index says",
+                where=where,
+                why=f"its parts end at byte {end:,}, it has {sizes[file]:,} bytes",
+                hint="it is truncated, or of another save",
+            )

@@ -1,0 +1,151 @@
+"""Universal checkpoints: what DeepSpeed's converter wrote, and where it is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
+from tests.checkpoints.readers import differences
+from tests.unit.formats.damage import converted
+
+SAMPLES = ("universal_z2_w3", "universal_z3_sub_w3")
+FOLDER = "global_step2_universal"
+BUFFERS = ("mask", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked")
+
+State = dict[str, torch.Tensor]
+
+
+def sample(data: Path, name: str) -> Path:
+    return data / "deepspeed" / name / "ckpt"
+
+
+def stored(source: Path, key: str) -> State:
+    """Return what stock torch finds under ``zero``, flat tensors as they are."""
+    found: State = {}
+    for file in (source / FOLDER / "zero").glob(f"*/{key}.pt"):
+        content: Any = torch.load(file, weights_only=True)
+        found[file.parent.name] = content["param"] if isinstance(content, dict) else content
+    return found
+
+
+def alike(found: State, expected: State) -> list[str]:
+    return differences(
+        {name: found[name].view(-1) for name in expected},
+        {name: value.view(-1) for name, value in expected.items()},
+    )
+
+
+def copied(data: Path, folder: Path, name: str = "universal_z2_w3") -> Path:
+    shutil.copytree(sample(data, name), folder / "copy")
+    return folder / "copy"
+
+
+def error_of(source: Path, **asked: Any) -> CkptError:
+    with pytest.raises(CkptError) as caught:
+        formats.open_checkpoint(source, "deepspeed-universal", **asked)
+    assert caught.value.exit_code in (2, 3, 4)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples(data: Path, tmp_path: Path, name: str) -> None:
+    source = sample(data, name)
+    for path in (source, source / FOLDER):
+        assert list(formats.sniff(path)) == ["deepspeed-universal"]
+        assert ckptctl.inspect(path).complete
+        found = converted(path, tmp_path)
+        expected = {
+            key: value for key, value in stored(source, "fp32").items() if key not in BUFFERS
+        }
+        assert not alike(found, expected)  # type: ignore[arg-type]
+        assert found["mask"].dtype == torch.bool  # type: ignore[attr-defined]
+        assert found["bn.num_batches_tracked"].dtype == torch.int64  # type: ignore[attr-defined]
+        assert found["emb.weight"].shape == (37, 13)  # type: ignore[attr-defined]
+        assert len(found) == 14
+
+
+def test_it_is_what_the_ranks_hold(data: Path, tmp_path: Path) -> None:
+    ranks = converted(sample(data, "z3_sub_w3"), tmp_path, only="all")
+    whole = converted(sample(data, "universal_z3_sub_w3"), tmp_path, only="all")
+    steps = {name for name in ranks if name.endswith(".step")}
+    assert not differences(whole, {name: ranks[name] for name in ranks if name not in steps})
+
+
+def test_moments(data: Path, tmp_path: Path) -> None:
+    source = sample(data, "universal_z2_w3")
+    found = converted(source, tmp_path, only="all")
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        expected = stored(source, key)
+        assert len(expected) == 9
+        assert not differences(
+            {name: found[f"optimizer.state.{name}.{key}"] for name in expected}, expected
+        )
+
+
+def test_module_weights(data: Path) -> None:
+    module = formats.open_checkpoint(sample(data, "universal_z2_w3"), weights="module")
+    assert "mp_rank_00" in module.tensors["module.emb.weight"].extents[0].file
+    error = error_of(sample(data, "universal_z3_sub_w3"), weights="module")
+    assert isinstance(error, UsageError)
+
+
+def test_round_robin_is_refused(data: Path) -> None:
+    """The converter is silently wrong there; ``z2_rr`` is the same save, read rightly."""
+    source = sample(data, "universal_z2_rr")
+    right = load_file(data / "deepspeed" / "z2_rr" / "expected.safetensors")
+    assert differences(stored(source, "fp32"), {"fc1.bias": right["fc1.bias"]})
+    error = error_of(source)
+    assert isinstance(error, FormatError)
+    assert "round_robin_gradients" in str(error.why)
+    assert formats.open_checkpoint(source, weights="module").tensors
+
+
+def test_an_original_beside_it_comes_first(data: Path, tmp_path: Path) -> None:
+    copy = copied(data, tmp_path)
+    original = sample(data, "z1_bf16")
+    shutil.copytree(original / "global_step2", copy / "global_step2")
+    shutil.copy(original / "latest", copy / "latest")
+    assert list(formats.sniff(copy)) == ["deepspeed"]
+    assert formats.open_checkpoint(copy, "deepspeed-universal").tensors
+    error = error_of(copy, tag="global_step2")
+    assert FOLDER in str(error.why)
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("zero/emb.weight/fp32.pt", "emb.weight/fp32.pt"),
+        ("zero/optimizer_state.pt", "not finished"),
+        ("mp_rank_00_model_states.pt", "not finished"),
+    ],
+)
+def test_missing_files_are_named(data: Path, tmp_path: Path, gone: str, said: str) -> None:
+    copy = copied(data, tmp_path)
+    (copy / FOLDER / gone).unlink()
+    error = error_of(copy)
+    assert isinstance(error, DamagedError)
+    assert said in f"{error.what} {error.why}"
+
+
+def test_a_rank_of_stage_3_is_missing(data: Path, tmp_path: Path) -> None:
+    copy = copied(data, tmp_path, "universal_z3_sub_w3")
+    (copy / FOLDER / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    assert "zero_pp_rank_2" in str(error_of(copy).why)
+
+
+def test_files_that_are_not_what_they_are_called(data: Path, tmp_path: Path) -> None:
+    folder = copied(data, tmp_path) / FOLDER / "zero"
+    shutil.copy(folder / "scale/exp_avg.pt", folder / "scale/fp32.pt")
+    assert "saved as `exp_avg.pt`" in str(error_of(tmp_path / "copy").why)
+    shutil.copy(folder / "fc1.bias/fp32.pt", folder / "scale/fp32.pt")
+    assert "another shape" in error_of(tmp_path / "copy").what
+    (folder / "scale/fp32.pt").write_bytes(b"PK\3\4")
+    assert isinstance(error_of(tmp_path / "copy"), DamagedError)
