@@ -25,6 +25,9 @@ class Options(TypedDict, total=False):
 
     Keys:
         from_format: Format of the source; None: detect it.
+        weights: ``master`` (the optimizer's fp32 copies) or ``module`` (what the model computes
+            with), where the source holds both; None: what its format prefers.
+        tag: Which of several saves in the source; None: the one that its pointer names.
         model_type: Model family; None: detect it.
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
@@ -52,6 +55,8 @@ class Options(TypedDict, total=False):
     """
 
     from_format: str | None
+    weights: Literal["master", "module"] | None
+    tag: str | None
     model_type: str | None
     converter: AnyPath | None
     sizes: Mapping[str, int]
@@ -224,6 +229,8 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
     return ConversionOptions(
         to=to,
         from_format=options.get("from_format"),
+        weights=_weights(options.get("weights")),
+        tag=options.get("tag"),
         model_type=options.get("model_type"),
         converter=_path(options.get("converter")),
         sizes=_sizes(options.get("sizes", {})),
@@ -277,6 +284,16 @@ def _only(value: str) -> Literal["model", "all"]:
     if value == "all":
         return "all"
     raise UsageError(f"`{value}` is neither `model` nor `all`", where="only")
+
+
+def _weights(value: str | None) -> Literal["master", "module"] | None:
+    if value is None:
+        return None
+    if value == "master":
+        return "master"
+    if value == "module":
+        return "module"
+    raise UsageError(f"`{value}` is neither `master` nor `module`", where="weights")
 
 
 def _factor(name: str, value: float | None) -> float | None:

@@ -158,6 +158,13 @@ def check_size(value: str | None) -> str | None:
     return value
 
 
+def check_weights(value: str | None) -> str | None:
+    """Refuse anything but master and module."""
+    if value not in (None, "master", "module"):
+        raise typer.BadParameter("it is neither `master` nor `module`")
+    return value
+
+
 def check_positive(value: int | None) -> int | None:
     """Refuse zero and below."""
     if value is not None and value < 1:
@@ -199,6 +206,18 @@ From = Annotated[
         autocompletion=readable_formats,
         help="Format of the source, if not detected: hf, meta, dcp, torch, ...",
     ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        callback=check_weights,
+        help="master (fp32 copies of the optimizer) or module, where there are both.",
+    ),
+]
+Tag = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Which save, where the source holds several."),
 ]
 To = Annotated[
     str,

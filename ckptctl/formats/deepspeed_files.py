@@ -102,7 +102,9 @@ def rank_files(root: Path, folder: str) -> RankFiles:
         raise _mixed(where, f"`{MODEL}` is of stages 0 to 2, `{ranks['model'].popitem()[1]}` of 3")
     if not partitioned and MODEL not in names:
         raise DamagedError(
-            f"`{MODEL}` is missing", where=str(where), why=f"there are {listed(names)}"
+            f"`{MODEL}` is missing",
+            where=str(where),
+            why=f"there are {listed(names)}" if names else "nothing",
         )
     models = _complete(root, folder, ranks["model"], "model") if partitioned else (MODEL,)
     optims = _complete(root, folder, ranks["optim"], "optim") if ranks["optim"] else ()

@@ -192,28 +192,37 @@ def _add_counters(save: Save, key: str, having: set[int], found: Leaves, root: P
 
 
 def _add_moments(save: Save, key: str, having: set[int], found: Leaves) -> None:
-    owners = sorted(having)
-    by_rank = [list(_segments(optim, owners, key)) for optim in save.optims]
-    complete = all(len(segments) == len(owners) for segments in by_rank)
-    ranked = save.stage == 3
-    if not complete or (ranked and len(having) < len(save.optims[0].partitions)):
-        names = [name for name, part in save.parts.items() if part.owner in having]
+    strips = _moment_strips(save, key, sorted(having))
+    names = [name for name, part in save.parts.items() if part.owner in having]
+    if not strips:
         found.notes.append(
             f"not carried along: `{key}` in the optimizer's state of {listed(names)}: "
             "it is not one element per element of a parameter"
         )
         return
-    strips: Sequence[Strip] = strips_of(by_rank, ranked=ranked)
-    if not ranked:
-        placed = dict(zip(owners, strips, strict=True))
-        strips = [placed.get(owner, strips[0]) for owner in range(max(owners) + 1)]
-    for name, part in save.parts.items():
-        if part.owner in having:
-            path = (OPTIMIZER, "state", name, key)
-            boxes = extents(part, strips)
-            found.tensors[join(path)] = TensorEntry(
-                join(path), strips[0].dtype, part.shape, boxes, path
-            )
+    for name in names:
+        part, path = save.parts[name], (OPTIMIZER, "state", name, key)
+        dtype = strips[part.spans[0][0] if part.spans else 0].dtype
+        boxes = extents(part, strips)
+        found.tensors[join(path)] = TensorEntry(join(path), dtype, part.shape, boxes, path)
+
+
+def _moment_strips(save: Save, key: str, owners: Sequence[int]) -> Sequence[Strip]:
+    """Return moments as flat vectors like those of the parameters; none where they are not such.
+
+    Groups without this moment have another group's in their place.
+    """
+    by_rank = [list(_segments(optim, owners, key)) for optim in save.optims]
+    ranked, groups = save.stage == 3, len(save.optims[0].partitions)
+    if any(len(held) < len(owners) for held in by_rank) or (ranked and len(owners) < groups):
+        return ()
+    strips = strips_of(by_rank, ranked=ranked)
+    if any(segment.tensor.dtype != strip.dtype for strip in strips for segment in strip.segments):
+        return ()
+    if ranked:
+        return strips
+    placed = dict(zip(owners, strips, strict=True))
+    return [placed.get(owner, strips[0]) for owner in range(groups)]
 
 
 def _segments(optim: OptimState, owners: Sequence[int], key: str) -> Iterator[Segment]:

@@ -132,14 +132,14 @@ def in_groups(
     Raises:
         DamagedError: The partitions are not as long as the parameters.
     """
+    if paddings is not None and len(paddings) != len(groups):
+        raise _misfit(len(paddings), "lists of paddings", len(groups), "groups", where)
     parts: Parts = {}
     for number, (shapes, strip) in enumerate(zip(groups, strips, strict=True)):
         gaps = paddings[number] if paddings else [0] * len(shapes)
         if len(gaps) != len(shapes):
-            raise DamagedError(
-                "the alignment paddings do not fit the parameters",
-                where=where,
-                why=f"{len(gaps)} paddings, {len(shapes)} parameters in group {number}",
+            raise _misfit(
+                len(gaps), "paddings", len(shapes), f"parameters in group {number}", where
             )
         end = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
@@ -149,6 +149,14 @@ def in_groups(
             end = high + gap
         _require(_aligned(end, world) == _aligned(strip.numel, world), "", strip.numel, end, where)
     return parts
+
+
+def _misfit(count: int, what: str, other: int, of: str, where: str) -> DamagedError:
+    return DamagedError(
+        "the alignment paddings do not fit the parameters",
+        where=where,
+        why=f"{count} {what}, {other} {of}",
+    )
 
 
 def _aligned(numel: int, world: int) -> int:

@@ -13,12 +13,23 @@ from pathlib import PurePosixPath
 from typing import cast
 
 from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats.deepspeed_fields import (
+    base_of,
+    groups_of,
+    items_of,
+    mapping_of,
+    mappings_of,
+    paddings_of,
+    segment_of,
+    shapes_of,
+    stage_of,
+    whole_number,
+    world_of,
+)
 from ckptctl.formats.deepspeed_files import ADVICE, saved_name
 from ckptctl.formats.deepspeed_partitions import Segment, Shape
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.inert import Inert
-from ckptctl.storage.torch_globals import MAX_RANK
-from ckptctl.storage.torch_zip import StoredTensor, TorchArchive, read_archive
+from ckptctl.storage.torch_zip import TorchArchive, read_archive
 
 INDEX = (
     "module",
@@ -103,7 +114,7 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
     """
     archive = _archive(files, name)
     where = str(files.root / name)
-    content = _mapping(archive.root, "the file", where)
+    content = mapping_of(archive.root, "the file", where)
     if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
         raise DamagedError(
             "these are no model states", where=where, why=f"the file has {listed([*content])}"
@@ -111,17 +122,17 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
     _refuse_experts(content, where)
     if whole:
         _refuse_divided(content, where)
-    shared = _mapping(content.get("shared_params") or {}, "shared_params", where)
+    shared = mapping_of(content.get("shared_params") or {}, "shared_params", where)
     if not all(isinstance(source, str) for source in shared.values()):
         raise DamagedError("`shared_params` is not a map of names", where=where)
     groups = content.get("param_shapes")
     return ModelState(
         file=name,
         content=content,
-        module={} if content["module"] is None else _mapping(content["module"], "module", where),
-        groups=None if groups is None else _groups(groups, where),
-        frozen=_shapes(content.get("frozen_param_shapes") or {}, where),
-        fragments=_mapping(content.get("frozen_param_fragments") or {}, "fragments", where),
+        module={} if content["module"] is None else mapping_of(content["module"], "module", where),
+        groups=None if groups is None else groups_of(groups, where),
+        frozen=shapes_of(content.get("frozen_param_shapes") or {}, where),
+        fragments=mapping_of(content.get("frozen_param_fragments") or {}, "fragments", where),
         shared=cast("dict[str, str]", shared),
         checksums=archive.checksums,
     )
@@ -135,8 +146,8 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
         DamagedError: The file is not what DeepSpeed writes.
     """
     where = str(files.root / name)
-    content = _mapping(_archive(files, name).root, "the file", where)
-    inner = _mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", where)
+    content = mapping_of(_archive(files, name).root, "the file", where)
+    inner = mapping_of(content.get("optimizer_state_dict"), "optimizer_state_dict", where)
     _refuse_experts(inner, where)
     sharded = "fp32_flat_groups" in inner
     key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
@@ -147,18 +158,18 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
             why=f"they have {listed([*inner])}",
             hint="versions of DeepSpeed before 0.4 are not read",
         )
-    partitions = tuple(_segment(item, name, where) for item in _items(inner[key], key, where))
+    partitions = tuple(segment_of(item, name, where) for item in items_of(inner[key], key, where))
     base_key = "optimizer_state_dict" if sharded else "base_optimizer_state"
-    states, settings = _base(inner.get(base_key), len(partitions), where)
+    states, settings = base_of(inner.get(base_key), len(partitions), where)
     index = {key, base_key, "zero_stage", "partition_count", "ds_version"}
     index |= {"group_paddings", "param_alignment_paddings", "param_slice_mappings"}
     return OptimState(
         file=name,
-        stage=3 if sharded else _stage(inner.get("zero_stage", 1), where),
-        world=_world(inner.get("partition_count"), where),
+        stage=3 if sharded else stage_of(inner.get("zero_stage", 1), where),
+        world=world_of(inner.get("partition_count"), where),
         partitions=partitions,
-        paddings=_paddings(inner.get("param_alignment_paddings"), where),
-        mappings=_mappings(inner.get("param_slice_mappings")),
+        paddings=paddings_of(inner.get("param_alignment_paddings"), where),
+        mappings=mappings_of(inner.get("param_slice_mappings")),
         states=states,
         settings=settings,
         rest={name: value for name, value in inner.items() if name not in index},
@@ -191,7 +202,7 @@ def _refuse_experts(content: Mapping[str, object], where: str) -> None:
 
 
 def _refuse_divided(content: Mapping[str, object], where: str) -> None:
-    if _whole(content.get("mp_world_size", 1), "mp_world_size", where) > 1:
+    if whole_number(content.get("mp_world_size", 1), "mp_world_size", where) > 1:
         raise FormatError(
             "this was saved with tensor parallelism, which is not read",
             where=where,
@@ -205,117 +216,3 @@ def _refuse_divided(content: Mapping[str, object], where: str) -> None:
             why="a pipeline engine saves it in layer_*-model_states.pt",
             hint=ADVICE,
         )
-
-
-def _mapping(value: object, what: str, where: str) -> Mapping[str, object]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise DamagedError(f"`{what}` is not a map of names", where=where)
-    return value
-
-
-def _items(value: object, what: str, where: str) -> Sequence[object]:
-    if not isinstance(value, list | tuple) or not value:
-        raise DamagedError(f"`{what}` is not a list with anything in it", where=where)
-    return value
-
-
-def _whole(value: object, what: str, where: str) -> int:
-    if type(value) is not int or value < 0:
-        raise DamagedError(f"`{what}` is not a number", where=where)
-    return value
-
-
-def _shape(value: object, where: str) -> Shape:
-    if isinstance(value, tuple | list) and len(value) <= MAX_RANK:
-        return tuple(_whole(size, "a size of a parameter", where) for size in value)
-    raise DamagedError("the shape of a parameter is not one", where=where)
-
-
-def _shapes(value: object, where: str) -> dict[str, Shape]:
-    found = _mapping(value, "the shapes of parameters", where)
-    return {name: _shape(shape, where) for name, shape in found.items()}
-
-
-def _groups(value: object, where: str) -> tuple[dict[str, Shape], ...]:
-    """One group per dict; versions before 0.6 wrote the only group without a list."""
-    many = [value] if isinstance(value, dict) else _items(value, "param_shapes", where)
-    groups = tuple(_shapes(group, where) for group in many)
-    names = [name for group in groups for name in group]
-    if len(set(names)) < len(names):
-        raise DamagedError("`param_shapes` names a parameter twice", where=where)
-    return groups
-
-
-def _segment(value: object, file: str, where: str) -> Segment:
-    if not isinstance(value, StoredTensor) or len(value.shape) != 1 or value.strides is not None:
-        raise DamagedError("a partition is not a flat tensor", where=where)
-    return Segment(file, value)
-
-
-def _stage(value: object, where: str) -> int:
-    """The number in a ``ZeroStageEnum``, which is a record here."""
-    if isinstance(value, Inert) and len(value.args) == 1:
-        value = value.args[0]
-    if type(value) is not int or value not in (1, 2):
-        raise DamagedError("`zero_stage` does not fit the partitions", where=where)
-    return value
-
-
-def _world(value: object, where: str) -> int:
-    counts = {
-        _whole(count, "partition_count", where)
-        for count in (value if isinstance(value, list | tuple) else [value])
-    }
-    if len(counts) > 1:
-        raise FormatError(
-            "this was saved with a mixture of experts divided among ranks, which is not read",
-            where=where,
-            why=f"groups have {' or '.join(map(str, sorted(counts)))} partitions",
-        )
-    if not counts or counts == {0}:
-        raise DamagedError("`partition_count` is not a number of ranks", where=where)
-    return counts.pop()
-
-
-def _paddings(value: object, where: str) -> tuple[tuple[int, ...], ...] | None:
-    if value is None:
-        return None
-    return tuple(
-        tuple(_whole(gap, "an alignment padding", where) for gap in cast("list[object]", group))
-        for group in _items(value, "param_alignment_paddings", where)
-        if isinstance(group, list | tuple)
-    )
-
-
-def _mappings(value: object) -> tuple[Mapping[str, tuple[object, object]], ...] | None:
-    """Records of class ``fragment_address``; None where they are not what is expected."""
-    if not isinstance(value, list):
-        return None
-    return tuple(
-        {
-            name: (record.state.get("start"), record.state.get("numel"))
-            for name, record in group.items()
-            if isinstance(record, Inert) and isinstance(record.state, dict)
-        }
-        for group in value
-        if isinstance(group, dict)
-    )
-
-
-def _base(
-    value: object, count: int, where: str
-) -> tuple[tuple[Mapping[str, object], ...], Sequence[object]]:
-    """The inner optimizer's states by partition and its settings.
-
-    Elastic checkpoints have a list of states; files that a script has made smaller have none.
-    """
-    if value is None:
-        return ({},) * count, ()
-    if isinstance(value, list):
-        elastic = dict(enumerate(value))
-        return tuple(_mapping(elastic.get(n, {}), "state", where) for n in range(count)), ()
-    base = _mapping(value, "the inner optimizer's state", where)
-    state, settings = base.get("state"), base.get("param_groups")
-    found = state if isinstance(state, dict) else {}
-    states = tuple(_mapping(found.get(n, {}), "state", where) for n in range(count))
-    return states, settings if isinstance(settings, list) else ()

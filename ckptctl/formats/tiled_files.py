@@ -1,4 +1,4 @@
-"""Data files without headers and checksums: that their parts lie side by side is all one can check."""
+"""Data files without headers and checksums: their parts must at least lie side by side."""
 
 from __future__ import annotations
 

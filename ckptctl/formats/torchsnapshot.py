@@ -68,7 +68,7 @@ class TorchSnapshotFormat(Format):
             try:
                 for entry in read_manifest(files):
                     _add(reader, merger, entry)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise DamagedError(
                     "this is not the metadata of torchsnapshot",
                     where=where,

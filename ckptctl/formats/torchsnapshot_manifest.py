@@ -181,7 +181,7 @@ def shards_of(entry: Entry) -> tuple[str, tuple[int, ...], list[tuple[Box, Store
     Sharded entries have no global shape; it is where their last shard ends.
 
     Raises:
-        KeyError, TypeError, ValueError: It is none.
+        LookupError, TypeError, ValueError: It is none.
     """
     shards: list[tuple[Box, Stored]] = []
     for one in _list(entry.fields.get("shards", entry.fields.get("chunks"))):

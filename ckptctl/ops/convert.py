@@ -74,7 +74,13 @@ def plan_changed(
     checks.options(options, target)
     source = formats.existing(src)
     destination = checks.destination(source, Path(dst), options.overwrite, replaceable)
-    catalog = formats.open_checkpoint(source, options.from_format, options.model_type)
+    catalog = formats.open_checkpoint(
+        source,
+        options.from_format,
+        options.model_type,
+        weights=options.weights,
+        tag=options.tag,
+    )
     catalog = factors_only(catalog) if target.adapters else catalog
     assets = beside(catalog, gather(catalog, options.assets))
     if options.dequantize:

@@ -18,6 +18,8 @@ class ConversionOptions:
     Attributes:
         to: Format to write.
         from_format: Format of the source; None: detect.
+        weights: ``master`` or ``module``, where the source holds both; None: what it prefers.
+        tag: Which of several saves in the source; None: the one that its pointer names.
         model_type: Family; None: detect.
         converter: Python file that defines one more family.
         sizes: Axis sizes that no configuration states, by any of their names.
@@ -46,6 +48,8 @@ class ConversionOptions:
 
     to: str
     from_format: str | None = None
+    weights: Literal["master", "module"] | None = None
+    tag: str | None = None
     model_type: str | None = None
     converter: Path | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)

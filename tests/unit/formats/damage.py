@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ def damaged(source: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
         for at in _index_bytes(source / name):
             flipped = data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :]
             yield from _with(source, scratch, f"{name} flipped at {at}", {name: flipped})
-    for one, other in zip(files, files[1:], strict=False):
+    for one, other in pairwise(files):
         first, second = ((source / name).read_bytes() for name in (one, other))
         yield from _with(source, scratch, f"{one} is {other}", {one: second})
         yield from _with(source, scratch, f"{other} is {one}", {other: first})

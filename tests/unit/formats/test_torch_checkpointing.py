@@ -52,7 +52,7 @@ def _leaf(found: dict[str, Any], key: str) -> Any:
         value = found[key]
         return {"bytes_hex": value.hex()} if isinstance(value, bytes) else value
     head, _, last = key.rpartition(".")
-    value = found[head] if head in found else {}
+    value = found.get(head, {})
     return value[int(last)] if last.isdigit() and value else value
 
 

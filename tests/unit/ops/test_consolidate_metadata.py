@@ -106,6 +106,22 @@ def test_a_rank_that_writes_meanwhile_is_noticed(source: Path) -> None:
     assert snapshot(source) == before
 
 
+def test_a_rank_that_writes_at_the_last_moment_is_noticed(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_metadata(source)
+    write = consolidate_metadata._write
+
+    def slow(path: Path, content: bytes) -> None:
+        write(path, content)
+        os.utime(source / "__1.metadata")
+
+    monkeypatch.setattr(consolidate_metadata, "_write", slow)
+    with pytest.raises(DamagedError, match="changed"):
+        run_metadata(plan)
+    assert not (source / ".metadata").exists()
+
+
 def test_items_are_looked_into(source: Path) -> None:
     content = (source / "__0_0.distcp").read_bytes()
     (source / "__0_0.distcp").write_bytes(bytes(len(content)))

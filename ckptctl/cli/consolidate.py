@@ -1,0 +1,149 @@
+"""``ckptctl consolidate SRC [DST]``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.convert import Published, carry_out
+from ckptctl.cli.output import Output
+from ckptctl.cli.tables import counted
+from ckptctl.errors import UsageError
+from ckptctl.units import format_bytes
+
+if TYPE_CHECKING:
+    from ckptctl.ops.consolidate_metadata import MetadataPlan
+
+SCHEMA = "ckptctl.consolidate/1"
+EPILOG = opt.examples(
+    "ckptctl consolidate global_step1000 model",
+    "ckptctl consolidate step-100 --metadata-only",
+    "ckptctl consolidate global_step1000 model --weights module --max-shard-size 2GB",
+    "ckptctl consolidate fsdp-ranks whole --to dcp --optimizer",
+    "ckptctl consolidate step-100 model --dry-run",
+)
+
+
+def consolidate(
+    context: typer.Context,
+    src: opt.Source,
+    dst: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DST", show_default=False, help="What to write; none with --metadata-only."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            callback=opt.check_writable,
+            autocompletion=opt.writable_formats,
+            help=f"Format to write: {opt.FORMATS}.  [default: hf; dcp with --optimizer]",
+        ),
+    ] = None,
+    metadata_only: Annotated[
+        bool,
+        typer.Option(
+            "--metadata-only", help="Add the .metadata that ranks left out; move no tensor."
+        ),
+    ] = False,
+    from_format: opt.From = None,
+    weights: opt.Weights = None,
+    tag: opt.Tag = None,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Keep the optimizer state: --to dcp or torch.")
+    ] = False,
+    dtype: opt.DType = None,
+    root: opt.Root = None,
+    max_shard_size: opt.MaxShardSize = "5GB",
+    assets: opt.Assets = None,
+    dry_run: opt.DryRun = False,
+    overwrite: opt.Overwrite = False,
+    resume: opt.Resume = False,
+    verify: opt.Verify = False,
+    no_checksum: opt.NoChecksum = False,
+    jobs: opt.Jobs = None,
+    memory: opt.Memory = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Make one whole checkpoint of what ranks left in pieces.
+
+    The form is recognised; no framework of the trainer is needed and none of its classes is
+    loaded. Names stay as the trainer wrote them. Whatever is missing is named, and nothing is
+    written.
+    """
+    from ckptctl import api
+
+    output = Output(json, quiet)
+    if metadata_only:
+        _metadata(output, src, dst, dry_run)
+        return
+    if dst is None:
+        raise UsageError("DST is missing", hint="only --metadata-only needs none")
+    plan = api.plan_conversion(
+        src,
+        dst,
+        to=to or ("dcp" if optimizer else "hf"),
+        from_format=from_format,
+        weights=cast(Literal["master", "module"] | None, weights),
+        tag=tag,
+        only="all" if optimizer else "model",
+        dtype=dtype,
+        root=root,
+        max_shard_size=max_shard_size,
+        assets=assets,
+        overwrite=overwrite,
+        resume=resume,
+        verify=verify,
+        checksum=not no_checksum,
+        jobs=jobs,
+        memory=memory,
+    )
+    carry_out(context, output, plan, dst, dry_run, Published(SCHEMA))
+
+
+def _metadata(output: Output, src: Path, dst: Path | None, dry_run: bool) -> None:
+    from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+
+    if dst is not None:
+        raise UsageError("--metadata-only adds a file to SRC and takes no DST", where=str(dst))
+    plan = plan_metadata(src)
+    _state(output, plan)
+    if dry_run:
+        _show(output, plan, {"dry_run": True, **plan.to_json()}, "would write")
+        output.hint("run it without `--dry-run`")
+        return
+    done = run_metadata(plan)
+    _show(output, plan, done.to_json(), "wrote")
+    output.hint(f"any world size can load {src} now")
+
+
+def _state(output: Output, plan: MetadataPlan) -> None:
+    output.statement(
+        f"dcp-rank-local · {counted(plan.ranks, 'rank')} · {counted(plan.tensors, 'tensor')} in "
+        f"{counted(plan.chunks, 'chunk')}, {format_bytes(plan.data_bytes)}"
+    )
+    for note in plan.notes:
+        output.note(note)
+
+
+def _show(output: Output, plan: MetadataPlan, document: dict[str, object], verb: str) -> None:
+    if output.mode == "json":
+        output.document(SCHEMA, document)
+    elif output.mode == "quiet":
+        output.line(str(plan.target))
+    elif output.mode == "plain":
+        output.fields([("target", plan.target), ("ranks", plan.ranks), ("bytes", plan.nbytes)])
+    else:
+        output.line(f"{verb} {plan.target} ({format_bytes(plan.nbytes)})", "bold")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("consolidate", epilog=EPILOG, no_args_is_help=True)(consolidate)

@@ -1,0 +1,201 @@
+"""torchsnapshot directories, and what their manifests can say beyond the sample."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError, CoverageError, DamagedError, FormatError
+from tests.checkpoints.readers import differences
+from tests.unit.formats.damage import converted
+
+
+@pytest.fixture
+def source(data: Path) -> Path:
+    return data / "wrappers" / "torchsnapshot" / "ckpt" / "snap"
+
+
+@pytest.fixture
+def expected(data: Path) -> dict[str, torch.Tensor]:
+    return load_file(data / "wrappers" / "torchsnapshot" / "expected.safetensors")
+
+
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_the_sample_is_exact(
+    source: Path, tmp_path: Path, expected: dict[str, torch.Tensor], to: str
+) -> None:
+    assert list(formats.sniff(source)) == ["torchsnapshot"]
+    assert not differences(converted(source, tmp_path, to, root="model.module"), expected)
+
+
+def test_all_leaves(source: Path, tmp_path: Path) -> None:
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found["progress"] == {"step": 2}
+    group = found["optim"]["param_groups"][0]
+    assert (group["lr"], group["betas"], group["foreach"]) == (0.01, (0.9, 0.999), None)
+    assert group["params"] == [0, 1, 2, 3, 4, 5]
+    assert set(found["optim"]["state"]) == {0, 1, 2, 3, 4, 5}
+
+
+def test_damage_is_never_a_silently_wrong_result(
+    source: Path, tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    """Bytes of elements have no checksum; those of the manifest, and all sizes, are checked."""
+    data = (source / ".snapshot_metadata").read_bytes()
+    for at in range(0, len(data), max(len(data) // 40, 1)):
+        _check(source, tmp_path, expected, ".snapshot_metadata", _flipped(data, at))
+    files = [item for item in source.rglob("*") if item.is_file()]
+    for file in files:
+        name, content = str(file.relative_to(source)), file.read_bytes()
+        for length in (0, len(content) // 2, len(content) - 1):
+            _check(source, tmp_path, expected, name, content[:length])
+        error = _check(source, tmp_path, expected, name, None)
+        assert isinstance(error, CkptError), name
+        if name != ".snapshot_metadata":
+            assert name in str(error.why), (name, error.to_json())
+
+
+def _flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 0x04]) + data[at + 1 :]
+
+
+def _check(
+    source: Path,
+    scratch: Path,
+    expected: dict[str, torch.Tensor],
+    name: str,
+    content: bytes | None,
+) -> CkptError | None:
+    copy = scratch / "damaged"
+    shutil.copytree(source, copy)
+    (copy / name).unlink()
+    if content is not None:
+        (copy / name).write_bytes(content)
+    try:
+        found = converted(copy, scratch, root="model.module")
+    except CkptError as error:
+        assert error.exit_code in (2, 3, 4, 5), error.to_json()
+        return error
+    finally:
+        shutil.rmtree(copy)
+    wrong = differences(found, expected)
+    renamed = {line.partition(": ")[2] for line in wrong if line.startswith("unexpected")}
+    assert len(wrong) == 2 * len(renamed), (name, wrong)  # a name has no checksum either
+    return None
+
+
+def snapshot(
+    folder: Path, manifest: dict[str, Any], files: dict[str, bytes], world: int = 2
+) -> Path:
+    folder.mkdir()
+    content = {"version": "0.1.0", "world_size": world, "manifest": manifest}
+    (folder / ".snapshot_metadata").write_text(json.dumps(content))
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def tensor(location: str, shape: list[int], span: list[int] | None = None) -> dict[str, Any]:
+    return {
+        "type": "Tensor",
+        "location": location,
+        "serializer": "buffer_protocol",
+        "dtype": "torch.float32",
+        "shape": shape,
+        "replicated": False,
+        "byte_range": span,
+    }
+
+
+def shard(location: str, offsets: list[int], sizes: list[int]) -> dict[str, Any]:
+    return {"offsets": offsets, "sizes": sizes, "tensor": tensor(location, sizes)}
+
+
+FULL = torch.arange(12.0).reshape(4, 3)
+HALVES = {f"sharded/w.{n}": FULL[2 * n : 2 * n + 2].numpy().tobytes() for n in (0, 1)}
+
+
+def test_sharded_tensors_of_all_ranks_are_joined(tmp_path: Path) -> None:
+    manifest = {
+        f"{rank}/m/a%2Fb": {
+            "type": "ShardedTensor",
+            "shards": [shard(f"sharded/w.{rank}", [2 * rank, 0], [2, 3])],
+        }
+        for rank in (0, 1)
+    }
+    found = converted(snapshot(tmp_path / "x", manifest, HALVES), tmp_path)
+    assert not differences(found, {"m.a/b": FULL})
+
+
+def test_chunks_must_cover_the_shape(tmp_path: Path) -> None:
+    chunks = [shard(f"sharded/w.{n}", [2 * n, 0], [2, 3]) for n in (0, 1)]
+    whole = {"type": "ChunkedTensor", "dtype": "torch.float32", "shape": [4, 3], "chunks": chunks}
+    manifest = {"0/w": {**whole, "replicated": True}}
+    found = converted(snapshot(tmp_path / "x", manifest, HALVES), tmp_path)
+    assert not differences(found, {"w": FULL})
+    lacking = {"0/w": {**whole, "replicated": True, "chunks": chunks[:1]}}
+    with pytest.raises(CoverageError):
+        converted(snapshot(tmp_path / "y", lacking, HALVES), tmp_path)
+
+
+def test_tensors_of_torch_save_and_of_each_rank(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(FULL.t(), buffer)
+    saved = {**tensor("0/t", [3, 4]), "serializer": "torch_save"}
+    manifest = {"0/t": saved, "0/r": tensor("0/r", [1]), "1/r": tensor("1/r", [1])}
+    files = {"0/t": buffer.getvalue(), "0/r": b"\0\0\x80?", "1/r": b"\0\0\0@"}
+    found = converted(snapshot(tmp_path / "x", manifest, files), tmp_path)
+    assert not differences(
+        found, {"t": FULL.t(), "r": torch.tensor([1.0]), "rank_1.r": torch.tensor([2.0])}
+    )
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {"0/w": tensor("../w", [1])},
+        {"0/w": tensor("w", [2])},
+        {"0/w": tensor("w", [1], [1, 5])},
+        {"0/w": tensor("w", [1], [4, 0])},
+        {"7/w": tensor("w", [1])},
+        {"0/w": {**tensor("w", [1]), "serializer": "per_tensor_qtensor"}},
+        {"0/w": {**tensor("w", [1]), "dtype": "torch.qint8"}},
+        {"0/w": {"type": "strange"}},
+        {"0/w": {"type": "int", "serialized_value": "x"}},
+        {"0/w": {"type": "bool", "serialized_value": "x"}},
+        {"0/w": {"type": "float", "serialized_value": "AAAA"}},
+        {"0/w": {"type": "ShardedTensor", "shards": []}},
+        {"0/d": {"type": "dict", "keys": ["lost"]}},
+        {"0/w": 1},
+        {},
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    source = snapshot(tmp_path / "x", manifest, {"w": b"\0" * 4})
+    with pytest.raises(CkptError) as caught:
+        converted(source, tmp_path)
+    assert caught.value.exit_code in (3, 4, 5)
+
+
+def test_old_snapshots_are_refused(tmp_path: Path) -> None:
+    source = snapshot(tmp_path / "x", {}, {})
+    (source / ".snapshot_metadata").write_text("version: 0.0.1\nmanifest: {}\n")
+    with pytest.raises(FormatError, match="not JSON"):
+        ckptctl.inspect(source)
+
+
+def test_a_gap_between_tensors_is_noticed(tmp_path: Path) -> None:
+    manifest = {"0/a": tensor("w", [1], [0, 4]), "0/b": tensor("w", [1], [8, 12])}
+    with pytest.raises(DamagedError, match="wrong place"):
+        ckptctl.inspect(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 12}))
