@@ -1,7 +1,7 @@
 """What a universal checkpoint of DeepSpeed holds: whole parameters, each in a folder of its own.
 
-Source: ``deepspeed/checkpoint/ds_to_universal.py``. Stage 3 leaves tensors flat; the converter makes
-all buffers float32, so they come from the model states.
+Source: ``deepspeed/checkpoint/ds_to_universal.py``. Stage 3 leaves tensors flat. The converter
+makes all buffers float32, so they come from the model states.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ZERO = "zero"
 FP32 = "fp32"
 SETTINGS = "optimizer_state.pt"
 _NOT_SETTINGS = (
+    "param_groups",
     "optimizer_state_dict",
     "fp32_flat_groups",
     "zero_stage",
@@ -216,9 +217,7 @@ class UniversalSave:
             for key in keys:
                 if key != FP32:
                     self._add_state(name, key, found)
-        file = f"{self.prefix}{ZERO}/{SETTINGS}"
-        settings = self._settings(file)
-        found.add(settings, (OPTIMIZER,), file, str(self.source.root / file))
+        self._add_settings(found)
         return found
 
     def _add_state(self, name: str, key: str, found: Leaves) -> None:
@@ -235,18 +234,31 @@ class UniversalSave:
             return
         found.tensors[entry.name] = entry
 
-    def _settings(self, file: str) -> dict[str, object]:
-        archive = read_archive(self.source, file, unknown="inert")
-        if not isinstance(archive.root, dict):
-            raise DamagedError("the optimizer's settings are not a dict", where=file)
-        content = {key: item for key, item in archive.root.items() if key not in _NOT_SETTINGS}
-        groups = content.pop("param_groups", None)
+    def _add_settings(self, found: Leaves) -> None:
+        """Add what all parameters have in common, and at stage 3 the counters of each."""
+        file = f"{self.prefix}{ZERO}/{SETTINGS}"
+        where = str(self.source.root / file)
+        content = read_archive(self.source, file, unknown="inert").root
+        if not isinstance(content, dict):
+            raise DamagedError("the optimizer's settings are not a dict", where=where)
+        groups, inner = content.get("param_groups"), content.get("optimizer_state_dict")
+        states = inner.get("state") if isinstance(inner, dict) else None
         owners = [
             (name, number)
             for number, group in enumerate(self.models[0].groups or ())
             for name in group
         ]
-        return plain_settings(content, groups if isinstance(groups, list) else (), owners)
+        for name, number in owners:
+            state = states.get(number) if isinstance(states, dict) else None
+            if (
+                isinstance(state, dict)
+                and "step" in state
+                and "step" not in self.values.get(name, ())
+            ):
+                found.add(state["step"], (OPTIMIZER, "state", name, "step"), file, where)
+        rest = {key: item for key, item in content.items() if key not in _NOT_SETTINGS}
+        settings = plain_settings(rest, groups if isinstance(groups, list) else (), owners)
+        found.add(settings, (OPTIMIZER,), file, where)
 
 
 def _values(source: SourceFiles, folder: str) -> Iterator[tuple[str, object]]:

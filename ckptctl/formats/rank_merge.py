@@ -84,7 +84,7 @@ class RankMerger:
                 self._add_blob(rank, path, leaf)
 
     def _check_rank(self, rank: int, file: str, leaf: Sharded) -> None:
-        if False:
+        if leaf.rank is not None and leaf.rank != rank:
             raise DamagedError(
                 f"`{file}` is not the file of rank {rank}",
                 where=str(self._files.root / file),

@@ -165,6 +165,7 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
     _require_unchanged(plan)
     with staging(plan.target, single_file=True) as stage:
         _write(stage.data / METADATA, plan.content)
+        _require_unchanged(plan)
         stage.publish()
     return MetadataResult(plan, time.monotonic() - start, tuple(stage.notes))
 

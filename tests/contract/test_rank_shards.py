@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,9 @@ def test_samples_are_read_bit_for_bit(tmp_path: Path, data: Path, sample: str, t
 def test_a_shard_alone_is_no_model(tmp_path: Path, data: Path) -> None:
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path) / FIRST
     assert not formats.sniff(source)
-    for options in ({}, {"from_format": "hf"}):
+    for known in (None, "hf"):
         with pytest.raises(CkptError) as caught:
-            ckptctl.convert(source, tmp_path / "out", to="hf", **options)
+            ckptctl.convert(source, tmp_path / "out", to="hf", from_format=known)
         assert caught.value.exit_code == 3
 
 
@@ -70,14 +71,22 @@ def damages(source: Path) -> Iterator[tuple[str, Callable[[], object]]]:
         content = file.read_bytes()
         yield f"{file.name} missing", file.unlink
         for length in (0, 1, len(content) // 2, len(content) - 1):
-            yield (
-                f"{file.name} cut to {length}",
-                lambda f=file, c=content, n=length: f.write_bytes(c[:n]),
-            )
+            yield f"{file.name} cut to {length}", partial(file.write_bytes, content[:length])
     for one, other in itertools.permutations(files, 2):
-        yield f"{one.name} is {other.name}", lambda a=one, b=other: shutil.copy(b, a)
+        yield f"{one.name} is {other.name}", partial(shutil.copy, other, one)
     for one, other in itertools.combinations(files, 2):
-        yield f"{one.name} and {other.name} swapped", lambda a=one, b=other: _swap(a, b)
+        yield f"{one.name} and {other.name} swapped", partial(_swap, one, other)
+
+
+def _lose(path: Path, *names: str) -> None:
+    for name in names:
+        (path / name).unlink()
+
+
+def _announce(path: Path, *names: str) -> None:
+    """Rename shards as if each rank had written two files."""
+    for name in names:
+        (path / name).rename(path / name.replace("of-00001", "of-00002"))
 
 
 def _swap(one: Path, other: Path) -> None:
@@ -138,17 +147,17 @@ def test_a_flipped_byte_of_the_index(tmp_path: Path, data: Path, sample: str) ->
 NAMED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "rank missing": (
         "dcp-rank-local/w2/ckpt",
-        lambda path: (path / "__0.metadata").unlink(),
+        lambda path: _lose(path, "__0.metadata"),
         "__0.metadata",
     ),
     "last rank missing, its data there": (
         "dcp-rank-local/w2/ckpt",
-        lambda path: (path / "__1.metadata").unlink(),
+        lambda path: _lose(path, "__1.metadata"),
         "__1.metadata",
     ),
     "last rank missing altogether": (
         "dcp-rank-local/w2/ckpt",
-        lambda path: [(path / name).unlink() for name in ("__1.metadata", "__1_0.distcp")],
+        lambda path: _lose(path, "__1.metadata", "__1_0.distcp"),
         "rank 0",
     ),
     "unfinished rank": (
@@ -158,7 +167,7 @@ NAMED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "data missing": (
         "dcp-rank-local/w2/ckpt",
-        lambda path: (path / "__1_0.distcp").unlink(),
+        lambda path: _lose(path, "__1_0.distcp"),
         "__1_0.distcp",
     ),
     "rank copied": (
@@ -173,12 +182,12 @@ NAMED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "first shard missing": (
         "hf-rank-shards/hf_sharded/ckpt",
-        lambda path: (path / FIRST).unlink(),
+        lambda path: _lose(path, FIRST),
         FIRST,
     ),
     "last shard missing, an index beside": (
         "hf-rank-shards/hf_consolidated/ckpt/sharded",
-        lambda path: (path / SECOND).unlink(),
+        lambda path: _lose(path, SECOND),
         "last ranks' shards",
     ),
     "shard copied": (
@@ -188,15 +197,12 @@ NAMED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "a file of each rank missing": (
         "hf-rank-shards/hf_sharded/ckpt",
-        lambda path: [
-            (path / name).rename(path / name.replace("of-00001", "of-00002"))
-            for name in (FIRST, SECOND)
-        ],
+        lambda path: _announce(path, FIRST, SECOND),
         "shard-00001-model-00002-of-00002.safetensors",
     ),
     "different saves": (
         "hf-rank-shards/hf_sharded/ckpt",
-        lambda path: (path / SECOND).rename(path / SECOND.replace("of-00001", "of-00002")),
+        lambda path: _announce(path, SECOND),
         "different saves",
     ),
 }

@@ -64,6 +64,33 @@ def save_placements(rank: int, world: int, folder: str) -> None:
     _save(rank, folder, state)
 
 
+def save_strided(rank: int, world: int, folder: str) -> None:
+    """Save tensors whose local parts are several runs of the global one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("s", "t"))
+    full = torch.arange(7 * 6 * 3.0).reshape(7, 6, 3)
+    state = {}
+    for dim, factor in ((0, 2), (0, 3), (1, 2), (1, 3), (2, 2)):
+        strided = _StridedShard(dim, split_factor=factor)
+        for other in (Replicate(), Shard((dim + 1) % 3), Shard(dim)):
+            pieces, _ = strided._split_tensor(full, 2, with_padding=False)
+            local = distribute_tensor(pieces[mesh.get_coordinate()[0]], mesh["t"], [other])
+            state[f"{strided} {other}"] = DTensor.from_local(
+                local.to_local(),
+                mesh,
+                [strided, other],
+                run_check=False,
+                shape=full.shape,
+                stride=full.stride(),
+            )
+    torch.save(state, Path(folder) / f"checkpoint_{rank}.pt")
+    if not rank:
+        torch.save(dict.fromkeys(state, full), Path(folder) / "full.expected")
+
+
 def save_partial(rank: int, world: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
@@ -90,7 +117,7 @@ def _save(rank: int, folder: str, state: dict[str, Any]) -> None:
         torch.save(full, Path(folder) / "full.expected")
 
 
-FULL = (save_parallel_model, save_hybrid_model, save_placements)
+FULL = (save_parallel_model, save_hybrid_model, save_placements, save_strided)
 
 
 def save_all(rank: int, world: int, folder: str) -> None:
