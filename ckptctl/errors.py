@@ -10,6 +10,7 @@
     │   ├── UnsafePickleError        4  a pickle asks for something that is not on the allow-list
     │   └── CoverageError            4  chunks leave a hole, overlap or disagree
     ├── MappingError                 5  keys, shapes or configs that do not fit the model type
+    │   └── HomelessError            5  tensors that no layout, or not the target's, has a place for
     ├── RefusedError                 6  nothing was changed: destination exists, disk too small, ...
     ├── PartialError                 7  some items failed; the report names each
     └── StorageError                 8  the operating system failed a read or a write
@@ -107,6 +108,30 @@ class MappingError(CkptError):
 
     exit_code = 5
     code = "mapping"
+
+
+class HomelessError(MappingError):
+    """Tensors that no layout knows, or that the target's has no place for.
+
+    Args:
+        what: See :class:`CkptError`.
+        where: See there.
+        why: See there.
+        hint: See there.
+        keys: Their names in the model; none where the whole checkpoint is meant.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        hint: str | None = None,
+        keys: Sequence[str] = (),
+    ) -> None:
+        super().__init__(what, where=where, why=why, hint=hint)
+        self.keys = keys
 
 
 class RefusedError(CkptError):

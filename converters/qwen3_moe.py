@@ -65,7 +65,10 @@ FAMILY: Family = replace(
     ),
     ties=(Tie("output", of="embed", stored_in=("hf-v5", "torchtitan@0.3", "torchtitan@0.2")),),
     constants={},
-    sizes={axis: names for axis, names in qwen2_moe.FAMILY.sizes.items() if axis != "s"},
+    sizes={
+        **{axis: names for axis, names in qwen2_moe.FAMILY.sizes.items() if axis != "s"},
+        "x": ("num_experts|num_local_experts", ""),
+    },
     proofs={**qwen2_moe.FAMILY.proofs, **qwen3.FAMILY.proofs},
     config_signs=({"model_type": "qwen3_moe"},),
 )

@@ -74,6 +74,8 @@ def _views(root: object, where: str) -> _Views:
             raise TypeError("its tensor headers are not a dict")
         found = {}
         for index, header in headers.items():
+            if header is None:  # a leaf that is no tensor
+                continue
             key = attributes(index)
             offsets = key["offset"]
             if not isinstance(offsets, tuple) or type(header) is not bytes:

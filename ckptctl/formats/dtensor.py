@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ckptctl.catalog import Box
@@ -178,18 +179,30 @@ def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
     records = spec["placements"]
     if not isinstance(records, tuple | list) or len(records) > MAX_RANK:
         raise TypeError("its placements are not a short sequence")
-    placements = [_placement(record) for record in records]
+    placements = tuple(_placement(record) for record in records)
     pieces: tuple[Piece, ...] = ()
     if mesh.coordinate is not None:
         order = _order(spec.get("shard_order"))
-        local = local_part(whole.shape, mesh.sizes, mesh.coordinate, placements, order)
+        local = _local(whole.shape, mesh.sizes, mesh.coordinate, placements, order)
         _check_local(local, stored, whole, placements)
         pieces = tuple(Piece(part.box, stored, part.start) for part in local.parts)
     return Sharded(whole.dtype, whole.shape, pieces, whole.requires_grad, mesh.rank, mesh.ranks)
 
 
+@lru_cache(maxsize=256)
+def _local(
+    shape: Ints,
+    mesh: Ints,
+    coordinate: Ints,
+    placements: tuple[Shard | None, ...],
+    order: tuple[tuple[int, Ints], ...] | None,
+) -> Local:
+    """Return :func:`local_part`, remembered: the layers of a model have the same shapes."""
+    return local_part(shape, mesh, coordinate, placements, dict(order) if order else None)
+
+
 def _check_local(
-    local: Local, stored: StoredTensor, whole: Wrapped, placements: list[Shard | None]
+    local: Local, stored: StoredTensor, whole: Wrapped, placements: tuple[Shard | None, ...]
 ) -> None:
     if stored.dtype != whole.dtype:
         raise DamagedError(
@@ -223,11 +236,11 @@ def _placement(record: object) -> Shard | None:
     return Shard(numbers[0], numbers[1])
 
 
-def _order(entries: object) -> dict[int, Ints] | None:
+def _order(entries: object) -> tuple[tuple[int, Ints], ...] | None:
     if not isinstance(entries, tuple | list) or len(entries) > MAX_RANK:
         return None
     pairs = [entry.args if isinstance(entry, Inert) else entry for entry in entries]
-    return {integers(pair[:1])[0]: integers(pair[1]) for pair in pairs}
+    return tuple((integers(pair[:1])[0], integers(pair[1])) for pair in pairs)
 
 
 def _mesh(state: Mapping[str, object]) -> Mesh:

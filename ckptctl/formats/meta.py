@@ -48,8 +48,8 @@ class MetaFormat(WritableFormat):
             return None
         if is_mistral(folder):
             return None
-        shards = [item for item in folder.glob("consolidated*.pth") if _SHARD.fullmatch(item.name)]
-        return Sniff(f"{len(shards)} consolidated.*.pth") if shards else None
+        shards = count(folder)
+        return Sniff(f"{shards} consolidated.*.pth") if shards else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
@@ -92,6 +92,11 @@ class MetaFormat(WritableFormat):
             return torch_file.FORMAT.lay_out(replace(request, name=name, tensors=tensors, blobs=()))
 
         return lay_out(request, shard, "Meta's files hold tensors only")
+
+
+def count(root: Path) -> int:
+    """Return the number of shards directly in *root*."""
+    return sum(1 for item in root.glob("consolidated*.pth") if _SHARD.fullmatch(item.name))
 
 
 def _shards(root: Path) -> list[str]:

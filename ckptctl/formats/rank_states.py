@@ -152,7 +152,8 @@ def _joined(files: SourceFiles, groups: Mapping[str, Mapping[int, RankFile]]) ->
         _require(group, max(merger.ranks, default=-1) + 1, str(files.root))
     if (files.root / TRAINER).is_file() and "model" in groups:
         merger.add(0, TRAINER, _below("trainer_state", read_rank_file(files, TRAINER)))
-    merger.refuse_unrelated(str(files.root))
+    if set(groups) == {""}:
+        merger.refuse_unrelated(str(files.root))
     return merger.finish()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, RefusedError, UsageError
+from ckptctl.errors import DamagedError, MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.expressions import check_expressions, matching
 from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
@@ -151,6 +151,23 @@ def require_saved(config: Json | None, saved: Collection[str]) -> None:
             why=f"it says {stated!r}, and no tensor is one of a whole module",
             hint="remove `modules_to_save` there if the model is to keep its own",
         )
+
+
+def require_adapter(catalog: Catalog, what: str, hint: str | None = None) -> None:
+    """Refuse a checkpoint without low-rank factors.
+
+    Args:
+        catalog: The checkpoint.
+        what: What is wrong then.
+        hint: What to do about it.
+
+    Raises:
+        MappingError: There are none.
+    """
+    if not is_adapter(catalog.tensors):
+        names = listed(list(catalog.tensors), 2)
+        why = f"no low-rank factor among {names}"
+        raise MappingError(what, where=catalog.path, why=why, hint=hint)
 
 
 def described(catalog: Catalog) -> Json | None:

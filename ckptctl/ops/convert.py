@@ -15,13 +15,14 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops import checks
 from ckptctl.ops.adapter_files import beside
-from ckptctl.ops.adapters import factors_only
+from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.documents import gather, unquantised
 from ckptctl.ops.draft import Draft
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.quantised import advised
 from ckptctl.ops.recognise import Json, Recognition, recognise
 from ckptctl.ops.tiles import require_regular
 from ckptctl.storage.compare import all_zero, equal
@@ -81,7 +82,9 @@ def plan_changed(
         weights=options.weights,
         tag=options.tag,
     )
-    catalog = factors_only(catalog) if target.adapters else catalog
+    if target.adapters:
+        catalog = factors_only(catalog)
+        require_adapter(catalog, f"format {target.name} holds adapters only")
     assets = beside(catalog, gather(catalog, options.assets))
     if options.dequantize:
         catalog = dequantised(catalog, options.dequantize)
@@ -89,8 +92,9 @@ def plan_changed(
     known = recognise(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
-    changed = change(catalog, known, assets.documents)
-    return Draft(changed, known, options, target, destination, assets).plan()
+    with advised(catalog, known.root):
+        changed = change(catalog, known, assets.documents)
+        return Draft(changed, known, options, target, destination, assets).plan()
 
 
 def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> ConversionResult:

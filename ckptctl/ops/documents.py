@@ -17,6 +17,7 @@ from ckptctl.planner.config_to_params import config_to_params
 from ckptctl.planner.configs import plain
 from ckptctl.planner.params_to_config import assumed, params_to_config
 from ckptctl.planner.plan import OutputFile, RawCopy
+from ckptctl.planner.statements import spelled
 
 CONFIG, PARAMS = "config.json", "params.json"
 NO_CONFIG = "there is no config.json: transformers cannot load this without one (`--assets`)"
@@ -124,6 +125,8 @@ def papers(
     if to_format == "hf" and CONFIG not in assets.documents:
         made = CONFIG in written
         notes = (_about_config(change, assets.documents[PARAMS]) if made else NO_CONFIG,)
+    if to_format == "hf":
+        notes += _about_layout(change)
     if formats.target(to_format).described and PARAMS not in written:
         raise _no_params(to_format, change)
     carried = {name: size for name, size in assets.sizes.items() if name not in written}
@@ -136,6 +139,18 @@ def papers(
         written,
         (*notes, *assets.notes),
     )
+
+
+def _about_layout(change: Change) -> tuple[str, ...]:
+    """Say so where transformers does not look for the names that the output has."""
+    family, layout = change.family, change.target_layout
+    if layout in (None, "hf"):
+        return ()
+    if family and family.layout(layout).same_as(family.layout("hf")):
+        return ()
+    if layout == "hf-v5":
+        return ("only transformers 5 reads layout hf-v5",)
+    return (f"transformers reads layout hf, and this is layout {layout}",)
 
 
 def _about_config(change: Change, params: Json) -> str:
@@ -215,7 +230,8 @@ def _resized(config: Json, change: Change) -> Json:
     """Return *config* as it holds after ``--vocab-size``."""
     if change.family is None or change.vocab is None:
         return config
-    return _replaced(config, change.family.sizes["v"][0].split("."), change.vocab)
+    name = spelled(config, change.family.sizes["v"][0])
+    return _replaced(config, name.split("."), change.vocab)
 
 
 def _replaced(values: Json, path: Sequence[str], value: object) -> Json:

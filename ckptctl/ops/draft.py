@@ -30,6 +30,7 @@ from ckptctl.ops.transfers import transfers
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.configs import tying
 from ckptctl.planner.division import divide
 from ckptctl.planner.mapped import MappedTensor
 from ckptctl.planner.parallel import Share
@@ -185,7 +186,7 @@ class Draft:
         """Whether tensors that share memory go on doing so; an hf reader would miss one of them."""
         if self.options.untie:
             return False
-        if self.target.nested or (self.known.config or {}).get("tie_word_embeddings") is True:
+        if self.target.nested or tying(self.known.config):
             return True
         names = [m.targets[0].key for m in mapped if self._entry(m).alias_of]
         if names:

@@ -136,7 +136,7 @@ def _describe(
     model = select_model(catalog, known.root).tensors.values()
     return replace(
         _stored(path, catalog, measured),
-        model_type=known.model_type if known.candidates else None,
+        model_type=known.model_type,
         candidates=known.candidates,
         layout=known.layout,
         root=known.root,

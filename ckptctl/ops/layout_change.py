@@ -229,7 +229,9 @@ def _unchanged(
         )
     mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
     notes: tuple[str, ...] = ()
-    if known.candidates and not known.exact:
+    if known.asked and not known.candidates:
+        notes = (f"names are kept: no layout of `{known.asked}` has these keys",)
+    elif known.candidates and not known.exact:
         notes = (f"names are kept; not all of them are those of {known.named}",)
     return Change(
         None,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
-from ckptctl.errors import MappingError, RefusedError, listed
+from ckptctl.errors import MappingError, RefusedError
 from ckptctl.ops.adapters import (
     Settings,
     check_magnitudes,
     described,
     factors_only,
+    require_adapter,
     require_saved,
     settings,
 )
@@ -28,6 +29,7 @@ from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.deltas import Delta, Deltas, Factor, deltas
 from ckptctl.planner.layouts import Family
 
+ORDER = "the order is `ckptctl merge BASE ADAPTER DST`"
 KINDS = ("float64", "float32", "float16", "bfloat16")
 LARGEST = 256 << 20
 """Bytes in float32 of the largest A: every thread keeps one."""
@@ -51,13 +53,7 @@ class Merging:
     def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
         self.adapter = factors_only(formats.open_checkpoint(path))
-        if not is_adapter(self.adapter.tensors):
-            raise MappingError(
-                "this is no adapter",
-                where=str(path),
-                why=f"no low-rank factor among {listed(list(self.adapter.tensors), 2)}",
-                hint="the order is `ckptctl merge BASE ADAPTER DST`",
-            )
+        require_adapter(self.adapter, "this is no adapter", ORDER)
         self.settings: Settings = settings(described(self.adapter), options.lora_alpha, scaling)
         self.layout = ""
         self.scales: set[float] = set()
@@ -71,7 +67,7 @@ class Merging:
             raise MappingError(
                 "this is an adapter, not its model",
                 where=catalog.path,
-                hint="the order is `ckptctl merge BASE ADAPTER DST`",
+                hint=ORDER,
             )
         family = chosen_family(known, known.layout, catalog.path)
         held = select(catalog, known.root).tensors

@@ -9,6 +9,7 @@ from ckptctl import families
 from ckptctl.errors import UsageError, nearest
 from ckptctl.planner.declarations import Signs
 from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.statements import spellings
 from ckptctl.planner.tables import Leaf, Tensor, show_dims
 
 SHOWN_KEYS = 3
@@ -133,8 +134,9 @@ class Model:
             "tied": family.tied,
             "variants": [list(group) for group in family.variants],
             "sizes": [
-                {"axis": axis, "config": names[0] or None, "params": names[1] or None}
+                {"axis": axis, "config": config or None, "params": params or None}
                 for axis, names in family.sizes.items()
+                for config, params in [(spellings(names[0])[0], spellings(names[1])[0])]
             ],
             "constants": dict(family.constants),
             "composite": {axis: list(parts) for axis, parts in family.composite.items()},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, MappingError, listed
+from ckptctl.errors import CkptError, DamagedError, HomelessError, MappingError, listed
 
 QUANTIZATION = "quantization_config"
 FP8 = "float8_e4m3fn"
@@ -78,6 +79,29 @@ def understood(catalog: Catalog) -> bool:
     except CkptError:
         return False
     return not unknown(catalog)
+
+
+@contextmanager
+def advised(catalog: Catalog, root: str) -> Iterator[None]:
+    """Let errors about tensors without a place say that a checkpoint is quantised, if it is.
+
+    Args:
+        catalog: The checkpoint.
+        root: Prefix of the model's names in it.
+    """
+    try:
+        yield
+    except HomelessError as error:
+        own = error.where == catalog.path or any(root + k in catalog.tensors for k in error.keys)
+        if own and (found := quantised(catalog)):
+            error.hint = _advice(", ".join(dict.fromkeys(found.values())), understood(catalog))
+        raise
+
+
+def _advice(how: str, known: bool) -> str:
+    if known:
+        return f"it is quantised ({how}): --dequantize bf16 writes plain tensors instead"
+    return f"it is quantised ({how}), which can be neither mapped nor dequantised"
 
 
 def pairs(catalog: Catalog) -> list[Pair]:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import ALTERNATIVES, MappingError, UsageError, either, listed, nearest
+from ckptctl.errors import (
+    ALTERNATIVES,
+    HomelessError,
+    MappingError,
+    UsageError,
+    either,
+    listed,
+    nearest,
+)
 from ckptctl.ops.selection import Selection, checked_root, containers, roots, select
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.detect import Candidate, Detection, detect
@@ -22,7 +30,7 @@ class Recognition:
     """The result.
 
     Attributes:
-        model_type: The family, if exactly one fits (or the user named it).
+        model_type: The family, if exactly one fits.
         candidates: All families that fit.
         layout: The layout, if exactly one fits; None for an unknown family.
         alike: Other layouts with the same names and axis orders.
@@ -31,6 +39,7 @@ class Recognition:
         exact: Whether every key is known and none is missing.
         config: ``config.json``, if there is one.
         params: ``params.json``, if there is one.
+        asked: The family that the user named.
     """
 
     model_type: str | None
@@ -42,6 +51,7 @@ class Recognition:
     exact: bool
     config: Json | None
     params: Json | None
+    asked: str | None = None
 
     @property
     def named(self) -> str:
@@ -120,10 +130,10 @@ def _check_layout(layout: str | None, known: Mapping[str, Family]) -> None:
 def require_one(found: Recognition, where: str) -> None:
     """Raise MappingError unless family and layout are known without doubt."""
     if not found.candidates:
-        raise MappingError(
+        raise HomelessError(
             "the model type is not known",
             where=where,
-            why="no known family has these keys",
+            why=_strange(found),
             hint="name it with `--model-type`; without mapping, hf, dcp and torch keep the names",
         )
     if found.model_type is None or found.layout is None:
@@ -133,6 +143,20 @@ def require_one(found: Recognition, where: str) -> None:
             why=_possible(found),
             hint="`--model-type` says which; a config.json (`--assets DIR`) decides it too",
         )
+
+
+def _strange(found: Recognition) -> str:
+    """Say why no family fits."""
+    if found.asked:
+        return f"no layout of `{found.asked}` has these keys"
+    stated = (found.config or {}).get("model_type")
+    signs = (sign for family in families.families().values() for sign in family.config_signs)
+    known = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
+    if not isinstance(stated, str) or stated in known:
+        return "no known family has these keys"
+    close = nearest(stated, known)
+    near = f" (near: `{close}`)" if close else ""
+    return f"config.json says `model_type` `{stated}`, which no known family has{near}"
 
 
 def _possible(found: Recognition) -> str:
@@ -234,7 +258,7 @@ def _recognition(
     layouts = {layout} if layout and candidates else {c.layout for c in candidates}
     one = next(iter(layouts)) if len(layouts) == 1 else None
     return Recognition(
-        model_type=names[0] if len(names) == 1 else model_type,
+        model_type=names[0] if len(names) == 1 else model_type if names else None,
         candidates=names,
         layout=one or layout,
         alike=candidates[0].alike if candidates else (),
@@ -243,6 +267,7 @@ def _recognition(
         exact=found.exact,
         config=config,
         params=params,
+        asked=model_type,
     )
 
 

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl import families
+from ckptctl import families, formats
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, nearest
+from ckptctl.formats import meta
 from ckptctl.formats.assets import documents
 from ckptctl.planner.arrivals import Arrival, Piece
 from ckptctl.planner.completeness import near
 from ckptctl.planner.configs import is_tied, read_lists, read_sizes
 from ckptctl.planner.extents import Range
+from ckptctl.planner.joining import possible_repeats
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.params_facts import contradictions
 from ckptctl.planner.routes import Route, route
@@ -78,11 +80,12 @@ def map_key(
         UsageError: No such family, layout or size, or several layouts have the key.
         MappingError: No layout has the key, or the target has no place for it.
         SourceNotFoundError: *config* names no directory with a configuration.
+        DamagedError: The shards there cannot be joined.
     """
     family = families.family(model_type)
     family.layout(to_layout)
     source = from_layout or _layout_of(family, key)
-    read = _configuration(config) if config else {}
+    read = _configuration(config, family) if config else {}
     described, params = read.get("config.json"), read.get("params.json")
     if described and params and (found := contradictions(family, described, params)):
         raise MappingError(
@@ -123,7 +126,7 @@ def _nearest_layout(family: Family, key: str) -> str:
     return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
 
 
-def _configuration(directory: Path) -> Mapping[str, Json]:
+def _configuration(directory: Path, family: Family) -> Mapping[str, Json]:
     root = directory.expanduser()
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(directory), hint="see --config")
@@ -132,6 +135,10 @@ def _configuration(directory: Path) -> Mapping[str, Json]:
         raise SourceNotFoundError(
             "there is no config.json and no params.json here", where=str(directory)
         )
+    stated = read_sizes(family, params=found.get("params.json"))
+    if possible_repeats(stated, meta.count(root)):
+        # Only the shards tell heads that ranks repeat from heads of their own.
+        return formats.open_checkpoint(root, "meta", family.name).documents
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeAlias
 
-from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.errors import HomelessError, MappingError, listed, nearest
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.matching import Matched, key_of, leads, slots
 from ckptctl.planner.tables import Tensor
@@ -128,7 +128,7 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: list
         absent: The keys that are missing: the first candidates for what was meant.
 
     Raises:
-        MappingError: There are some; each of the first five with the nearest known key.
+        HomelessError: There are some; each of the first five with the nearest known key.
     """
     if not matched.unmatched:
         return
@@ -137,13 +137,14 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: list
         close = nearest(key, [other for other in near(layout, key, absent) if other != key])
         lines.append(f"`{key}`" + (f" (near: `{close}`)" if close else ""))
     more = len(matched.unmatched) - len(lines)
-    raise MappingError(
+    raise HomelessError(
         f"{len(matched.unmatched):,} tensors are unknown to `{family.name}` in layout "
         f"`{layout.name}`",
         where=f"tensor `{matched.unmatched[0]}`",
         why=", ".join(lines) + (f" and {more:,} more" if more > 0 else ""),
         hint="is this another model type or layout (--model-type, --from-layout)? "
         "--exclude leaves tensors out",
+        keys=matched.unmatched,
     )
 
 

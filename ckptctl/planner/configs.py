@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ckptctl.errors import MappingError, UsageError, nearest
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.statements import looked_up
+from ckptctl.planner.statements import looked_up, spelled, spellings
 
 Json: TypeAlias = Mapping[str, object]
 
@@ -53,12 +53,30 @@ def facts(file: Json) -> Json:
 
 
 def is_tied(family: Family, config: Json | None, params: Json | None = None) -> bool:
-    """Return whether tied tensors are one: as the configuration says, else as the family does."""
+    """Return whether tied tensors are one: as the configuration says, else as the family does.
+
+    Raises:
+        MappingError: The configuration says something that is neither true nor false.
+    """
+    said = tying(config, params)
+    return family.tied if said is None else said
+
+
+def tying(config: Json | None, params: Json | None = None) -> bool | None:
+    """Return whether a configuration says that the embeddings are tied; None: it does not say.
+
+    Raises:
+        MappingError: It says something that is neither true nor false.
+    """
     for file, name in ((config, "tie_word_embeddings"), (params, "tied_embeddings")):
         said = None if file is None else plain(file).get(name)
         if isinstance(said, bool):
             return said
-    return family.tied
+        if said is not None:
+            raise MappingError(
+                f"`{name}` is neither true nor false", where=name, why=f"it is {said!r}"
+            )
+    return None
 
 
 def count(value: object, name: str) -> int | None:
@@ -117,9 +135,8 @@ def read_sizes(
         if file is None:
             continue
         values = plain(file)
-        named = {
-            axis: count(looked_up(values, n[column]), n[column]) for axis, n in family.sizes.items()
-        }
+        names = {axis: spelled(values, n[column]) for axis, n in family.sizes.items()}
+        named = {axis: count(looked_up(values, name), name) for axis, name in names.items()}
         sizes |= {axis: size for axis, size in named.items() if size is not None}
     agreed = _agreed(family, sizes, given or {})
     return _implied(family, agreed) if implied else agreed
@@ -153,7 +170,7 @@ def axis_called(family: Family, name: str) -> str:
     """
     called: dict[str, set[str]] = {}
     for axis, names in family.sizes.items():
-        for whole in filter(None, (axis, *names)):
+        for whole in filter(None, (axis, *(one for name in names for one in spellings(name)))):
             for spelling in {whole, whole.rpartition(".")[2]}:
                 called.setdefault(spelling, set()).add(axis)
     axes = {a for t in family.tensors.values() for leaf in t.leaves.values() for a in leaf.axes}
@@ -176,7 +193,8 @@ def axis_called(family: Family, name: str) -> str:
 
 
 def _spellings(axis: str, family: Family) -> list[str]:
-    return list(dict.fromkeys(f"`{name}`" for name in (axis, *family.sizes[axis]) if name))
+    shown = (spellings(name)[0] for name in family.sizes[axis])
+    return list(dict.fromkeys(f"`{name}`" for name in (axis, *shown) if name))
 
 
 def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:

@@ -31,7 +31,7 @@ from typing import TypeAlias
 from ckptctl.errors import UsageError, listed, nearest
 from ckptctl.planner.companions import BLOCK_AXES, Companion, with_companions
 from ckptctl.planner.declarations import PRESENT, SIZES, Drop, Shift, Signs, Tie, Tiles
-from ckptctl.planner.statements import META, NEEDED, ParamsStyle, Rule, Same
+from ckptctl.planner.statements import META, NEEDED, ParamsStyle, Rule, Same, spellings
 from ckptctl.planner.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.templates import Template, TemplateTable
 
@@ -120,7 +120,8 @@ class Family:
         tied: Whether they are one unless a configuration says otherwise.
         constants: Axis sizes that never vary.
         composite: Axes that are made of others.
-        sizes: For each axis, or index for its count, the names in config.json and params.json.
+        sizes: For each axis, or index for its count, the names in config.json and params.json;
+            ``one|other``: it has had several.
         repeated: Axes of which whole entries are repeated where there are fewer than ranks.
         pinned: Tensors that are never cast, by name without indices.
         variants: Alternatives of which every layer (every index of a table that names one of
@@ -244,4 +245,5 @@ class Family:
         names = self.sizes.get(whole)
         if not names:
             return f"axis `{axis}`"
-        return f"`{names[0]}`" + (f" (params.json: `{names[1]}`)" if names[1] else "")
+        config, params = (spellings(name)[0] for name in names)
+        return f"`{config}`" + (f" (params.json: `{params}`)" if params else "")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import HomelessError, MappingError, listed
 from ckptctl.planner.geometry import Geometry, geometry
 from ckptctl.planner.layouts import Drop, Family, Layout
 from ckptctl.planner.mapped import MappedTensor, View, Zeros, require_covered, stored_shapes
@@ -236,18 +236,19 @@ class _Run:
                 return True
         return False
 
-    def _homeless(self, found: Mapping[str, Tensor]) -> MappingError:
+    def _homeless(self, found: Mapping[str, Tensor]) -> HomelessError:
         keys = list(found)
         quantised = [t for t in found.values() if t.scales or t.variant in self.family.quantised]
         hints = ["--dequantize writes the plain tensors that they stand for"] if quantised else []
         if len(quantised) < len(found):
             hints += ["a model with these cannot be expressed there", "--exclude leaves them out"]
-        return MappingError(
+        return HomelessError(
             f"layout `{self.target.name}` of `{self.family.name}` has no place for "
             f"{len(keys):,} tensors",
             where=f"tensor `{keys[0]}`",
             why=f"among them {listed(keys)}",
             hint="; ".join(hints),
+            keys=keys,
         )
 
     def _zeros(self) -> Iterator[Zeros]:

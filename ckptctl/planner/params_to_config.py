@@ -26,7 +26,7 @@ from ckptctl.planner.params_facts import (
     rules_of,
     value_of,
 )
-from ckptctl.planner.statements import ParamsStyle, Same, looked_up
+from ckptctl.planner.statements import ParamsStyle, Same, looked_up, spellings
 
 
 def params_to_config(
@@ -55,7 +55,7 @@ def params_to_config(
     _understood(family, plain(params))
     config: dict[str, object] = {"architectures": [family.architecture]}
     for axis, size in _known_sizes(family, values, read_sizes(family, None, params) | dict(sizes)):
-        put(config, family.sizes[axis][0], size)
+        put(config, spellings(family.sizes[axis][0])[0], size)
     extra = preset(family, values)
     merge(config, extra)
     for name, fact in facts_of(style):
@@ -106,7 +106,7 @@ def _understood(family: Family, params: Json) -> None:
     """Refuse what params.json says and config.json of this family has no word for."""
     style = family.params
     known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in facts_of(style))}
-    known |= {names[1] for names in family.sizes.values()}
+    known |= {one for names in family.sizes.values() for one in spellings(names[1])}
     known |= {*FORMULA, SCALED} if style.derived else set()
     for name, value in _leaves(params, known | style.constant.keys()):
         if name in style.constant:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Box
 from ckptctl.errors import DamagedError
 
-MAX_PARTS = 1 << 16
+MAX_PARTS = 1 << 12
 Ints = tuple[int, ...]
 Run = tuple[int, int]
 

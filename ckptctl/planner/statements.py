@@ -20,6 +20,21 @@ def looked_up(values: Mapping[str, object], name: str) -> object:
     return looked_up(inner, tail) if tail and isinstance(inner, Mapping) else None
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """Return the names that ``outer.one|other`` stands for, the one to show and to write first.
+
+    Versions of transformers call the same size by different names.
+    """
+    outer, dot, last = name.rpartition(".")
+    return tuple(f"{outer}{dot}{one}" for one in last.split("|"))
+
+
+def spelled(values: Mapping[str, object], name: str) -> str:
+    """Return the first of the spellings of *name* under which *values* say something."""
+    names = spellings(name)
+    return next((one for one in names if looked_up(values, one) is not None), names[0])
+
+
 def states(values: Mapping[str, object], name: str) -> bool:
     """Return whether a configuration says anything under *name*, be it null."""
     outer, _, last = name.rpartition(".")

@@ -77,7 +77,9 @@ def save_strided(rank: int, world: int, folder: str) -> None:
         strided = _StridedShard(dim, split_factor=factor)
         for other in (Replicate(), Shard((dim + 1) % 3), Shard(dim)):
             pieces, _ = strided._split_tensor(full, 2, with_padding=False)
-            local = distribute_tensor(pieces[mesh.get_coordinate()[0]], mesh["t"], [other])
+            local = distribute_tensor(
+                pieces[(mesh.get_coordinate() or (0,))[0]], mesh["t"], [other]
+            )
             state[f"{strided} {other}"] = DTensor.from_local(
                 local.to_local(),
                 mesh,

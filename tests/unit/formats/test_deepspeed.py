@@ -472,3 +472,37 @@ def test_a_run_across_segments() -> None:
     assert [e.crc32 for e in found] == [None, None, None]
     (whole,) = extents(Part((5,), ((0, 2, 7),), 0), [strip])
     assert (whole.file, whole.offset, whole.crc32) == ("f2", 300, 7)
+
+
+def test_ranks_after_different_steps(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z3_fp32"), tmp_path)
+    step = formats.open_checkpoint(copy).tensors["optimizer.state.scale.step"].extents[0]
+    path = copy / step.file
+    content = bytearray(path.read_bytes())
+    content[step.offset : step.offset + 4] = bytes(4)
+    path.write_bytes(content)
+    error = error_of(copy)
+    assert "do not belong to one save" in error.what
+    assert "another `step`" in str(error.why)
+
+
+def test_shares_of_another_model(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z3_fp32"), tmp_path) / "global_step2"
+    for path in copy.glob("*model_states.pt"):
+        resaved(path, lambda content: content["param_shapes"][0].update(more=torch.Size([3])))
+    error = error_of(copy)
+    assert "partition of rank 0 is not as long as its share" in error.what
+
+
+def test_parameters_without_elements(data: Path, tmp_path: Path) -> None:
+    """All of them have address zero, so DeepSpeed takes the second for a copy of the first."""
+    copy = copied(sample(data, "z1_bf16opt"), tmp_path)
+    empty = {"none": torch.empty(0, 5), "none2": torch.empty(3, 0)}
+
+    def add(content: dict[str, Any]) -> None:
+        content["module"].update(empty)
+        content["shared_params"]["none2"] = "none"
+
+    resaved(copy / "global_step2/mp_rank_00_model_states.pt", add)
+    expected = {**master(data, "z1_bf16opt"), **empty}
+    assert not differences(converted(copy, tmp_path), expected)

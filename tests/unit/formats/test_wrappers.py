@@ -138,3 +138,27 @@ def _model_only(
         return error
     assert not differences(found, expected), what
     return None
+
+
+def test_the_optimizer_of_bytecheckpoint(data: Path, tmp_path: Path) -> None:
+    """Rank 0's first shard of ``exp_avg`` lies behind a pickle and a step of four bytes."""
+    import numpy as np
+
+    source = sample(data, "bytecheckpoint")[0] / "optimizer"
+    found: dict[str, Any] = converted(source, tmp_path, only="all")
+    assert any(name.startswith("param_groups.") for name in found)
+    steps = [value for name, value in found.items() if name.endswith(".step")]
+    assert steps
+    assert len({float(step) for step in steps}) == 1
+    raw = (source / "__0_0.distcp").read_bytes()
+    local = np.frombuffer(raw, "<f4", 19 * 13, 1581 + 4).reshape(19, 13)
+    assert torch.equal(found["state.0.weight.exp_avg"][:19], torch.from_numpy(local.copy()))
+
+
+def test_random_states_of_each_rank(data: Path, tmp_path: Path) -> None:
+    source = sample(data, "bytecheckpoint")[0] / "extra_state"
+    found = converted(source, tmp_path, only="all")
+    for rank, prefix in enumerate(("", "rank_1.")):
+        saved = torch.load(source / f"extra_state_rank_{rank}.pt", weights_only=False)
+        expected = saved["torch_rng_state"]
+        assert torch.equal(found[f"{prefix}extra_state.torch_rng_state"], expected)  # type: ignore[arg-type]
