@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from ckptctl.api import merge as merge
     from ckptctl.api import plan_conversion as plan_conversion
     from ckptctl.api import plan_merge as plan_merge
+    from ckptctl.api import verify as verify
     from ckptctl.catalog import Catalog as Catalog
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.convert import ConversionPlan as ConversionPlan
     from ckptctl.ops.convert import ConversionResult as ConversionResult
     from ckptctl.ops.inspection import Inspection as Inspection
     from ckptctl.ops.merge import MergePlan as MergePlan
+    from ckptctl.ops.verification import Verification as Verification
 
 __version__ = "0.1.0"
 
@@ -30,11 +32,13 @@ _HOME = {
     "ConversionResult": "ckptctl.ops.convert",
     "Inspection": "ckptctl.ops.inspection",
     "MergePlan": "ckptctl.ops.merge",
+    "Verification": "ckptctl.ops.verification",
     "convert": "ckptctl.api",
     "inspect": "ckptctl.api",
     "merge": "ckptctl.api",
     "plan_conversion": "ckptctl.api",
     "plan_merge": "ckptctl.api",
+    "verify": "ckptctl.api",
 }
 
 __all__ = [
@@ -44,12 +48,14 @@ __all__ = [
     "ConversionResult",
     "Inspection",
     "MergePlan",
+    "Verification",
     "__version__",
     "convert",
     "inspect",
     "merge",
     "plan_conversion",
     "plan_merge",
+    "verify",
 ]
 
 

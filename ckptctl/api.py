@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.convert import ConversionOptions, ConversionPlan, ConversionResult
     from ckptctl.ops.inspection import Inspection
     from ckptctl.ops.merge import MergePlan
+    from ckptctl.ops.verification import Level, Verification
 
 AnyPath = str | Path
 MAX_SHARD_SIZE = "5GB"
@@ -108,6 +109,51 @@ def inspect(
 
     with families.using(converter):
         return run(path, format, stats, model_type=model_type)
+
+
+def verify(
+    path: AnyPath,
+    *,
+    level: Level = "headers",
+    nan: bool = False,
+    manifest: bool = False,
+    format: str | None = None,
+    model_type: str | None = None,
+    weights: Literal["master", "module"] | None = None,
+    tag: str | None = None,
+    jobs: int | None = None,
+) -> Verification:
+    """Say whether the checkpoint at *path* is whole, and list everything that is wrong with it.
+
+    Args:
+        path: A directory or a file; it is never changed.
+        level: ``fast`` reads the index, ``headers`` also what each item says of itself, ``full``
+            also every byte that a checksum covers.
+        nan: Search floating values for NaN and Inf; imports torch.
+        manifest: Add ``SHA256SUMS`` when nothing is wrong; goes with ``full``.
+        format: Its format; None: detect it.
+        model_type: Model family; None: detect it.
+        weights: ``master`` or ``module``, where the checkpoint holds both.
+        tag: Which of several saves in it; None: the one that its pointer names.
+        jobs: Threads; None: one per core, at most four.
+
+    Raises:
+        CkptError: It does not exist or is not recognised. What is damaged is a finding.
+    """
+    from ckptctl.ops.verify import VerifyOptions
+    from ckptctl.ops.verify import verify as run
+
+    chosen = VerifyOptions(
+        format=format,
+        level=level,
+        nan=nan,
+        manifest=manifest,
+        model_type=model_type,
+        weights=_weights(weights),
+        tag=tag,
+        jobs=_positive("jobs", jobs),
+    )
+    return run(path, chosen)
 
 
 def plan_conversion(

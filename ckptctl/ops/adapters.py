@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, MappingError, RefusedError, UsageError, listed
+from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.expressions import check_expressions, matching
 from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
@@ -153,21 +153,22 @@ def require_saved(config: Json | None, saved: Collection[str]) -> None:
         )
 
 
-def require_adapter(catalog: Catalog, what: str, hint: str | None = None) -> None:
+def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: str = "") -> None:
     """Refuse a checkpoint without low-rank factors.
 
     Args:
         catalog: The checkpoint.
+        kind: The error to raise then.
         what: What is wrong then.
         hint: What to do about it.
 
     Raises:
-        MappingError: There are none.
+        CkptError: There are none.
     """
     if not is_adapter(catalog.tensors):
         names = listed(list(catalog.tensors), 2)
         why = f"no low-rank factor among {names}"
-        raise MappingError(what, where=catalog.path, why=why, hint=hint)
+        raise kind(what, where=catalog.path, why=why, hint=hint or None)
 
 
 def described(catalog: Catalog) -> Json | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, MappingError
+from ckptctl.errors import CkptError, MappingError, UsageError
 from ckptctl.ops import checks
 from ckptctl.ops.adapter_files import beside
 from ckptctl.ops.adapters import factors_only, require_adapter
@@ -84,7 +84,7 @@ def plan_changed(
     )
     if target.adapters:
         catalog = factors_only(catalog)
-        require_adapter(catalog, f"format {target.name} holds adapters only")
+        require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
     assets = beside(catalog, gather(catalog, options.assets))
     if options.dequantize:
         catalog = dequantised(catalog, options.dequantize)

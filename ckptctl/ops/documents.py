@@ -144,12 +144,12 @@ def papers(
 def _about_layout(change: Change) -> tuple[str, ...]:
     """Say so where transformers does not look for the names that the output has."""
     family, layout = change.family, change.target_layout
-    if layout in (None, "hf"):
+    if layout is None or layout == "hf":
         return ()
     if family and family.layout(layout).same_as(family.layout("hf")):
         return ()
-    if layout == "hf-v5":
-        return ("only transformers 5 reads layout hf-v5",)
+    if layout.startswith("hf-"):
+        return (f"transformers 5 reads layout {layout}, earlier versions may not",)
     return (f"transformers reads layout hf, and this is layout {layout}",)
 
 
@@ -170,7 +170,7 @@ def _written(
     config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
     written: dict[str, bytes] = {}
     if config is not None:
-        changed = _resized(_untied(_with_dtype(config, dtype) if cast else config, change), change)
+        changed = resized(_untied(_with_dtype(config, dtype) if cast else config, change), change)
         if changed != config or CONFIG not in assets.sizes or CONFIG in assets.changed:
             written[CONFIG] = dumped(changed)
     if to_format == "hf" and config is None and params is not None and change.family:
@@ -198,7 +198,7 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
         return amended(params, "vocab_size", change.vocab) if change.vocab else params
     if config is None:
         return None
-    told = _resized(_untied(config, change), change)
+    told = resized(_untied(config, change), change)
     return config_to_params(change.family, told, change.sizes or {}, ranks=ranks)
 
 
@@ -226,7 +226,7 @@ def _untied(config: Json, change: Change) -> Json:
     return {**config, "tie_word_embeddings": False}
 
 
-def _resized(config: Json, change: Change) -> Json:
+def resized(config: Json, change: Change) -> Json:
     """Return *config* as it holds after ``--vocab-size``."""
     if change.family is None or change.vocab is None:
         return config

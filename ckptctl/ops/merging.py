@@ -53,7 +53,7 @@ class Merging:
     def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
         self.adapter = factors_only(formats.open_checkpoint(path))
-        require_adapter(self.adapter, "this is no adapter", ORDER)
+        require_adapter(self.adapter, MappingError, "this is no adapter", ORDER)
         self.settings: Settings = settings(described(self.adapter), options.lora_alpha, scaling)
         self.layout = ""
         self.scales: set[float] = set()

@@ -68,13 +68,16 @@ def tying(config: Json | None, params: Json | None = None) -> bool | None:
     Raises:
         MappingError: It says something that is neither true nor false.
     """
-    for file, name in ((config, "tie_word_embeddings"), (params, "tied_embeddings")):
+    for place, file, name in (
+        ("config.json", config, "tie_word_embeddings"),
+        ("params.json", params, "tied_embeddings"),
+    ):
         said = None if file is None else plain(file).get(name)
         if isinstance(said, bool):
             return said
         if said is not None:
             raise MappingError(
-                f"`{name}` is neither true nor false", where=name, why=f"it is {said!r}"
+                f"`{name}` is neither true nor false", where=place, why=f"it is {said!r}"
             )
     return None
 

@@ -85,6 +85,29 @@ def measure(files: SourceFiles, entry: TensorEntry, window: int = WINDOW) -> Sta
     return replace(total, histogram=_histogram(files, entry, window, total))
 
 
+def nonfinite(
+    files: SourceFiles, entry: TensorEntry, window: int = WINDOW
+) -> tuple[int, int] | None:
+    """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers.
+
+    Args:
+        files: The checkpoint that holds it; its extents must be ``raw``.
+        entry: The tensor.
+        window: Bytes to hold at a time.
+
+    Raises:
+        DamagedError: A file ends before the tensor does.
+    """
+    if entry.dtype in UNMEASURED:
+        return None
+    nan = inf = 0
+    for values in _values(files, entry, window):
+        if not values.isfinite().all():
+            nan += int(values.isnan().sum())
+            inf += int(values.isinf().sum())
+    return nan, inf
+
+
 def merge(a: Statistics, b: Statistics) -> Statistics:
     """Return the statistics of both parts together, histograms left out.
 

@@ -10,6 +10,7 @@ import torch
 
 import ckptctl
 from ckptctl.families import families
+from ckptctl.planner.statements import spelled, states
 from tests.checkpoints.golden import Golden, digest, family_of, names
 
 GOLDEN = {name: Golden.read(name) for name in names()}
@@ -25,6 +26,14 @@ def test_every_layout_has_a_golden_digest() -> None:
     for name, family in families().items():
         known = {layout for n, layout in CASES if family_of(n) == name}
         assert known == set(family.layouts), "run `python -m tests.oracle.make_golden`"
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_configurations_state_all_sizes(name: str) -> None:
+    """Only a head dimension may be silent, and what the model does not have is null."""
+    family, config = families()[family_of(name)], GOLDEN[name].config
+    names = {axis: spelled(config, named[0]) for axis, named in family.sizes.items() if named[0]}
+    assert {axis for axis, one in names.items() if not states(config, one)} <= {"e"}
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

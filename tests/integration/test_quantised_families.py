@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import ckptctl
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
-from tests.checkpoints import load_any_reference, save_hf
+from tests.checkpoints import load_any_reference, save_hf, tiny_llama
 from tests.contract.tables import tiny
 from tests.unit.planner.test_companions import natively
 
@@ -66,6 +66,48 @@ def test_dequantised_experts_are_stacked_and_the_bias_stays_fp32(tmp_path, sourc
     assert torch.equal(stacked, torch.stack([plain[name] for name in names]))
     assert found["layers.1.moe.expert_bias_E"].dtype == torch.float32
     assert {value.dtype for value in found.values()} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("layout", ["deepseek", "hf"])
+def test_inspect_reads_what_was_written(tmp_path, source, layout):
+    ckptctl.convert(source, tmp_path / "out", to="hf", to_layout=layout)
+    found = ckptctl.inspect(tmp_path / "out")
+    assert (found.model_type, found.layout, found.dequantisable) == ("deepseek_v3", layout, True)
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_inspect_reads_experts_of_gpt_oss(tmp_path, to):
+    state = {
+        name: torch.zeros(
+            shape, dtype=torch.uint8 if "_blocks" in name or "_scales" in name else None
+        )
+        for name, shape in tiny(family("gpt_oss"), "hf").items()
+    }
+    packed = [name for name in state if name.endswith((".gate_up_proj", ".down_proj"))]
+    for name in packed:
+        experts, _, rows = state.pop(name).shape
+        state[f"{name}_blocks"] = torch.zeros(experts, rows, 2, 16, dtype=torch.uint8)
+        state[f"{name}_scales"] = torch.zeros(experts, rows, 2, dtype=torch.uint8)
+    save_hf(tmp_path / "in", state, {"model_type": "gpt_oss"})
+    out = tmp_path / ("out.pt" if to == "torch" else "out")
+    ckptctl.convert(tmp_path / "in", out, to=to, to_layout="openai", model_type="gpt_oss")
+    found = ckptctl.inspect(out)
+    assert (found.model_type, found.layout) == ("gpt_oss", "openai")
+    assert found.quantised and found.dequantisable
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"), [("_scale_inv", "--dequantize"), ("_scale", "compressed-tensors")]
+)
+def test_unknown_scales_are_not_left_out(tmp_path, scale, says):
+    state, config = tiny_llama("llama3")
+    for key in [name for name in state if "proj" in name]:
+        state[key] = state[key].to(torch.float8_e4m3fn)
+        state[key + scale] = torch.ones(1, 1)
+    save_hf(tmp_path / "in", state, config)
+    with pytest.raises(MappingError) as caught:
+        ckptctl.convert(tmp_path / "in", tmp_path / "out", to="meta")
+    assert says in caught.value.hint and "--exclude" not in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from ckptctl.ops.routes import map_key
 from ckptctl.planner.extents import Amount
+from tests.checkpoints import save_meta, tiny_llama
 
 Q = "model.layers.7.self_attn.q_proj.weight"
 REORDERED = "reordered"
@@ -42,6 +43,19 @@ def test_sizes_of_a_configuration(run, tiny_llama3_hf):
     assert shape["shape"] == ["h*e", "d"] and shape["numbers"] == [64, 64]
     refused = run("map", Q, *target, "--set", "n_heads=3")
     assert refused.exit_code == 2 and "contradicts the configuration" in refused.stderr
+
+
+@pytest.mark.parametrize("files", ["both", "params.json"])
+def test_heads_that_ranks_repeat_count_once(run, tmp_path, files):
+    state, config = tiny_llama("llama3", heads=4, kv_heads=2)
+    meta = save_meta(tmp_path / "meta", state, config, 4)
+    assert json.loads((meta / "params.json").read_text())["n_kv_heads"] == 4
+    if files == "both":
+        (meta / "config.json").write_text(json.dumps(config))
+    target = ("-m", "llama3", "--to-layout", "hf", "--config", meta, "--json")
+    found = run("map", "layers.0.attention.wk.weight", *target)
+    assert found.exit_code == 0, found.stderr
+    assert json.loads(found.stdout)["sizes"]["k"] == 2
 
 
 def test_what_fills_a_fused_tensor(run):

@@ -193,6 +193,19 @@ def test_a_model_is_no_adapter(base, tmp_path):
         ckptctl.merge(base, base, tmp_path / "out")
 
 
+def test_a_quantised_model_is_dequantised_first(tmp_path):
+    state, config = tiny_llama("llama3")
+    adapter = save_peft(tmp_path / "adapter", random_adapter(state))
+    key = next(name for name in state if "q_proj" in name)
+    state[f"{key}_scale_inv"] = torch.full((1, 1), 0.5)
+    state[key] = state[key].to(torch.float8_e4m3fn)
+    base = save_hf(tmp_path / "fp8", state, config)
+    with pytest.raises(MappingError, match="unknown to `llama3`") as caught:
+        ckptctl.merge(base, adapter, tmp_path / "out")
+    assert "--dequantize" in caught.value.hint and "--exclude" not in caught.value.hint
+    ckptctl.merge(base, adapter, tmp_path / "out", dequantize="bf16")
+
+
 def test_an_adapter_is_no_model(tmp_path):
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
     with pytest.raises(MappingError, match="not its model"):

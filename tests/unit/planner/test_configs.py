@@ -226,6 +226,14 @@ def test_ties():
     assert not is_tied(family("llama3_2"), {"tie_word_embeddings": False})
 
 
+@pytest.mark.parametrize("said", ["yes", 1, 0, [True]])
+def test_ties_are_stated_or_not(said):
+    for files in ({"tie_word_embeddings": said}, None), (None, {"tied_embeddings": said}):
+        with pytest.raises(MappingError, match="neither true nor false"):
+            is_tied(family("llama3"), *files)
+    assert not is_tied(family("llama3"), {"tie_word_embeddings": None})
+
+
 def test_params_of_a_small_config():
     params = config_to_params(family("llama3"), CONFIG | {"rope_scaling": LLAMA3}, {})
     assert params["use_scaled_rope"] is True

@@ -1,9 +1,13 @@
 """Sizes that a user states: ``--set``."""
 
+import dataclasses
+
 import pytest
 
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
+from ckptctl.ops.documents import resized
+from ckptctl.ops.layout_change import Change
 from ckptctl.planner.configs import axis_called, read_sizes
 
 LLAMA = family("llama3")
@@ -20,6 +24,29 @@ def test_the_last_part_of_a_nested_name():
     mixtral = family("mixtral")
     assert mixtral.sizes["x"][1] == "moe.num_experts"
     assert axis_called(mixtral, "num_experts") == axis_called(mixtral, "moe.num_experts") == "x"
+
+
+NAMED = dataclasses.replace(LLAMA, sizes={"x": ("inner.new|old", ""), "v": ("vocab|words", "")})
+
+
+@pytest.mark.parametrize("name", ["new", "old"])
+def test_a_size_that_has_had_several_names(name):
+    assert read_sizes(NAMED, {"inner": {name: 4}}) == {"x": 4}
+    assert axis_called(NAMED, name) == axis_called(NAMED, f"inner.{name}") == "x"
+    with pytest.raises(MappingError, match=name):
+        read_sizes(NAMED, {"inner": {name: "four"}})
+
+
+def test_the_first_name_wins_and_is_shown():
+    assert read_sizes(NAMED, {"inner": {"new": 4, "old": 5}}) == {"x": 4}
+    assert read_sizes(NAMED, {"inner": {"new": None, "old": 5}}) == {"x": 5}
+    assert NAMED.called("x") == "`inner.new`"
+
+
+def test_the_name_that_is_there_is_written():
+    change = Change(NAMED, "hf", "hf", (), {}, vocab=8)
+    assert resized({"words": 4}, change) == {"words": 8}
+    assert resized({}, change) == {"vocab": 8}
 
 
 def test_it_fills_what_the_configuration_leaves_open():

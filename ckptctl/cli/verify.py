@@ -1,0 +1,176 @@
+"""``ckptctl verify PATH``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+from ckptctl.cli.progress import progress
+from ckptctl.cli.tables import counted
+from ckptctl.errors import DamagedError
+from ckptctl.units import format_bytes
+
+if TYPE_CHECKING:
+    from ckptctl.ops.verification import Finding, Level, Verification
+
+SCHEMA = "ckptctl.verify/1"
+SHOWN = 10
+LEVELS = ["fast", "headers", "full"]
+EPILOG = opt.examples(
+    "ckptctl verify tests/data/tiny-llama3-hf",
+    "ckptctl verify step-2000 --level full --nan",
+    "ckptctl verify step-2000 --level fast --quiet || echo not whole",
+    "ckptctl verify step-2000 --level full --manifest   (then: sha256sum -c SHA256SUMS)",
+    "ckptctl verify step-2000 --json | jq .findings",
+)
+
+
+def _check_level(value: str) -> str:
+    """Refuse what is no level."""
+    return opt.among(value, "level", LEVELS) or value
+
+
+def _levels() -> list[str]:
+    return LEVELS
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", show_default=False, help="Checkpoint.")],
+    from_format: opt.From = None,
+    level: Annotated[
+        str,
+        typer.Option(
+            "--level",
+            metavar="LEVEL",
+            callback=_check_level,
+            autocompletion=_levels,
+            help="fast: the index; headers: also those of all items; full: also all checksums.",
+        ),
+    ] = "headers",
+    nan: Annotated[
+        bool, typer.Option("--nan", help="Read all floating values; name tensors with NaN or Inf.")
+    ] = False,
+    manifest: Annotated[
+        bool,
+        typer.Option("--manifest", help="With --level full: add SHA256SUMS if all is well."),
+    ] = False,
+    weights: opt.Weights = None,
+    tag: opt.Tag = None,
+    model_type: opt.ModelType = None,
+    converter: opt.Converter = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", metavar="N", callback=opt.check_positive, help="Threads that read."),
+    ] = None,
+    json: opt.Json = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print errors alone, one per line.")
+    ] = False,
+) -> None:
+    """Prove that a checkpoint is whole, or say what is wrong with it and where.
+
+    Everything that is wrong is found, not only the first. The exit code is 0 when the checkpoint
+    is whole and 4 when it is not; warnings do not change it.
+    """
+    from ckptctl.ops import verify as op
+
+    del converter  # known while the command runs
+    output = Output(json, quiet)
+    asked = op.VerifyOptions(
+        format=from_format,
+        level=cast("Level", level),
+        nan=nan,
+        manifest=manifest,
+        model_type=model_type,
+        weights=cast(Literal["master", "module"] | None, weights),
+        tag=tag,
+        jobs=jobs,
+    )
+    found = op.verify(path, asked, partial(progress, output, "verifying"))
+    _print(output, found)
+    if not found.whole:
+        raise typer.Exit(DamagedError.exit_code)
+
+
+def _print(output: Output, found: Verification) -> None:
+    if output.mode == "json":
+        output.document(SCHEMA, found.to_json())
+    elif output.mode == "quiet":
+        for one in found.errors:
+            output.line(_one_line(one))
+    elif output.mode == "plain":
+        output.fields(_fields(found))
+        if found.findings:
+            output.line()
+        output.table([(f.severity, f.what, f.where, f.why or "") for f in found.findings])
+    else:
+        _print_for_people(output, found)
+
+
+def _print_for_people(output: Output, found: Verification) -> None:
+    output.line(f"{found.path}   {_headline(found)}", "bold")
+    for one in found.findings[:SHOWN]:
+        output.line(f"  {one.severity}: {one.what}", "red" if one.severity == "error" else "yellow")
+        for label, text in (("where: ", one.where), ("why:   ", one.why)):
+            if text:
+                output.line(f"    {label}{text}")
+    if len(found.findings) > SHOWN:
+        output.line(f"  and {len(found.findings) - SHOWN:,} more; `--json` lists all")
+    for line in _data(found):
+        output.line(f"  {line}", "dim")
+
+
+def _headline(found: Verification) -> str:
+    parts = [
+        found.format,
+        counted(found.tensors, "tensor"),
+        f"{counted(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
+        f"level {found.level}",
+        "whole" if found.whole else f"not whole: {counted(len(found.errors), 'error')}",
+    ]
+    return " · ".join(parts)
+
+
+def _data(found: Verification) -> Iterator[str]:
+    if found.proven_bytes is not None and found.structure_only_bytes is not None:
+        yield f"proven by checksums: {format_bytes(found.proven_bytes)}"
+        yield f"structure only: {format_bytes(found.structure_only_bytes)}"
+    if found.nan and found.whole:
+        yield "all floating values are finite"
+    if found.manifest:
+        yield f"wrote {found.manifest}"
+    yield from found.notes
+
+
+def _fields(found: Verification) -> Iterator[tuple[str, object]]:
+    yield "path", found.path
+    yield "format", found.format
+    yield "level", found.level
+    yield "whole", "yes" if found.whole else "no"
+    yield "tensors", found.tensors
+    yield "files", len(found.files)
+    yield "bytes", found.nbytes
+    if found.proven_bytes is not None:
+        yield "proven_bytes", found.proven_bytes
+        yield "structure_only_bytes", found.structure_only_bytes
+    yield "errors", len(found.errors)
+    yield "warnings", len(found.findings) - len(found.errors)
+    if found.manifest:
+        yield "manifest", found.manifest
+    for note in found.notes:
+        yield "note", note
+
+
+def _one_line(finding: Finding) -> str:
+    return ": ".join(filter(None, (finding.where, finding.what)))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("verify", epilog=EPILOG, no_args_is_help=True)(verify)

@@ -1,0 +1,152 @@
+"""What a verification returns: frozen, torch-free, JSON-able."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ckptctl.catalog import Box
+from ckptctl.errors import CkptError
+
+Level = Literal["fast", "headers", "full"]
+LEVELS: tuple[Level, ...] = ("fast", "headers", "full")
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Attributes:
+        what: One line without a full stop.
+        why: The evidence: sizes, names, offsets.
+        severity: ``error``: the checkpoint is not whole; ``warning``: it is, but look at this.
+        file: The file concerned, relative to the checkpoint where it is a part of it.
+        tensor: The tensor, or other leaf, concerned.
+        box: The part of the tensor.
+    """
+
+    what: str
+    why: str | None = None
+    severity: Severity = "error"
+    file: str | None = None
+    tensor: str | None = None
+    box: Box | None = None
+
+    @property
+    def where(self) -> str:
+        """Return the tensor, its box and the file, as far as they are known."""
+        tensor = f"`{self.tensor}`" if self.tensor else ""
+        box = str(self.box) if self.box and self.box.sizes else ""
+        parts = (" ".join(filter(None, (tensor, box))), self.file)
+        return ", ".join(part for part in parts if part)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        box = self.box
+        return {
+            "severity": self.severity,
+            "what": self.what,
+            "where": self.where,
+            "file": self.file,
+            "tensor": self.tensor,
+            "box": box and {"offsets": list(box.offsets), "sizes": list(box.sizes)},
+            "why": self.why,
+        }
+
+
+def of_error(error: CkptError, root: Path, tensor: str | None = None) -> Finding:
+    """Return what *error* says as a finding.
+
+    Args:
+        error: What a reader raised.
+        root: Directory of the checkpoint, which is left out of paths.
+        tensor: The tensor that was being looked at.
+    """
+    file = error.where.replace(f"{root}/", "") if error.where else None
+    return Finding(error.what, error.why, file=file, tensor=tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """How whole a checkpoint is.
+
+    Attributes:
+        path: What was verified, as it was named.
+        format: Its format.
+        level: How much was read: ``fast``, ``headers`` or ``full``.
+        tensors: Number of tensors that could be read.
+        nbytes: Bytes of all data files.
+        files: The data files, with their sizes in bytes.
+        proven: For each data file the bytes that a checksum proves; empty below ``full``.
+        nan: Whether floating values were searched for NaN and Inf.
+        findings: Everything that is wrong, errors first.
+        manifest: The list of SHA-256 sums that was written; None: none was.
+        notes: What else a reader should know.
+        seconds: Time that it took.
+    """
+
+    path: str
+    format: str
+    level: Level
+    tensors: int = 0
+    files: Mapping[str, int] = field(default_factory=dict)
+    proven: Mapping[str, int] = field(default_factory=dict)
+    nan: bool = False
+    findings: tuple[Finding, ...] = ()
+    manifest: str | None = None
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all data files."""
+        return sum(self.files.values())
+
+    @property
+    def whole(self) -> bool:
+        """Return whether nothing that was looked at is wrong; warnings do not count."""
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Return the findings because of which the checkpoint is not whole."""
+        return tuple(found for found in self.findings if found.severity == "error")
+
+    @property
+    def proven_bytes(self) -> int | None:
+        """Return the bytes that a checksum proves; None: no checksum was looked at."""
+        return sum(self.proven.values()) if self.level == "full" else None
+
+    @property
+    def structure_only_bytes(self) -> int | None:
+        """Return the bytes that no checksum covers; None: no checksum was looked at."""
+        proven = self.proven_bytes
+        return None if proven is None else self.nbytes - proven
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        full = self.level == "full"
+        return {
+            "path": self.path,
+            "format": self.format,
+            "level": self.level,
+            "whole": self.whole,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "proven_bytes": self.proven_bytes,
+            "structure_only_bytes": self.structure_only_bytes,
+            "nan_checked": self.nan,
+            "files": [
+                {"path": name, "bytes": size, "proven": self.proven.get(name, 0) if full else None}
+                for name, size in self.files.items()
+            ],
+            "errors": len(self.errors),
+            "warnings": len(self.findings) - len(self.errors),
+            "findings": [found.to_json() for found in self.findings],
+            "manifest": self.manifest,
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 3),
+        }

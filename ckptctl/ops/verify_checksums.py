@@ -1,0 +1,197 @@
+"""Every checksum that a checkpoint carries, checked against its bytes, in parallel blocks.
+
+Where a file carries none, only its structure can be checked: those bytes are counted apart.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+
+from ckptctl.catalog import Catalog, is_computed
+from ckptctl.errors import CkptError
+from ckptctl.ops.verification import Finding, of_error
+from ckptctl.ops.verify_structure import is_zip
+from ckptctl.storage.crc import combine, crc32
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.zip_directory import FileRange, read_directory
+
+BLOCK = 64 << 20
+WINDOW = 1 << 20
+MAX_JOBS = 4
+Advance = Callable[[int], None]
+_local = threading.local()
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Recorded:
+    """A byte range, and the CRC-32 that is recorded of it.
+
+    Attributes:
+        file: Relative to the root.
+        offset: First byte.
+        nbytes: Number of bytes.
+        crc32: Of those bytes.
+        name: The tensor; None: another record of a zip.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int
+    name: str | None = None
+
+
+def threads(jobs: int | None) -> int:
+    """Return the number of threads to read with."""
+    return jobs or min(MAX_JOBS, os.cpu_count() or 1)
+
+
+def recorded(
+    files: SourceFiles, catalog: Catalog, resolved: Catalog
+) -> tuple[list[Recorded], list[Finding]]:
+    """Return all checksums of a checkpoint, in the order of the bytes, and what is wrong with them.
+
+    Args:
+        files: Its files.
+        catalog: As it was read.
+        resolved: With the bytes of every item located.
+    """
+    known: dict[tuple[str, int, int, int], Recorded] = {}
+    for entry in resolved.tensors.values():
+        for extent in entry.extents:
+            sum_ = None if is_computed(extent.file) else extent.recorded
+            if sum_ is not None and sum_.nbytes:
+                place = (extent.file, sum_.offset, sum_.nbytes, sum_.crc32)
+                known.setdefault(place, Recorded(*place, name=entry.name))
+    findings: list[Finding] = []
+    for file, base, length in _zips(files, catalog):
+        try:
+            directory = read_directory(FileRange(files, file, base, length))
+        except CkptError as error:
+            findings.append(of_error(error, files.root))
+            continue
+        for record in directory.records.values() if directory.checksums else ():
+            place = (file, base + record.offset, record.nbytes, record.crc32)
+            if record.nbytes:
+                known.setdefault(place, Recorded(*place))
+    return sorted(known.values(), key=lambda one: (one.file, one.offset, one.nbytes)), findings
+
+
+def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
+    """Yield every zip: the write items of a data file, or the file itself."""
+    items = {
+        (extent.file, extent.offset, extent.nbytes)
+        for entry in catalog.tensors.values()
+        for extent in entry.extents
+        if extent.codec == "torch"
+    }
+    items |= {(b.file, b.offset, b.nbytes) for b in catalog.blobs.values() if b.file is not None}
+    yield from sorted(items)
+    apart = {file for file, _, _ in items}
+    for file, size in catalog.files.items():
+        if file not in apart and is_zip(files, file):
+            yield file, 0, size
+
+
+def check(
+    files: SourceFiles, ranges: Sequence[Recorded], jobs: int | None, advance: Advance | None
+) -> tuple[list[Finding], dict[str, int]]:
+    """Read *ranges* and compare them.
+
+    Args:
+        files: Files of the checkpoint.
+        ranges: In the order of the bytes.
+        jobs: Threads; None: one per core, at most four.
+        advance: Called with bytes done, from any thread.
+
+    Returns:
+        What differs, and for each file the bytes that are proven.
+    """
+    blocks = [block for index, one in enumerate(ranges) for block in _blocks(index, one)]
+
+    def crc_of(block: tuple[int, int, int]) -> int | CkptError:
+        index, offset, nbytes = block
+        try:
+            return _crc(files, ranges[index].file, offset, nbytes, advance)
+        except CkptError as error:
+            return error
+
+    findings: list[Finding] = []
+    good: list[Recorded] = []
+    with ThreadPoolExecutor(threads(jobs)) as pool:
+        found = zip(blocks, pool.map(crc_of, blocks), strict=True)
+        for index, parts in groupby(found, key=lambda pair: pair[0][0]):
+            wrong = _compared(ranges[index], [(b[2], crc) for b, crc in parts], files)
+            if wrong:
+                findings.append(wrong)
+            else:
+                good.append(ranges[index])
+    return findings, proven(good)
+
+
+def _blocks(index: int, one: Recorded) -> Iterator[tuple[int, int, int]]:
+    for start in range(0, one.nbytes, BLOCK):
+        yield index, one.offset + start, min(BLOCK, one.nbytes - start)
+
+
+def _compared(
+    one: Recorded, parts: Sequence[tuple[int, int | CkptError]], files: SourceFiles
+) -> Finding | None:
+    crc = 0
+    for nbytes, part in parts:
+        if isinstance(part, CkptError):
+            return of_error(part, files.root, one.name)
+        crc = combine(crc, part, nbytes)
+    if crc == one.crc32:
+        return None
+    why = (
+        f"bytes {one.offset:,} to {one.offset + one.nbytes:,} have CRC-32 {crc:08x}, "
+        f"recorded is {one.crc32:08x}"
+    )
+    return Finding("a checksum does not match", why, file=one.file, tensor=one.name)
+
+
+def _crc(files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None) -> int:
+    crc = 0
+    for view in windows(files, file, offset, nbytes, advance):
+        crc = crc32(view, crc)
+    return crc
+
+
+def windows(
+    files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None
+) -> Iterator[memoryview]:
+    """Yield a range of a file piece by piece, in one buffer per thread that is used again."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(WINDOW))
+    for start in range(0, nbytes, WINDOW):
+        view: memoryview = _local.buffer[: min(WINDOW, nbytes - start)]
+        files.readv(file, [view], offset + start)
+        yield view
+        if advance:
+            advance(len(view))
+
+
+def proven(ranges: Sequence[Recorded]) -> dict[str, int]:
+    """Return for each file the bytes that *ranges*, in their order, cover."""
+    covered: dict[str, int] = {}
+    for file, members in groupby(ranges, key=lambda one: one.file):
+        end = count = 0
+        for one in members:
+            last = one.offset + one.nbytes
+            count += max(0, last - max(end, one.offset))
+            end = max(end, last)
+        covered[file] = count
+    return covered
+
+
+def whole_files(
+    proven_by: Mapping[str, int], hashed: Sequence[str], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return *proven_by* with the files that a digest of the whole file proves."""
+    return {**proven_by, **{name: sizes[name] for name in hashed if name in sizes}}

@@ -1,0 +1,214 @@
+"""Does the index of a checkpoint hold together: boxes, files, byte ranges; no data is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, is_computed
+from ckptctl.errors import CkptError, CoverageError, listed
+from ckptctl.ops.verification import Finding, Severity
+from ckptctl.planner.boxes import Coverage, coverage, intersect
+from ckptctl.storage.files import SourceFiles
+from ckptctl.units import natural
+
+ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
+ZIP = b"PK\3\4"
+DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
+Lost = Mapping[str, Sequence[tuple[Box, str]]]
+"""For each tensor the boxes that are in files that cannot be used, and those files."""
+
+
+def structure(catalog: Catalog, lost: Lost) -> Iterator[Finding]:
+    """Yield what is wrong with *catalog*.
+
+    Args:
+        catalog: As it was read, extents resolved or not.
+        lost: What is known to lie in files that are missing.
+    """
+    if not catalog.tensors:
+        yield Finding("there are no tensors")
+    for entry in catalog.tensors.values():
+        yield from _tiling(catalog, entry, lost.get(entry.name, ()))
+        yield from _lengths(entry)
+    yield from _files(catalog)
+    yield from _shared_bytes(catalog)
+    yield from _moments(catalog)
+
+
+def is_zip(files: SourceFiles, name: str) -> bool:
+    """Return whether a file begins like a zip."""
+    return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
+
+
+def _tiling(
+    catalog: Catalog, entry: TensorEntry, lost: Sequence[tuple[Box, str]]
+) -> Iterator[Finding]:
+    try:
+        found = coverage(entry.shape, [extent.box for extent in entry.extents])
+    except CoverageError as error:
+        found = Coverage()
+        yield Finding(error.what, error.why, tensor=entry.name)
+    for box in found.outside:
+        yield Finding(
+            "a chunk lies outside of its tensor",
+            f"the tensor has shape {list(entry.shape)}",
+            file=_home(entry, box),
+            tensor=entry.name,
+            box=box,
+        )
+    for box in found.overlaps:
+        holders = [e.file for e in entry.extents if not e.box.sizes or intersect(e.box, box)]
+        yield Finding(
+            "elements are stored more than once",
+            f"chunks that overlap lie in {listed(natural(set(holders)))}",
+            tensor=entry.name,
+            box=box,
+        )
+    for box in found.holes:
+        yield from _hole(catalog, entry, box, lost)
+
+
+def _hole(
+    catalog: Catalog, entry: TensorEntry, hole: Box, lost: Sequence[tuple[Box, str]]
+) -> Iterator[Finding]:
+    """Yield one finding per file that is known to hold a part of *hole*; else one for it all."""
+    parts = [(intersect(box, hole) if hole.sizes else hole, file) for box, file in lost]
+    named = False
+    for box, file in parts:
+        if box is not None:
+            named = True
+            why = f"it lies in `{file}`{_by_rank(file)}, which cannot be used"
+            yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
+    if not named:
+        why = f"no chunk of shape {list(entry.shape)} covers them{_suspect(catalog, entry)}"
+        yield Finding("elements are missing", why, tensor=entry.name, box=hole)
+
+
+def _by_rank(file: str) -> str:
+    match = DISTCP.fullmatch(file)
+    return f" of rank {int(match[1])}" if match else ""
+
+
+def _suspect(catalog: Catalog, entry: TensorEntry) -> str:
+    """Say which rank should hold what is missing, where only one has nothing of the tensor."""
+    ranks = {int(m[1]) for file in catalog.files if (m := DISTCP.fullmatch(file))}
+    here = {int(m[1]) for e in entry.extents if (m := DISTCP.fullmatch(e.file))}
+    if not here or max(ranks) >= 2 * len(ranks) + 2:
+        return ""
+    absent = set(range(max(ranks) + 1)) - here
+    if len(absent) != 1:
+        return ""
+    rank = absent.pop()
+    return f"; every rank but {rank} holds a chunk: `__{rank}_*.distcp` should have them"
+
+
+def _home(entry: TensorEntry, box: Box) -> str | None:
+    return next((extent.file for extent in entry.extents if extent.box == box), None)
+
+
+def _lengths(entry: TensorEntry) -> Iterator[Finding]:
+    size = dtypes.itemsize(entry.dtype)
+    for extent in entry.extents:
+        plain = extent.codec == "raw" and extent.strides is None
+        if plain and extent.nbytes != extent.box.numel * size:
+            why = f"{extent.nbytes:,} bytes are stored, {extent.box.numel * size:,} are needed"
+            yield _about(entry, extent, "a chunk has the wrong number of bytes", why)
+
+
+def _about(entry: TensorEntry, extent: Extent, what: str, why: str) -> Finding:
+    return Finding(what, why, file=extent.file, tensor=entry.name, box=extent.box)
+
+
+def _files(catalog: Catalog) -> Iterator[Finding]:
+    """Every byte range has to lie inside of its file."""
+    ends: dict[str, tuple[int, str]] = {}
+    for name, file, start, end in _ranges(catalog):
+        if start < 0 or end < start:
+            yield Finding("a byte range is negative", f"{start:,} to {end:,}", "error", file, name)
+        ends[file] = max(ends.get(file, (-1, "")), (end, name))
+    for file in natural(ends):
+        size, (end, name) = catalog.files.get(file), ends[file]
+        if size is None:
+            yield Finding("a data file is missing", file=file, tensor=name)
+        elif end > size:
+            why = f"{end:,} bytes are needed, the file has {size:,}"
+            yield Finding("a data file is truncated", why, file=file, tensor=name)
+
+
+def _ranges(catalog: Catalog) -> Iterator[tuple[str, str, int, int]]:
+    for entry in catalog.tensors.values():
+        for extent in entry.extents:
+            if not is_computed(extent.file):
+                yield entry.name, extent.file, extent.offset, extent.offset + extent.nbytes
+    for blob in catalog.blobs.values():
+        if blob.file is not None:
+            yield blob.name, blob.file, blob.offset, blob.offset + blob.nbytes
+
+
+def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
+    """No byte may belong to two tensors, unless these share their memory.
+
+    Tensors in one zip of ``torch.save`` do so whenever they are views of one storage, and no two
+    records of a zip overlap, which is proven where zips are read. Elsewhere two names may stand for
+    the same bytes, but not for a part of each other's.
+    """
+    with SourceFiles(catalog.root) as files:
+        for file, ranges in _exclusive(catalog).items():
+            if any(codec == "raw" for *_, codec in ranges) and _zip(files, file):
+                continue
+            ranges.sort()
+            before = ranges[0]
+            for one in ranges[1:]:
+                if one[0] < before[1] and one[:2] != before[:2] and one[2] != before[2]:
+                    why = f"bytes {one[0]:,} to {min(one[1], before[1]):,} are `{before[2]}`'s too"
+                    yield Finding("two tensors overlap in a file", why, "error", file, one[2])
+                before = max(before, one, key=lambda known: known[1])
+
+
+def _zip(files: SourceFiles, name: str) -> bool:
+    try:
+        return is_zip(files, name)
+    except CkptError:
+        return True  # that it cannot be read is said elsewhere
+
+
+def _exclusive(catalog: Catalog) -> dict[str, list[tuple[int, int, str, str]]]:
+    found: dict[str, list[tuple[int, int, str, str]]] = {}
+    for entry in catalog.tensors.values():
+        for extent in entry.extents if entry.alias_of is None else ():
+            if extent.strides is None and extent.nbytes and not is_computed(extent.file):
+                place = (extent.offset, extent.offset + extent.nbytes, entry.name, extent.codec)
+                found.setdefault(extent.file, []).append(place)
+    for blob in catalog.blobs.values():
+        if blob.file is not None:
+            place = (blob.offset, blob.offset + blob.nbytes, blob.name, "torch")
+            found.setdefault(blob.file, []).append(place)
+    return found
+
+
+def _moments(catalog: Catalog) -> Iterator[Finding]:
+    """Yield what one parameter lacks of the state that Adam keeps of the others.
+
+    A parameter without all three is not Adam's; what has the first moment alone may be Lion's.
+    """
+    found: dict[str, set[str]] = {}
+    for name in (*catalog.tensors, *catalog.blobs):
+        parameter, _, slot = name.rpartition(".")
+        if slot in ADAM:
+            found.setdefault(parameter, set()).add(slot)
+    usual = max(found.values(), key=len, default=set())
+    for parameter, slots in found.items():
+        if slots != {"step"} and "exp_avg" in usual:
+            severity: Severity = "warning" if slots == {"exp_avg"} else "error"
+            for slot in sorted(usual - slots):
+                why = f"other parameters have it; of this one there is {listed(sorted(slots))}"
+                what = "a part of the optimizer's state is missing"
+                yield Finding(what, why, severity, tensor=f"{parameter}.{slot}")
+
+
+def root_of(path: Path) -> Path:
+    """Return the directory that *path* is, or lies in."""
+    return path if path.is_dir() else path.parent

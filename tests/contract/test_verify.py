@@ -1,0 +1,448 @@
+"""``verify`` on every format that can be written: whole ones pass, and damage is named."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
+from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.formats.dcp_metadata import METADATA, Item, decode, encode
+from ckptctl.ops.verification import LEVELS, Verification
+from tests.checkpoints import save_bin, tiny_llama
+from tests.contract.support import WRITABLE, build, place, snapshot
+
+STATE, CONFIG = tiny_llama("llama3", layers=1)
+NORM = "model.norm.weight"
+SAMPLES = (
+    "dcp",
+    "dcp-rank-local",
+    "deepspeed",
+    "hf-rank-shards",
+    "rank_files",
+    "torch_checkpointing",
+)
+UNLISTED = "bn.num_batches_tracked/fp32.pt"  # the only file of a buffer that nothing else names
+REFUSED = ("universal_z2_rr", "fsdp1_local")
+DATA = (".safetensors", ".distcp", ".pt", ".pth", ".bin", ".metadata")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return one checkpoint per format that others wrote, and one that we wrote."""
+    folder = tmp_path_factory.mktemp("made")
+    found = {name: build(name, folder, STATE, CONFIG) for name in WRITABLE}
+    found["bin"] = save_bin(folder / "bin", STATE, CONFIG, shards=2)
+    for name in WRITABLE:
+        found[f"our-{name}"] = place(folder, name, f"our-{name}")
+        ckptctl.convert(found["hf"], found[f"our-{name}"], to=name)
+    return found
+
+
+@pytest.fixture
+def copied(made: dict[str, Path], tmp_path: Path) -> Any:
+    """Return the function that copies one of them to be damaged."""
+
+    def copy(name: str) -> Path:
+        return clone(made[name], tmp_path)
+
+    return copy
+
+
+def clone(source: Path, folder: Path) -> Path:
+    target = folder / source.name
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy(source, target)
+    return target
+
+
+def whats(found: Verification) -> list[str]:
+    return [one.what for one in found.errors]
+
+
+KINDS = (*WRITABLE, "bin", *(f"our-{name}" for name in WRITABLE))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole(made: dict[str, Path], kind: str, level: Any) -> None:
+    before = snapshot(made[kind])
+    found = ckptctl.verify(made[kind], level=level)
+    assert found.whole and not found.findings
+    assert found.format == kind.removeprefix("our-").replace("bin", "hf")
+    assert found.tensors == len(formats.open_checkpoint(made[kind]).tensors)
+    assert snapshot(made[kind]) == before
+    if level == "full":
+        size = formats.open_checkpoint(made[kind]).nbytes
+        assert found.proven_bytes is not None
+        assert found.proven_bytes >= (0 if kind in ("hf", "mistral", "deepseek") else size)
+    else:
+        assert found.proven_bytes is None
+
+
+@pytest.mark.parametrize("kind", ["hf", *(f"our-{name}" for name in WRITABLE)])
+@pytest.mark.parametrize("how", ["gone", "empty", "short"])
+def test_a_data_file_is_damaged(copied: Any, kind: str, how: str) -> None:
+    path = copied(kind)
+    for name in sorted(formats.open_checkpoint(path).files):
+        target = path if path.is_file() else path / name
+        content = target.read_bytes()
+        if how == "gone":
+            target.unlink()
+        else:
+            target.write_bytes(b"" if how == "empty" else content[:-1])
+        try:
+            found = ckptctl.verify(path, level="fast")
+        except CkptError as error:
+            assert error.exit_code == 3, error
+            assert path.is_file() or len(formats.sniff(path)) == 0 or how == "empty"
+        else:
+            assert not found.whole
+            assert any(name in f"{f.file} {f.what} {f.why}" for f in found.errors), found.findings
+        target.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", [*(f"our-{name}" for name in WRITABLE), "torch", "dcp", "bin"])
+def test_full_finds_a_flipped_byte_in_every_tensor(copied: Any, kind: str) -> None:
+    path = copied(kind)
+    catalog = formats.resolve(formats.open_checkpoint(path))
+    for entry in list(catalog.tensors.values())[::3]:
+        extent = entry.extents[-1]
+        target = path if path.is_file() else path / extent.file
+        flip(target, extent.offset + extent.nbytes // 2)
+        assert ckptctl.verify(path).whole
+        found = ckptctl.verify(path, level="full", jobs=2)
+        assert {(f.tensor, f.file) for f in found.errors} == {(entry.name, extent.file)}
+        assert "CRC-32" in str(found.errors[0].why)
+        flip(target, extent.offset + extent.nbytes // 2)
+    assert ckptctl.verify(path, level="full").whole
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_headers_finds_an_item_that_is_another_tensor(copied: Any) -> None:
+    """Two items of equal length are swapped: the index still holds together."""
+    path = copied("our-dcp")
+    entries = formats.open_checkpoint(path).tensors
+    a, b = (
+        entries["model.layers.0.mlp.up_proj.weight"],
+        entries["model.layers.0.mlp.down_proj.weight"],
+    )
+    (x,), (y,) = a.extents, b.extents
+    assert a.shape != b.shape and x.nbytes == y.nbytes
+    first, second = (path / e.file for e in (x, y))
+    one = first.read_bytes()[x.offset : x.offset + x.nbytes]
+    two = second.read_bytes()[y.offset : y.offset + y.nbytes]
+    for file, extent, content in ((first, x, two), (second, y, one)):
+        whole = bytearray(file.read_bytes())
+        whole[extent.offset : extent.offset + extent.nbytes] = content
+        file.write_bytes(whole)
+    assert ckptctl.verify(path, level="fast").whole
+    assert {f.tensor for f in ckptctl.verify(path).errors} == {a.name, b.name}
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Write `.metadata` again with other items; *change* maps ``{(name, box): item}``."""
+    leaves = decode((path / METADATA).read_bytes(), "")
+    tensors = [OutputTensor(n, x.dtype, x.shape, x.path) for n, x in leaves.items() if x.dtype]
+    items = {(n, box): item for n, leaf in leaves.items() for box, item in leaf.items if box}
+    items = change(items)
+    boxes: dict[str, list[Place]] = {tensor.name: [] for tensor in tensors}
+    for name, box in items:
+        boxes[name].append(Place(box, 0))
+    flat = {(name, box.offsets): item for (name, box), item in items.items()}
+    (path / METADATA).write_bytes(encode(tensors, [], boxes, flat))
+
+
+@pytest.fixture
+def sharded(data: Path, tmp_path: Path) -> Path:
+    """Return a copy of what four ranks saved."""
+    path = clone(data / "dcp/dcp_2d/ckpt", tmp_path)
+    rewrite(path, lambda items: items)
+    assert ckptctl.verify(path, level="full").whole
+    return path
+
+
+def test_a_hole_says_where_it_is(sharded: Path) -> None:
+    chosen: list[tuple[str, Box]] = []
+
+    def drop(items: dict[tuple[str, Box], Item]) -> dict[tuple[str, Box], Item]:
+        per_rank = {}
+        for (name, box), item in items.items():
+            per_rank.setdefault(name, {})[int(item.file.split("_")[2])] = (name, box)
+        name = next(name for name, ranks in per_rank.items() if set(ranks) == {0, 1, 2, 3})
+        chosen.append(per_rank[name][2])
+        return {key: item for key, item in items.items() if key != per_rank[name][2]}
+
+    rewrite(sharded, drop)
+    (found,) = ckptctl.verify(sharded, level="fast").errors
+    assert (found.tensor, found.box) == chosen[0]
+    assert "every rank but 2 holds a chunk" in str(found.why)
+
+
+def test_overlapping_boxes_are_listed(sharded: Path) -> None:
+    def grow(items: dict[tuple[str, Box], Item]) -> dict[tuple[str, Box], Item]:
+        (name, box), item = next((k, i) for k, i in items.items() if len(k[1].sizes) == 2)
+        return (
+            {**items, (name, Box((0, 0), (1, 1))): item}
+            if any(box.offsets)
+            else {
+                **{k: i for k, i in items.items() if k != (name, box)},
+                (name, Box(box.offsets, (box.sizes[0] + 1, box.sizes[1]))): item,
+            }
+        )
+
+    rewrite(sharded, grow)
+    found = ckptctl.verify(sharded, level="fast")
+    assert "elements are stored more than once" in whats(found)
+    assert all(f.tensor and f.box for f in found.errors)
+
+
+def test_items_that_overlap_in_a_file(sharded: Path) -> None:
+    def shift(items: dict[tuple[str, Box], Item]) -> dict[tuple[str, Box], Item]:
+        key, item = sorted(items.items(), key=lambda pair: (pair[1].file, pair[1].offset))[0]
+        return {**items, key: Item(item.file, item.offset, item.nbytes + 1)}
+
+    rewrite(sharded, shift)
+    assert "two tensors overlap in a file" in whats(ckptctl.verify(sharded, level="fast"))
+
+
+def test_all_that_a_missing_file_held_is_listed(data: Path, tmp_path: Path) -> None:
+    path = clone(data / "dcp/dcp_2d/ckpt", tmp_path)
+    catalog = formats.open_checkpoint(path)
+    gone = "__2_0.distcp"
+    lost = {(e.name, x.box) for e in catalog.tensors.values() for x in e.extents if x.file == gone}
+    (path / gone).unlink()
+    found = ckptctl.verify(path, level="full")
+    assert len(lost) > 10
+    holes = [f for f in found.errors if f.what == "elements are missing"]
+    assert {(f.tensor, f.box) for f in holes} == lost
+    assert all("of rank 2" in str(f.why) and f.file == gone for f in holes)
+    assert "a data file is missing" in whats(found)
+    other = path / "__1_0.distcp"
+    other.write_bytes(other.read_bytes()[:-400])
+    again = ckptctl.verify(path)
+    assert {f.file for f in again.errors} == {gone, other.name}
+
+
+def test_all_that_missing_shards_held_is_listed(tiny_llama3_hf: Path, tmp_path: Path) -> None:
+    path = clone(tiny_llama3_hf, tmp_path)
+    lost = {}
+    for number in (1, 3):
+        shard = path / f"model-0000{number}-of-00003.safetensors"
+        lost |= dict.fromkeys(load_file(shard), shard.name)
+        shard.unlink()
+    found = ckptctl.verify(path)
+    named = {f.tensor: f.file for f in found.errors if f.what == "a tensor is missing"}
+    assert named == lost
+    assert len(found.errors) == len(lost) + 2
+
+
+def test_orphans_and_leftovers_are_warnings(sharded: Path) -> None:
+    (sharded / "__9_0.distcp").write_bytes(b"x")
+    (sharded / ".metadata.tmp").write_bytes(b"x")
+    (sharded / "model.safetensors.partial").write_bytes(b"")
+    (sharded.parent / f".{sharded.name}.ckptctl-staging").mkdir()
+    found = ckptctl.verify(sharded, level="fast")
+    assert found.whole
+    assert {Path(str(f.file)).name for f in found.findings} == {
+        "__9_0.distcp",
+        ".metadata.tmp",
+        "model.safetensors.partial",
+        f".{sharded.name}.ckptctl-staging",
+    }
+
+
+def test_a_surplus_shard_of_an_older_save(copied: Any) -> None:
+    path = copied("our-meta")
+    shutil.copy(path / "consolidated.00.pth", path / "optimizer.pth")
+    assert not ckptctl.verify(path, level="fast").findings
+    path = copied("hf")
+    save_file({"x": torch.ones(1)}, path / "model-00009-of-00009.safetensors")
+    found = ckptctl.verify(path, level="fast")
+    assert found.whole
+    assert [f.file for f in found.findings] == ["model-00009-of-00009.safetensors"]
+
+
+def samples(data: Path) -> Iterator[Path]:
+    for form in SAMPLES:
+        yield from (path / "ckpt" for path in sorted((data / form).iterdir()) if path.is_dir())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_sharded_samples_are_whole(data: Path, level: Any) -> None:
+    count = 0
+    for path in samples(data):
+        if path.parent.name in REFUSED or path.parent.name == "torchtitan":
+            continue
+        found = ckptctl.verify(path, level=level)
+        assert found.whole and not found.findings, (path, found.findings)
+        count += 1
+    assert count >= 20
+
+
+def test_sharded_samples_with_one_file_less(data: Path, tmp_path: Path) -> None:
+    """Without any of its files a sample is not whole, or no checkpoint that we read."""
+    for number, sample in enumerate(samples(data)):
+        if sample.parent.name in (*REFUSED, "torchtitan"):
+            continue
+        path = tmp_path / str(number)
+        shutil.copytree(sample, path)
+        for name in ckptctl.verify(sample, level="fast").files:
+            content = (path / name).read_bytes()
+            (path / name).unlink()
+            try:
+                found = ckptctl.verify(path)
+            except CkptError as error:
+                assert error.exit_code in (3, 5), (sample, name, error)
+            else:
+                assert not found.whole or name.endswith(UNLISTED), (sample, name)
+                stem = name.rpartition("/")[2]
+                named = any(
+                    stem in f"{f.file} {f.what} {f.why}" or f.why or f.tensor for f in found.errors
+                )
+                assert named or found.whole
+            (path / name).write_bytes(content)
+        assert ckptctl.verify(path).whole
+
+
+def test_a_pointer_to_nothing(data: Path, tmp_path: Path) -> None:
+    path = clone(data / "deepspeed/z2_rr/ckpt", tmp_path)
+    (path / "latest").write_text("global_step9")
+    assert not ckptctl.verify(path).whole
+    inside = ckptctl.verify(path / "global_step2")
+    assert inside.whole
+    assert [f.what for f in inside.findings] == ["the pointer names no save that is here"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nan_and_inf_are_named(tmp_path: Path) -> None:
+    state = {
+        "good": torch.ones(5),
+        "nan": torch.tensor([1.0, float("nan")]),
+        "inf": torch.tensor([float("-inf"), 2.0], dtype=torch.bfloat16),
+        "eight": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn),
+        "ints": torch.ones(3, dtype=torch.int64),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for path in (tmp_path / "model.safetensors", tmp_path / "dcp"):
+        assert ckptctl.verify(path).whole
+        found = ckptctl.verify(path, level="fast", nan=True)
+        assert {f.tensor: str(f.why)[:15] for f in found.errors} == {
+            "nan": "1 NaN and 0 Inf",
+            "inf": "0 NaN and 1 Inf",
+            "eight": "1 NaN and 0 Inf",
+        }
+
+
+@pytest.mark.parametrize("kind", ["hf", "our-dcp", "torch", "our-meta"])
+def test_a_manifest_is_what_sha256sum_reads(copied: Any, kind: str) -> None:
+    path = copied(kind)
+    odd = "odd\nname" if path.is_dir() else None
+    if odd:
+        (path / odd).write_bytes(b"x")
+        (path / "sub").mkdir()
+        (path / "sub" / "file").write_bytes(b"y")
+    found = ckptctl.verify(path, level="full", manifest=True)
+    assert found.whole and found.manifest
+    sums = Path(found.manifest)
+    checked = subprocess.run(
+        ["sha256sum", "--strict", "-c", sums.name], cwd=sums.parent, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file() and f != sums]
+    assert checked.stdout.count(": OK") == len(files)
+    with pytest.raises(RefusedError):
+        ckptctl.verify(path, level="full", manifest=True)
+    if odd:
+        again = ckptctl.verify(path, level="full")
+        assert again.whole
+        assert again.structure_only_bytes == 0
+        (path / odd).write_bytes(b"z")
+        (path / "sub" / "file").unlink()
+        (path / "config.json").unlink(missing_ok=True)
+        said = {f"{f.what} {f.file}" for f in ckptctl.verify(path, level="full").errors}
+        assert any(odd in text for text in said) and any("sub/file" in text for text in said)
+
+
+def test_no_manifest_of_what_is_damaged(copied: Any) -> None:
+    path = copied("our-dcp")
+    extent = formats.resolve(formats.open_checkpoint(path)).tensors[NORM].extents[0]
+    flip(path / extent.file, extent.offset)
+    found = ckptctl.verify(path, level="full", manifest=True)
+    assert not found.whole and found.manifest is None
+    assert not (path / "SHA256SUMS").exists()
+    assert "not written" in found.notes[-1]
+    with pytest.raises(UsageError):
+        ckptctl.verify(path, manifest=True)
+
+
+def test_metas_checklist_is_used(copied: Any) -> None:
+    path = copied("meta")
+    names = [file.name for file in sorted(path.glob("*.pth"))]
+    printed = subprocess.run(["md5sum", *names], cwd=path, capture_output=True, check=True).stdout
+    (path / "checklist.chk").write_bytes(printed)
+    assert ckptctl.verify(path, level="full").structure_only_bytes == 0
+    (path / "checklist.chk").write_bytes(printed.replace(b"0", b"1"))
+    assert not ckptctl.verify(path, level="full").whole
+
+
+def test_a_manifest_of_other_tensors(copied: Any) -> None:
+    path = copied("our-hf")
+    state = load_file(path / "model.safetensors")
+    save_file({"other": torch.ones(3), **state}, path / "model.safetensors", {"format": "pt"})
+    found = ckptctl.verify(path)
+    assert found.whole
+    assert [f.file for f in found.findings] == ["ckptctl.manifest.json"]
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CkptError) as caught:
+        ckptctl.verify(tmp_path / "nothing")
+    assert caught.value.exit_code == 3
+    with pytest.raises(FormatError):
+        ckptctl.verify(tmp_path)
+
+
+def test_shared_memory_in_a_torch_file_is_no_overlap(tmp_path: Path) -> None:
+    base = torch.arange(24.0)
+    torch.save({"a": base[:12], "b": base[6:18], "t": base.view(4, 6).T}, tmp_path / "m.pt")
+    assert not ckptctl.verify(tmp_path / "m.pt", level="full").findings
+
+
+def test_no_torch_unless_values_are_asked_for(made: dict[str, Path]) -> None:
+    code = (
+        "import sys, ckptctl; found = ckptctl.verify(sys.argv[1], level='full'); "
+        "assert found.whole; sys.exit('torch' in sys.modules)"
+    )
+    for kind in ("hf", "our-dcp", "meta"):
+        assert subprocess.run([sys.executable, "-c", code, made[kind]], check=False).returncode == 0
+
+
+def test_a_chunk_of_the_wrong_length() -> None:
+    from ckptctl.ops.verify_structure import _lengths
+
+    entry = TensorEntry("w", "float32", (2,), (Extent(Box((0,), (2,)), "f", 0, 7),), ("w",))
+    (found,) = _lengths(entry)
+    assert "7 bytes are stored, 8 are needed" in str(found.why)
+    assert not list(_lengths(replace(entry, dtype="bfloat16", extents=())))
