@@ -144,7 +144,7 @@ def papers(
 def _about_layout(change: Change) -> tuple[str, ...]:
     """Say so where transformers does not look for the names that the output has."""
     family, layout = change.family, change.target_layout
-    if layout is None or layout == "hf":
+    if layout is None or layout == "hf" or (family and "hf" not in family.layouts):
         return ()
     if family and family.layout(layout).same_as(family.layout("hf")):
         return ()
