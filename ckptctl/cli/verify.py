@@ -73,7 +73,7 @@ def verify(
         bool, typer.Option("--quiet", "-q", help="Print errors alone, one per line.")
     ] = False,
 ) -> None:
-    """Prove that a checkpoint is whole, or say what is wrong with it and where.
+    """Prove that a checkpoint is whole, or say where it is not.
 
     Everything that is wrong is found, not only the first. The exit code is 0 when the checkpoint
     is whole and 4 when it is not; warnings do not change it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,6 +21,8 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zip_directory import FileRange, read_directory
 
 BLOCK = 64 << 20
+BATCH = 4096
+"""Ranges that are queued at a time."""
 WINDOW = 1 << 20
 MAX_JOBS = 4
 Advance = Callable[[int], None]
@@ -112,7 +114,6 @@ def check(
     Returns:
         What differs, and for each file the bytes that are proven.
     """
-    blocks = [block for index, one in enumerate(ranges) for block in _blocks(index, one)]
 
     def crc_of(block: tuple[int, int, int]) -> int | CkptError:
         index, offset, nbytes = block
@@ -124,13 +125,16 @@ def check(
     findings: list[Finding] = []
     good: list[Recorded] = []
     with ThreadPoolExecutor(threads(jobs)) as pool:
-        found = zip(blocks, pool.map(crc_of, blocks), strict=True)
-        for index, parts in groupby(found, key=lambda pair: pair[0][0]):
-            wrong = _compared(ranges[index], [(b[2], crc) for b, crc in parts], files)
-            if wrong:
-                findings.append(wrong)
-            else:
-                good.append(ranges[index])
+        for first in range(0, len(ranges), BATCH):
+            batch = range(first, min(first + BATCH, len(ranges)))
+            blocks = [block for index in batch for block in _blocks(index, ranges[index])]
+            found = zip(blocks, pool.map(crc_of, blocks), strict=True)
+            for index, parts in groupby(found, key=lambda pair: pair[0][0]):
+                wrong = _compared(ranges[index], [(b[2], crc) for b, crc in parts], files)
+                if wrong:
+                    findings.append(wrong)
+                else:
+                    good.append(ranges[index])
     return findings, proven(good)
 
 
@@ -188,10 +192,3 @@ def proven(ranges: Sequence[Recorded]) -> dict[str, int]:
             end = max(end, last)
         covered[file] = count
     return covered
-
-
-def whole_files(
-    proven_by: Mapping[str, int], hashed: Sequence[str], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return *proven_by* with the files that a digest of the whole file proves."""
-    return {**proven_by, **{name: sizes[name] for name in hashed if name in sizes}}

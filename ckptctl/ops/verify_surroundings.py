@@ -36,8 +36,19 @@ def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
     used = catalog.files if catalog else {}
     for folder in sorted({root, *((root / name).parent for name in used)}):
         yield from _strays(root, folder, catalog)
+    yield from _emptied(root, used)
     for folder in {root, root.parent}:
         yield from _pointers(folder)
+
+
+def _emptied(root: Path, used: Collection[str]) -> Iterator[Finding]:
+    """Yield empty folders among those of parameters, as universal checkpoints have them."""
+    above = {Path(name).parent.parent for name in used} - {Path()}
+    for folder in sorted(above):
+        for item in sorted((root / folder).iterdir()):
+            if item.is_dir() and not any(item.iterdir()):
+                why = "the folders beside it hold data"
+                yield Finding("this folder is empty", why, "error", str(item.relative_to(root)))
 
 
 def _unfinished(path: Path) -> Iterator[Finding]:

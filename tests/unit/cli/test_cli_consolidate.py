@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-
-
 DATA = Path(__file__).parents[2] / "data"
 RANKS = DATA / "dcp-rank-local" / "w2" / "ckpt"
 ZERO = DATA / "deepspeed" / "z3_fp32" / "ckpt"

@@ -79,7 +79,8 @@ def test_options_arrive(run, calls):
         "--only", "all", "--root", "model", "--max-shard-size", "2GiB", "--mp", "2",
         "--assets", "c",
         "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
-        "--memory", "1MiB", "--untie", "--vocab-size", "32", "--weights", "master", "--tag", "t", "--set", "n_heads=4", "--set", "k=2",
+        "--memory", "1MiB", "--untie", "--vocab-size", "32", "--weights", "master", "--tag", "t",
+        "--set", "n_heads=4", "--set", "k=2",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     ((src, dst, options),) = calls.plan
@@ -90,7 +91,8 @@ def test_options_arrive(run, calls):
             "dequantize": "bfloat16",
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "like": Path("d"), "overwrite": True, "resume": True, "verify": True, "checksum": False,
-        "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32, "weights": "master", "tag": "t",
+        "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
+        "weights": "master", "tag": "t",
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
     }  # fmt: skip
 

@@ -1,0 +1,141 @@
+"""Reading the data of a checkpoint: checksums, lists of digests, NaN; and writing such a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptctl import dtypes
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.errors import CkptError
+from ckptctl.ops import digest_lists
+from ckptctl.ops.inspect import Watch
+from ckptctl.ops.verification import Finding, of_error
+from ckptctl.ops.verify_checksums import Recorded, check, recorded
+from ckptctl.ops.verify_structure import root_of
+from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.files import SourceFiles
+
+Advance = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Data:
+    """What reading the data shows.
+
+    Attributes:
+        findings: What is wrong.
+        proven: For each data file the bytes that a checksum proves.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    proven: dict[str, int] = field(default_factory=dict)
+
+
+def read_data(
+    catalog: Catalog, resolved: Catalog, full: bool, nan: bool, jobs: int | None, progress: Watch
+) -> Data:
+    """Read the data and compare it with all checksums, or search it for NaN and Inf.
+
+    Args:
+        catalog: As it was read.
+        resolved: With the bytes of every sound item located.
+        full: Whether to check checksums.
+        nan: Whether to search floating values.
+        jobs: Threads.
+        progress: Called with the bytes in all.
+    """
+    data = Data()
+    ranges: list[Recorded] = []
+    lines: list[digest_lists.Listed] = []
+    floating = [entry for entry in resolved.tensors.values() if nan and _floats(entry)]
+    with SourceFiles(catalog.root) as files:
+        before = _identities(catalog)
+        if full:
+            ranges, bad = recorded(files, catalog, resolved)
+            lines, odd = digest_lists.listed_digests(files)
+            data.findings += [*bad, *odd]
+        total = sum(one.nbytes for one in ranges) + sum(entry.nbytes for entry in floating)
+        with progress(total + _sizes(files, [line.file for line in lines])) as advance:
+            different, data.proven = check(files, ranges, jobs, advance)
+            wrong, right = digest_lists.check_lists(files, lines, jobs, advance)
+            data.findings += [*different, *wrong, *_nonfinite(files, floating, advance)]
+    data.proven |= {name: catalog.files[name] for name in right if name in catalog.files}
+    after = _identities(catalog)
+    changed = [name for name, identity in before.items() if after.get(name) != identity]
+    data.findings += [Finding("a file changed meanwhile", file=name) for name in changed]
+    return data
+
+
+def listable(path: Path) -> list[Finding]:
+    """Return the files at *path* that no list can name: links that lead elsewhere, sockets."""
+    findings: list[Finding] = []
+    with SourceFiles(root_of(path)) as files:
+        for name in digest_lists.members(path):
+            try:
+                files.size(name)
+            except CkptError as error:
+                findings.append(of_error(error, files.root))
+    return findings
+
+
+def write_list(path: Path, jobs: int | None, progress: Watch) -> str:
+    """Add the SHA-256 sums of the checkpoint at *path*; return where they are.
+
+    Raises:
+        RefusedError: There is such a list.
+        StorageError: It cannot be written.
+    """
+    names = digest_lists.members(path)
+    target = digest_lists.target_of(path)
+    with SourceFiles(root_of(path)) as files, progress(_sizes(files, names)) as advance:
+        digest_lists.write_list(files, target, names, jobs, advance)
+    return str(target)
+
+
+def _identities(catalog: Catalog) -> dict[str, FileIdentity]:
+    """Return what the names stand for now, whatever was open before."""
+    found = {}
+    with SourceFiles(catalog.root) as files:
+        for name in catalog.files:
+            try:
+                found[name] = files.identity(name)
+            except CkptError:
+                continue
+    return found
+
+
+def _sizes(files: SourceFiles, names: Collection[str]) -> int:
+    total = 0
+    for name in names:
+        try:
+            total += files.size(name)
+        except CkptError:
+            continue
+    return total
+
+
+def _floats(entry: TensorEntry) -> bool:
+    known = dtypes.BY_NAME.get(entry.dtype)
+    floating = (known is not None and known.floating) or entry.dtype.startswith("complex")
+    return entry.alias_of is None and floating
+
+
+def _nonfinite(
+    files: SourceFiles, entries: Sequence[TensorEntry], advance: Advance | None
+) -> Iterator[Finding]:
+    from ckptctl.storage.statistics import nonfinite
+
+    for entry in entries:
+        try:
+            counts = nonfinite(files, entry)
+        except CkptError as error:
+            yield of_error(error, files.root, entry.name)
+            continue
+        if counts and any(counts):
+            why = f"{counts[0]:,} NaN and {counts[1]:,} Inf among {entry.numel:,} values"
+            home = entry.extents[0].file if len(entry.extents) == 1 else None
+            yield Finding("there are values that are not finite", why, "error", home, entry.name)
+        if advance:
+            advance(entry.nbytes)

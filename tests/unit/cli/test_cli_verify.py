@@ -1,0 +1,110 @@
+"""The command ``verify``: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckptctl.catalog import Box
+from tests.contract.test_docs import documented_fields, fields_of
+
+
+@pytest.fixture
+def folder(fake, tmp_path):
+    state = {f"w{i}": torch.full((4, 2), float(i)) for i in range(15)}
+    fake.save(tmp_path / "c", state, aliases={"tied": "w0"})
+    return tmp_path / "c"
+
+
+def hollow(fake, folder):
+    """Take the second half of every tensor away."""
+    catalog = fake.known[folder]
+    tensors = {
+        name: replace(
+            entry,
+            extents=tuple(
+                replace(e, box=Box((0, 0), (2, 2)), nbytes=e.nbytes // 2) for e in entry.extents
+            ),
+        )
+        for name, entry in catalog.tensors.items()
+    }
+    fake.known[folder] = replace(catalog, tensors=tensors)
+
+
+def test_whole(run, folder):
+    result = run("verify", folder)
+    assert result.exit_code == 0, result.stderr
+    facts = dict(line.split("\t") for line in result.stdout.splitlines())
+    assert facts == {
+        "path": str(folder),
+        "format": "fake",
+        "level": "headers",
+        "whole": "yes",
+        "tensors": "16",
+        "files": "1",
+        "bytes": "480",
+        "errors": "0",
+        "warnings": "0",
+    }
+    assert run("verify", folder, "-q").stdout == ""
+
+
+def test_a_pipe_gets_every_finding(run, fake, folder):
+    hollow(fake, folder)
+    result = run("verify", folder, "--level", "fast")
+    assert result.exit_code == 4
+    rows = [line.split("\t") for line in result.stdout.splitlines() if line.startswith("error\t")]
+    assert len(rows) == 16
+    why = "no chunk of shape [4, 2] covers them"
+    assert rows[0] == ["error", "elements are missing", "`w0` [2:4, 0:2]", why]
+    assert "\x1b" not in result.output
+    quiet = run("verify", folder, "-q")
+    assert quiet.exit_code == 4
+    assert quiet.stdout.splitlines()[0] == "`w0` [2:4, 0:2]: elements are missing"
+
+
+def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    hollow(fake, folder)
+    result = run("verify", folder, NO_COLOR="1")
+    assert result.exit_code == 4
+    assert "not whole: 16 errors" in result.stdout.splitlines()[0]
+    assert result.stdout.count("error: ") == 10
+    assert "and 6 more; `--json` lists all" in result.stdout
+
+
+def test_json(run, fake, folder):
+    hollow(fake, folder)
+    for options in ((), ("--level", "full", "--nan")):
+        result = run("verify", folder, "--json", *options)
+        assert (result.exit_code, result.stderr) == (4, "")
+        found = json.loads(result.stdout)
+        assert found["schema"] == "ckptctl.verify/1"
+        assert not found["whole"]
+        assert set(fields_of(found)) == documented_fields("json.md", "ckptctl.verify/1")
+        first = found["findings"][0]
+        assert first["box"] == {"offsets": [2, 0], "sizes": [2, 2]}
+        assert (found["proven_bytes"] is None) == (not options)
+        assert found["files"][0]["proven"] == (0 if options else None)
+
+
+def test_errors_of_use(run, folder, tmp_path):
+    assert run("verify", folder, "--level", "deep").exit_code == 2
+    assert run("verify", folder, "--manifest").exit_code == 2
+    assert run("verify", tmp_path / "nothing").exit_code == 3
+
+
+def test_an_unreadable_index_is_a_finding(run, fake, folder):
+    del fake.known[folder]
+    result = run("verify", folder)
+    assert result.exit_code == 4
+    assert "the index is unreadable" in result.stdout
+
+
+def test_a_file_that_is_cut(run, folder):
+    (folder / "data.raw").write_bytes(b"x")
+    assert run("verify", folder, "--level", "fast").exit_code == 0  # its catalog was made before
+    assert run("verify", folder, "--nan").exit_code == 4
