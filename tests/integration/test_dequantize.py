@@ -14,8 +14,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptctl
 from ckptctl.api import conversion_options
@@ -23,6 +21,7 @@ from ckptctl.errors import DamagedError, UsageError
 from ckptctl.ops.convert import plan_conversion, run_conversion
 from ckptctl.storage.worker import Worker
 from tests.checkpoints import differences, load_any_reference, save_hf
+from tests.checkpoints.mxfp4 import decoded
 from tests.contract.support import WRITABLE, place
 from tests.integration.test_imports import run
 
@@ -69,7 +68,7 @@ def expected(request: pytest.FixtureRequest, source: Path) -> tuple[str, dict[st
     load(state, storage_reader=QuantizedHuggingFaceStorageReader(str(source), target_dtype=dtype))
     for name in EXPERTS:
         blocks, scales = STATE[f"{name}_blocks"], STATE[f"{name}_scales"]
-        state[name] = convert_moe_packed_tensors(blocks, scales, dtype=dtype).contiguous()
+        state[name] = decoded(blocks, scales, dtype).contiguous()
     return request.param, {**PLAIN, **state}
 
 
@@ -214,10 +213,14 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
         }
         save_hf(tmp_path / f"s{scale}", state, CONFIG)
         sizes.append(peak(tmp_path / f"s{scale}", tmp_path / f"o{scale}"))
-    theirs = Fp8Dequantize(None)._dequantize_one(
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    theirs = fp8.Fp8Dequantize(None)._dequantize_one(
         state["a.weight"], state["a.weight_scale_inv"], torch.float32
     )
-    experts = convert_moe_packed_tensors(state["e_blocks"], state["e_scales"], dtype=torch.float32)
+    experts = mxfp4.convert_moe_packed_tensors(
+        state["e_blocks"], state["e_scales"], dtype=torch.float32
+    )
     found = load_any_reference(tmp_path / "o3")
     assert torch.equal(found["a.weight"], theirs)
     assert torch.equal(found["e"], experts)

@@ -6,8 +6,6 @@ import random
 
 import pytest
 import torch
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
@@ -99,13 +97,15 @@ def test_fp8_of_any_size(files, dtype, scales):
 def test_fp8_as_transformers_does(files, dtype, shape):
     weight = every_fp8(*shape)
     scale = torch.rand(*shape[:-2], shape[-2] // 128, shape[-1] // 128)
-    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, DTYPES[dtype])
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    theirs = fp8.Fp8Dequantize(None)._dequantize_one(weight, scale, DTYPES[dtype])
     same_everywhere(files, fp8(files, weight, scale, dtype), theirs)
 
 
 def test_fp8_with_one_scale(files):
     weight, scale = every_fp8(20, 30), torch.tensor(0.3)
-    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    theirs = fp8.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
     same_everywhere(files, fp8(files, weight, scale, "bfloat16", (20, 30)), theirs)
 
 
@@ -121,7 +121,8 @@ def test_mxfp4_as_transformers_does(files, dtype):
     blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
     scales = torch.randint(0, 256, (3, 40, 5), dtype=torch.uint8)
     inputs = {"blocks": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
-    theirs = convert_moe_packed_tensors(blocks, scales, dtype=DTYPES[dtype]).transpose(1, 2)
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=DTYPES[dtype]).transpose(1, 2)
     same_everywhere(files, Computed("mxfp4", dtype, (3, 40, 160), inputs), theirs)
 
 
@@ -130,7 +131,8 @@ def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
     inputs = {"blocks": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
-    theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=DTYPES[dtype])
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    theirs = mxfp4.convert_moe_packed_tensors(blocks[None], scales[None], dtype=DTYPES[dtype])
     expected = theirs[0].transpose(0, 1)
     computed = Computed("mxfp4", dtype, (256, 512), inputs)
     found = read(files, computed, [(0, expected.numel() * expected.element_size())])
