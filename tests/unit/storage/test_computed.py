@@ -97,15 +97,15 @@ def test_fp8_of_any_size(files, dtype, scales):
 def test_fp8_as_transformers_does(files, dtype, shape):
     weight = every_fp8(*shape)
     scale = torch.rand(*shape[:-2], shape[-2] // 128, shape[-1] // 128)
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    theirs = fp8.Fp8Dequantize(None)._dequantize_one(weight, scale, DTYPES[dtype])
+    peer = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    theirs = peer.Fp8Dequantize(None)._dequantize_one(weight, scale, DTYPES[dtype])
     same_everywhere(files, fp8(files, weight, scale, dtype), theirs)
 
 
 def test_fp8_with_one_scale(files):
     weight, scale = every_fp8(20, 30), torch.tensor(0.3)
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    theirs = fp8.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
+    peer = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    theirs = peer.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
     same_everywhere(files, fp8(files, weight, scale, "bfloat16", (20, 30)), theirs)
 
 
