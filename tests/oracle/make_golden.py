@@ -34,7 +34,7 @@ def golden(name: str, folder: Path) -> Golden:
     save(random_model(TINY[name]()), folder / "model")
     tensors = {
         key: (str(value.dtype).removeprefix("torch."), list(value.shape))
-        for key, value in load_any_reference(folder / "model").items()
+        for key, value in sorted(load_any_reference(folder / "model").items())
     }
     config = json.loads((folder / "model" / "config.json").read_text())
     config.pop("transformers_version", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import (
     Cohere2Config,
     Glm4Config,
@@ -15,19 +17,23 @@ from transformers import (
 
 from tests.oracle.tiny.sizes import COMMON, rope
 
-SIZES = COMMON | {"max_position_embeddings": 4096, "rope_parameters": rope(10000.0)}
 TIED = {"tie_word_embeddings": True}
+
+
+def sizes() -> dict[str, Any]:
+    """Return sizes with rotary parameters of their own: configurations change theirs in place."""
+    return COMMON | {"max_position_embeddings": 4096, "rope_parameters": rope(10000.0)}
 
 
 def olmo2() -> PretrainedConfig:
     """OLMo 2: norms after attention and MLP only, q and k normed over all heads."""
-    return Olmo2Config(**SIZES)
+    return Olmo2Config(**sizes())
 
 
 def olmo3() -> PretrainedConfig:
     """OLMo 3: OLMo 2 with three local layers before a global one."""
     return Olmo3Config(
-        **SIZES | {"num_hidden_layers": 4},
+        **sizes() | {"num_hidden_layers": 4},
         sliding_window=16,
         layer_types=["sliding_attention"] * 3 + ["full_attention"],
     )
@@ -36,7 +42,7 @@ def olmo3() -> PretrainedConfig:
 def glm4() -> PretrainedConfig:
     """GLM-4 0414: four norms a layer, neighbouring pairs rotated in half of each head."""
     return Glm4Config(
-        **SIZES | {"rope_parameters": rope(10000.0) | {"partial_rotary_factor": 0.5}},
+        **sizes() | {"rope_parameters": rope(10000.0) | {"partial_rotary_factor": 0.5}},
         head_dim=32,
         attention_bias=True,
     )
@@ -45,7 +51,7 @@ def glm4() -> PretrainedConfig:
 def granite(tied: bool = False) -> PretrainedConfig:
     """Granite 3: Llama with four multipliers."""
     return GraniteConfig(
-        **SIZES | {"tie_word_embeddings": tied},
+        **sizes() | {"tie_word_embeddings": tied},
         embedding_multiplier=1.5,
         logits_scaling=0.9,
         residual_multiplier=0.8,
@@ -60,13 +66,13 @@ def granite_tied() -> PretrainedConfig:
 
 def smollm3() -> PretrainedConfig:
     """SmolLM3: tied Llama, every fourth layer without rotation."""
-    return SmolLM3Config(**SIZES | TIED | {"num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
+    return SmolLM3Config(**sizes() | TIED | {"num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
 
 
 def cohere2() -> PretrainedConfig:
     """Command R7B: attention and MLP side by side behind one norm without bias."""
     return Cohere2Config(
-        **SIZES | TIED | {"num_hidden_layers": 4, "pad_token_id": 0},
+        **sizes() | TIED | {"num_hidden_layers": 4, "pad_token_id": 0},
         head_dim=32,
         logit_scale=0.75,
         sliding_window=16,
@@ -77,7 +83,7 @@ def cohere2() -> PretrainedConfig:
 def starcoder2(tied: bool = True) -> PretrainedConfig:
     """StarCoder2 3B: LayerNorm, biases, ``c_fc`` and ``c_proj``."""
     return Starcoder2Config(
-        **SIZES | {"tie_word_embeddings": tied},
+        **sizes() | {"tie_word_embeddings": tied},
         sliding_window=None,
         use_bias=True,
         residual_dropout=0.0,

@@ -27,7 +27,6 @@ PIXTRAL_VISION: dict[str, Any] = {
     "patch_size": 7,
     "num_channels": 3,
     "hidden_act": "silu",  # as every published model has it; the default is gelu
-    "rope_parameters": rope(10000.0),
 }
 
 
@@ -83,7 +82,7 @@ def _vlm(text: PretrainedConfig, kind: type[PretrainedConfig], **extra: Any) -> 
     values = text.to_dict() | {"vocab_size": MULTIMODAL_VOCAB}
     return kind(
         text_config=values,
-        vision_config=dict(PIXTRAL_VISION),
+        vision_config=PIXTRAL_VISION | {"rope_parameters": rope(10000.0)},
         image_token_index=128,
         multimodal_projector_bias=False,
         tie_word_embeddings=False,
@@ -105,7 +104,7 @@ def pixtral() -> PretrainedConfig:
     """Pixtral 12B, which transformers runs as LLaVA."""
     return LlavaConfig(
         text_config=mistral().to_dict() | {"vocab_size": MULTIMODAL_VOCAB},
-        vision_config=dict(PIXTRAL_VISION),
+        vision_config=PIXTRAL_VISION | {"rope_parameters": rope(10000.0)},
         image_token_index=128,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",

@@ -27,7 +27,6 @@ MLA: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
-    "rope_parameters": rope(10000.0),
 }
 
 
@@ -35,6 +34,7 @@ def deepseek_v2(q_lora_rank: int | None = 40) -> PretrainedConfig:
     """DeepSeek-V2: latent attention, two shared experts, softmax scores, a dense first layer."""
     return DeepseekV2Config(
         **SIZES | MLA | {"n_shared_experts": 2},
+        rope_parameters=rope(10000.0),
         q_lora_rank=q_lora_rank,
         n_routed_experts=4,
         n_group=2,
@@ -53,6 +53,7 @@ def deepseek_v3(q_lora_rank: int | None = 40) -> PretrainedConfig:
     """DeepSeek-V3: sigmoid scores with a correction bias, groups of experts."""
     return DeepseekV3Config(
         **SIZES | MLA,
+        rope_parameters=rope(10000.0),
         q_lora_rank=q_lora_rank,
         n_routed_experts=8,
         n_group=4,

@@ -15,7 +15,6 @@ from transformers import (
 
 from tests.oracle.tiny.sizes import COMMON, rope
 
-SIZES = COMMON | {"max_position_embeddings": 4096, "rope_parameters": rope(1000000.0)}
 TIED = {"tie_word_embeddings": True}
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
@@ -25,20 +24,25 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+def sizes() -> dict[str, Any]:
+    """Return sizes with rotary parameters of their own: configurations change theirs in place."""
+    return COMMON | {"max_position_embeddings": 4096, "rope_parameters": rope(1000000.0)}
+
+
 def qwen2() -> PretrainedConfig:
     """Qwen2.5 7B: biases on q, k, v."""
-    return Qwen2Config(**SIZES)
+    return Qwen2Config(**sizes())
 
 
 def qwen2_tied() -> PretrainedConfig:
     """Qwen2.5 0.5B."""
-    return Qwen2Config(**SIZES | TIED)
+    return Qwen2Config(**sizes() | TIED)
 
 
 def qwen2_moe() -> PretrainedConfig:
     """Qwen1.5-MoE: a shared expert behind a gate; layer 0 is dense here, as configs allow."""
     return Qwen2MoeConfig(
-        **SIZES | EXPERTS | {"norm_topk_prob": False},
+        **sizes() | EXPERTS | {"norm_topk_prob": False},
         shared_expert_intermediate_size=80,
         mlp_only_layers=[0],
     )
@@ -46,28 +50,28 @@ def qwen2_moe() -> PretrainedConfig:
 
 def qwen3() -> PretrainedConfig:
     """Qwen3 8B: norms of single heads, ``head_dim`` of its own."""
-    return Qwen3Config(**SIZES, head_dim=32)
+    return Qwen3Config(**sizes(), head_dim=32)
 
 
 def qwen3_tied() -> PretrainedConfig:
     """Qwen3 0.6B."""
-    return Qwen3Config(**SIZES | TIED, head_dim=32)
+    return Qwen3Config(**sizes() | TIED, head_dim=32)
 
 
 def qwen3_moe() -> PretrainedConfig:
     """Qwen3 30B-A3B: every layer is MoE."""
-    return Qwen3MoeConfig(**SIZES | EXPERTS, head_dim=32)
+    return Qwen3MoeConfig(**sizes() | EXPERTS, head_dim=32)
 
 
 def qwen3_moe_mixed() -> PretrainedConfig:
     """Qwen3-MoE with a dense first layer, as configs allow."""
-    return Qwen3MoeConfig(**SIZES | EXPERTS, head_dim=32, mlp_only_layers=[0])
+    return Qwen3MoeConfig(**sizes() | EXPERTS, head_dim=32, mlp_only_layers=[0])
 
 
 def qwen3_next() -> PretrainedConfig:
     """Qwen3-Next: three gated delta-net layers before a layer of gated attention."""
     return Qwen3NextConfig(
-        **SIZES | EXPERTS | {"num_hidden_layers": 4, "moe_intermediate_size": 24},
+        **sizes() | EXPERTS | {"num_hidden_layers": 4, "moe_intermediate_size": 24},
         head_dim=32,
         shared_expert_intermediate_size=40,
         partial_rotary_factor=0.25,
