@@ -133,9 +133,7 @@ def _offsets(
 
 def _start(key: str, value: object, where: str) -> tuple[int, ...]:
     start = value.get("saved_offsets") if isinstance(value, dict) else None
-    if not isinstance(start, list) or any(
-        type(n) is not int or not 0 <= n < 1 << 63 for n in start
-    ):
+    if not isinstance(start, list) or not all(map(_is_position, start)):
         _fail(f"the offsets of `{key}` are no list of positions", where)
     return tuple(start)
 

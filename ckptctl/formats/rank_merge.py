@@ -12,32 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import starmap
 from operator import mul
-from typing import NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.dtensor import Piece, Sharded
 from ckptctl.formats.structure import join
-from ckptctl.formats.torch_file import extent_of
+from ckptctl.formats.torch_file import Contents, extent_of
 from ckptctl.storage.compare import WINDOW, equal, row_major
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.torch_globals import geometry
 from ckptctl.storage.torch_zip import StoredTensor
-
-
-class Joined(NamedTuple):
-    """The result.
-
-    Attributes:
-        tensors: Tensors by name.
-        blobs: Other leaves by name.
-        notes: What a reader should know.
-    """
-
-    tensors: dict[str, TensorEntry]
-    blobs: dict[str, Blob]
-    notes: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -186,7 +171,7 @@ class RankMerger:
                 hint="if each is a checkpoint of its own, name one of them",
             )
 
-    def finish(self) -> Joined:
+    def finish(self) -> Contents:
         """Return everything that was taken; whether shards tile their tensors is not checked."""
         tensors: dict[str, TensorEntry] = {}
         first: dict[object, str] = {}
@@ -203,7 +188,7 @@ class RankMerger:
                 alias_of=None if alias == key else alias,
                 requires_grad=found.requires_grad,
             )
-        return Joined(tensors, self._blobs, tuple(self._notes()))
+        return Contents(tensors, self._blobs, tuple(self._notes()))
 
     def _notes(self) -> Iterable[str]:
         if self._apart:

@@ -19,7 +19,8 @@ from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.rank_archive import read_rank_file
-from ckptctl.formats.rank_merge import Joined, RankMerger
+from ckptctl.formats.rank_merge import RankMerger
+from ckptctl.formats.torch_file import Contents
 from ckptctl.storage.files import SourceFiles
 
 _RANK = r"(?P<rank>\d{1,7})"
@@ -141,7 +142,7 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
     return groups
 
 
-def _joined(files: SourceFiles, groups: Mapping[str, Mapping[int, RankFile]]) -> Joined:
+def _joined(files: SourceFiles, groups: Mapping[str, Mapping[int, RankFile]]) -> Contents:
     merger = RankMerger(files)
     for group in groups.values():
         world = max(max(file.rank + 1, file.world or 0) for file in group.values())

@@ -19,7 +19,7 @@ from ckptctl.formats import rank_states
 from ckptctl.formats.assets import left_behind
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.rank_archive import read_rank_file
-from ckptctl.formats.rank_merge import Joined, RankMerger
+from ckptctl.formats.rank_merge import RankMerger
 from ckptctl.formats.structure import flatten
 from ckptctl.formats.torch_checkpointing_metadata import (
     METADATA,
@@ -28,7 +28,7 @@ from ckptctl.formats.torch_checkpointing_metadata import (
     Metadata,
     read_metadata,
 )
-from ckptctl.formats.torch_file import is_stored
+from ckptctl.formats.torch_file import Contents, is_stored
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 
@@ -150,7 +150,7 @@ def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
         )
 
 
-def _joined(files: SourceFiles, found: _Found) -> Joined:
+def _joined(files: SourceFiles, found: _Found) -> Contents:
     merger = RankMerger(files)
     for name, ranks in found.items.items():
         for rank, file in sorted(ranks.items()):
@@ -212,7 +212,7 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
         yield (item, *path), leaf
 
 
-def _compare(name: str, item: Item, joined: Joined, where: str) -> None:
+def _compare(name: str, item: Item, joined: Contents, where: str) -> None:
     """Compare the tensors of an item with what the metadata says about them."""
     own = {
         tuple(entry.path[1:]): entry for entry in joined.tensors.values() if entry.path[0] == name

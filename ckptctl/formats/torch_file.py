@@ -130,7 +130,7 @@ class ZipFrame:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one ``torch.save`` file holds.
+    """What one ``torch.save`` file holds, or those of all ranks together.
 
     Attributes:
         tensors: Tensors by name.

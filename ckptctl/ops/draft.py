@@ -62,6 +62,7 @@ class Draft:
         self.catalog, self.known, self.options = catalog, known, options
         self.target, self.destination, self.assets = target, destination, assets
         self.like = reference(options.like, options.to)
+        self.whole: tuple[str, ...] = ()
         self.left_out: dict[str, str] = {}
         self.notes: list[str] = list(catalog.notes)
 
@@ -242,7 +243,7 @@ class Draft:
             return adapter_papers(
                 self.catalog, self.assets, change, self.target, self.options.lora_alpha
             )
-        found = papers(
+        return papers(
             self.assets,
             self.options.to,
             change,
@@ -250,8 +251,6 @@ class Draft:
             dtype=main_dtype(tensors),
             cast=(self.options.dtype or self.options.dequantize) is not None,
         )
-        self.documents = found.contents
-        return found
 
     def _executable(
         self,

@@ -83,15 +83,14 @@ class Merging:
         base = _resolved(catalog, {held[name].name: held[name] for name in names})
         self._refuse_tied(catalog, set(base))
         self._refuse_untied(catalog, family, known)
+        made = {
+            key: self._changed(Input(catalog.root, base[held[key].name]), changes, factors, key)
+            for key, changes in self._by_tensor().items()
+        }
+        made |= {key: self._replacing(factors[of]) for key, of in self.found.replaced.items()}
         tensors, computed = dict(catalog.tensors), dict(catalog.computed)
-        for key, changes in self._by_tensor().items():
+        for key, one in made.items():
             entry = base[held[key].name]
-            one = self._changed(Input(catalog.root, entry), changes, factors, key)
-            computed[computed_name(f"{entry.name}+lora")] = one
-            tensors[entry.name] = _computed_entry(entry, one)
-        for key, name in self.found.replaced.items():
-            entry = base[held[key].name]
-            one = self._replacing(factors[name])
             computed[computed_name(f"{entry.name}+lora")] = one
             tensors[entry.name] = _computed_entry(entry, one)
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
