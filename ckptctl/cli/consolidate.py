@@ -38,13 +38,7 @@ def consolidate(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(
-            "--to",
-            metavar="FORMAT",
-            callback=opt.check_writable,
-            autocompletion=opt.writable_formats,
-            help=f"Format to write: {opt.FORMATS}.  [default: hf; dcp with --optimizer]",
-        ),
+        opt.target(f"Format to write: {opt.FORMATS}.  [default: hf; dcp with --optimizer]"),
     ] = None,
     metadata_only: Annotated[
         bool,

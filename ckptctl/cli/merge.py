@@ -37,13 +37,7 @@ def merge(
     dst: opt.Destination,
     to: Annotated[
         str | None,
-        typer.Option(
-            "--to",
-            metavar="FORMAT",
-            callback=opt.check_writable,
-            autocompletion=opt.writable_formats,
-            help=f"Format to write, if not that of BASE: {opt.FORMATS}.",
-        ),
+        opt.target(f"Format to write, if not that of BASE: {opt.FORMATS}."),
     ] = None,
     lora_alpha: opt.LoraAlpha = None,
     scaling: Annotated[

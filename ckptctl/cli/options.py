@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -219,17 +219,21 @@ Tag = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Which save, where the source holds several."),
 ]
-To = Annotated[
-    str,
-    typer.Option(
+
+
+def target(text: str) -> Any:
+    """Return the option for the format to write, with *text* as its help."""
+    return typer.Option(
         "--to",
         metavar="FORMAT",
         callback=check_writable,
         autocompletion=writable_formats,
         show_default=False,
-        help=f"Format to write: {FORMATS}.",
-    ),
-]
+        help=text,
+    )
+
+
+To = Annotated[str, target(f"Format to write: {FORMATS}.")]
 ModelType = Annotated[
     str | None,
     typer.Option(

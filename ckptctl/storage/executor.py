@@ -7,16 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ckptctl.catalog import made_of
-from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
+from ckptctl.errors import CkptError
 from ckptctl.planner.copies import MIB, Limits, Read, Tile, Write, lower
-from ckptctl.planner.plan import Check, FileIdentity, Plan, RawCopy
+from ckptctl.planner.plan import Check, Plan, RawCopy
 from ckptctl.storage import trash
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles, contained
@@ -24,6 +23,7 @@ from ckptctl.storage.finisher import Finisher
 from ckptctl.storage.journal import Done, Journal
 from ckptctl.storage.lanes import Lane, Lanes, Unit
 from ckptctl.storage.ledger import Ledger, News
+from ckptctl.storage.sources import Sources
 from ckptctl.storage.sync import sync_directory
 from ckptctl.storage.worker import Worker, write_failed
 
@@ -113,10 +113,10 @@ def execute(
     """
     with ExitStack() as stack:
         run = _Run(plan, root, options, stack)
-        run.check_sources()
+        run.sources.check()
         done = run.prepare(journal)
         run.fill(done, progress)
-        run.check_sources()
+        run.sources.check()
         run.sync_directories()
         return run.result()
 
@@ -128,8 +128,7 @@ class _Run:
         self._options = options
         self._limits = options.limits()
         self._stack = stack
-        self._sources: dict[str, SourceFiles] = {}
-        self._identities: dict[tuple[str, str], FileIdentity] = {}
+        self.sources = Sources(plan, stack)
         self._journal: Journal | None = None
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -137,44 +136,6 @@ class _Run:
         self._working = 0
         self._reported = 0
         self._torch = False
-        for name, identity in plan.sources.items():
-            self._identities[plan.source_root, name] = identity
-        for raw in plan.raw_copies:
-            self._files(raw.root or plan.source_root)
-        for directory, _ in made_of(plan.computed):
-            self._files(directory)
-        self._identities |= plan.inputs
-
-    # Sources
-
-    def _files(self, root: str) -> SourceFiles:
-        if root not in self._sources:
-            self._sources[root] = self._stack.enter_context(SourceFiles(root))
-        return self._sources[root]
-
-    def check_sources(self) -> None:
-        """Compare every source file with what it was when it was first looked at."""
-        sizes = {file.path: file.size for file in self._plan.files}
-        for raw in self._plan.raw_copies:
-            key = (raw.root or self._plan.source_root, raw.source)
-            if key in self._identities:
-                continue
-            found = self._identities[key] = self._identity(*key)
-            whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
-            if whole and found.size != raw.nbytes:
-                raise _changed(*key, f"it had {raw.nbytes:,} bytes, now it has {found.size:,}")
-        for key, identity in self._identities.items():
-            found = self._identity(*key)
-            if found != identity:
-                raise _changed(*key, f"{found} is not {identity}")
-
-    def _identity(self, root: str, name: str) -> FileIdentity:
-        # By path, not by the open descriptor: a replaced file must not pass as the old one.
-        try:
-            found = self._files(root).path(name).stat()
-        except (SourceNotFoundError, FileNotFoundError):
-            raise _changed(root, name, "it is gone") from None
-        return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
 
     # Output files
 
@@ -187,7 +148,7 @@ class _Run:
             "digest": self._plan.digest,
             "limits": list(self._limits),
             "checksum": self._options.checksum,
-            "sources": sorted((key[1], *astuple(one)) for key, one in self._identities.items()),
+            "sources": self.sources.listed(),
         }
         resume = self._options.resume
         self._journal = self._stack.enter_context(Journal(journal, header, resume=resume))
@@ -319,7 +280,7 @@ class _Run:
 
         if any(map(arithmetic, self._plan.computed.values())):
             self._arithmetic()
-        return ComputedFiles(self._plan.computed, self._sources.__getitem__)
+        return ComputedFiles(self._plan.computed, self.sources.files)
 
     def _tell(self, news: News) -> None:
         for path in news.finished:
@@ -368,12 +329,12 @@ class _Run:
         transfers = self._plan.transfers
         if index < len(transfers):
             tiles = lower(transfers[index], self._plan.records, self._limits)
-            return self._files(self._plan.source_root), tiles
+            return self.sources.files(self._plan.source_root), tiles
         if index >= self._plan.first_check:
             check = self._plan.checks[index - self._plan.first_check]
-            return self._files(check.root), _check(check, self._limits.tile)
+            return self.sources.files(check.root), _check(check, self._limits.tile)
         raw = self._plan.raw_copies[index - len(transfers)]
-        return self._files(raw.root or self._plan.source_root), _raw(raw, self._limits.flat)
+        return self.sources.files(raw.root or self._plan.source_root), _raw(raw, self._limits.flat)
 
     def result(self) -> Execution:
         """Return what was done; every record is complete by now."""
@@ -399,15 +360,6 @@ def _check(check: Check, limit: int) -> Iterator[Tile]:
         size = min(limit, check.nbytes - done)
         read = Read(check.file, check.offset + done, size, None, 0, done)
         yield Tile(size, (read,), (), (), False)
-
-
-def _changed(root: str, name: str, why: str) -> DamagedError:
-    return DamagedError(
-        f"`{name}` changed while it was being read",
-        where=root,
-        why=why,
-        hint="try again once nothing writes to it",
-    )
 
 
 def _join(threads: list[threading.Thread]) -> None:

@@ -1,0 +1,75 @@
+"""The source files of a plan, and proof that they stay what they were when it was made."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import astuple
+
+from ckptctl.catalog import made_of
+from ckptctl.errors import DamagedError, SourceNotFoundError
+from ckptctl.planner.plan import FileIdentity, Plan
+from ckptctl.storage.files import SourceFiles
+
+
+class Sources:
+    """Every directory that a plan reads from, open for its whole run.
+
+    Args:
+        plan: What will be done.
+        stack: Closes the files in the end.
+    """
+
+    def __init__(self, plan: Plan, stack: ExitStack) -> None:
+        self._plan = plan
+        roots = {plan.source_root}
+        roots |= {raw.root or plan.source_root for raw in plan.raw_copies}
+        roots |= {root for root, _ in made_of(plan.computed)}
+        roots |= {root for root, _ in plan.inputs} | {check.root for check in plan.checks}
+        self._open = {root: stack.enter_context(SourceFiles(root)) for root in roots}
+        self._identities = {(plan.source_root, name): one for name, one in plan.sources.items()}
+        self._identities |= plan.inputs
+
+    def files(self, root: str) -> SourceFiles:
+        """Return the files below one of the plan's directories."""
+        return self._open[root]
+
+    def listed(self) -> list[tuple[object, ...]]:
+        """Return names and identities, whatever directory they are in: what a journal is about."""
+        return sorted((name, *astuple(one)) for (_, name), one in self._identities.items())
+
+    def check(self) -> None:
+        """Compare every source file with what it was when it was first looked at.
+
+        Raises:
+            DamagedError: One of them is gone, or another one.
+        """
+        sizes = {file.path: file.size for file in self._plan.files}
+        for raw in self._plan.raw_copies:
+            key = (raw.root or self._plan.source_root, raw.source)
+            if key in self._identities:
+                continue
+            found = self._identities[key] = self._identity(*key)
+            whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
+            if whole and found.size != raw.nbytes:
+                raise _changed(*key, f"it had {raw.nbytes:,} bytes, now it has {found.size:,}")
+        for key, identity in self._identities.items():
+            found = self._identity(*key)
+            if found != identity:
+                raise _changed(*key, f"{found} is not {identity}")
+
+    def _identity(self, root: str, name: str) -> FileIdentity:
+        # By path, not by the open descriptor: a replaced file must not pass as the old one.
+        try:
+            found = self._open[root].path(name).stat()
+        except (SourceNotFoundError, FileNotFoundError):
+            raise _changed(root, name, "it is gone") from None
+        return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+
+
+def _changed(root: str, name: str, why: str) -> DamagedError:
+    return DamagedError(
+        f"`{name}` changed while it was being read",
+        where=root,
+        why=why,
+        hint="try again once nothing writes to it",
+    )
