@@ -14,6 +14,7 @@ from typing import Literal
 from ckptctl import dtypes
 
 Codec = Literal["raw", "torch"]
+Severity = Literal["error", "warning"]
 VIRTUAL = "//"
 
 
@@ -210,6 +211,48 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Attributes:
+        what: One line without a full stop.
+        why: The evidence: sizes, names, offsets.
+        severity: ``error``: the checkpoint is not whole; ``warning``: it is, but look at this.
+        file: The file concerned, relative to the checkpoint where it is a part of it.
+        tensor: The tensor, or other leaf, concerned.
+        box: The part of the tensor.
+    """
+
+    what: str
+    why: str | None = None
+    severity: Severity = "error"
+    file: str | None = None
+    tensor: str | None = None
+    box: Box | None = None
+
+    @property
+    def where(self) -> str:
+        """Return the tensor, its box and the file, as far as they are known."""
+        tensor = f"`{self.tensor}`" if self.tensor else ""
+        box = str(self.box) if self.box and self.box.sizes else ""
+        parts = (" ".join(filter(None, (tensor, box))), self.file)
+        return ", ".join(part for part in parts if part)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        box = self.box
+        return {
+            "severity": self.severity,
+            "what": self.what,
+            "where": self.where,
+            "file": self.file,
+            "tensor": self.tensor,
+            "box": box and {"offsets": list(box.offsets), "sizes": list(box.sizes)},
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Catalog:
     """Everything one checkpoint holds.
 
@@ -226,6 +269,10 @@ class Catalog:
         metadata: Free-form strings that the format carries.
         notes: What a reader should know: disabled checksums, files that nothing refers to, ...
         computed: The virtual files that extents of *tensors* lie in, by name.
+        replicas: Further copies of boxes that *tensors* have, by tensor: each has the box of one
+            of its extents, and has to hold the same elements. Only where they were asked for.
+        findings: What is wrong with what could not be read, where a part was asked for.
+        lost: For each tensor the boxes in files that cannot be used, and those files; likewise.
     """
 
     root: str
@@ -239,6 +286,9 @@ class Catalog:
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     computed: Mapping[str, Computed] = field(default_factory=dict)
+    replicas: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    lost: Mapping[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,8 @@ from ckptctl.errors import DamagedError
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.ops.verification import Finding, Level, Verification
+    from ckptctl.catalog import Finding
+    from ckptctl.ops.verification import Level, Verification
 
 SCHEMA = "ckptctl.verify/1"
 SHOWN = 10

@@ -136,11 +136,18 @@ class ReadOptions:
         weights: ``master``: the optimizer's fp32 copies; ``module``: the weights that the model
             computes with; None: what the format prefers.
         tag: Which of several saves in one folder; None: the one that its pointer names.
+        rules: A file that says how tensors are divided, for formats that do not say so.
+        partial: Read what there is of a checkpoint that is not whole: what cannot be read becomes
+            :attr:`~ckptctl.catalog.Catalog.findings`. Tensors may have holes then.
+        replicas: List :attr:`~ckptctl.catalog.Catalog.replicas`, too.
     """
 
     model_type: str | None = None
     weights: Literal["master", "module"] | None = None
     tag: str | None = None
+    rules: Path | None = None
+    partial: bool = False
+    replicas: bool = False
 
 
 AS_IT_IS = ReadOptions()
@@ -152,6 +159,9 @@ class Format(ABC):
     Attributes:
         name: What ``--from`` and ``--to`` call it.
         title: One line for ``--help`` and lists.
+        recognised: What :meth:`sniff` looks for, for people.
+        wholeness: What tells a whole checkpoint from one with missing parts, for people.
+        proof: What other people's code says that reading, and writing, is right.
         choices: Fields of :class:`ReadOptions` that mean something to it, besides the family.
         layout: The layout that its tensors have; None: any.
         other_layouts: Whether they have another one where the user asks for it.
@@ -160,6 +170,9 @@ class Format(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
+    recognised: ClassVar[str] = ""
+    wholeness: ClassVar[str] = ""
+    proof: ClassVar[str] = ""
     layout: ClassVar[str | None] = None
     choices: ClassVar[frozenset[str]] = frozenset()
     other_layouts: ClassVar[bool] = False

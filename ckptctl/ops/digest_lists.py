@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.ops.verification import Finding, of_error
+from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_checksums import Advance, threads, windows
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging

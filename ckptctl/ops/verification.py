@@ -7,54 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ckptctl.catalog import Box
+from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError
 
 Level = Literal["fast", "headers", "full"]
 LEVELS: tuple[Level, ...] = ("fast", "headers", "full")
-Severity = Literal["error", "warning"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is not as it should be.
-
-    Attributes:
-        what: One line without a full stop.
-        why: The evidence: sizes, names, offsets.
-        severity: ``error``: the checkpoint is not whole; ``warning``: it is, but look at this.
-        file: The file concerned, relative to the checkpoint where it is a part of it.
-        tensor: The tensor, or other leaf, concerned.
-        box: The part of the tensor.
-    """
-
-    what: str
-    why: str | None = None
-    severity: Severity = "error"
-    file: str | None = None
-    tensor: str | None = None
-    box: Box | None = None
-
-    @property
-    def where(self) -> str:
-        """Return the tensor, its box and the file, as far as they are known."""
-        tensor = f"`{self.tensor}`" if self.tensor else ""
-        box = str(self.box) if self.box and self.box.sizes else ""
-        parts = (" ".join(filter(None, (tensor, box))), self.file)
-        return ", ".join(part for part in parts if part)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        box = self.box
-        return {
-            "severity": self.severity,
-            "what": self.what,
-            "where": self.where,
-            "file": self.file,
-            "tensor": self.tensor,
-            "box": box and {"offsets": list(box.offsets), "sizes": list(box.sizes)},
-            "why": self.why,
-        }
 
 
 def of_error(error: CkptError, root: Path, tensor: str | None = None) -> Finding:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import (
     DamagedError,
     SourceNotFoundError,
@@ -22,7 +22,7 @@ from ckptctl.errors import (
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops import digest_lists
 from ckptctl.ops.inspect import Watch, unwatched
-from ckptctl.ops.verification import LEVELS, Finding, Level, Verification, of_error
+from ckptctl.ops.verification import LEVELS, Level, Verification, of_error
 from ckptctl.ops.verify_data import listable, read_data, write_list
 from ckptctl.ops.verify_items import resolved
 from ckptctl.ops.verify_partial import partial

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
-from ckptctl.catalog import Catalog, is_computed
+from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import CkptError
-from ckptctl.ops.verification import Finding, of_error
+from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_structure import is_zip
 from ckptctl.storage.crc import combine, crc32
 from ckptctl.storage.files import SourceFiles

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptctl import dtypes
-from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.ops import digest_lists
 from ckptctl.ops.inspect import Watch
-from ckptctl.ops.verification import Finding, of_error
+from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_checksums import Recorded, check, recorded
 from ckptctl.ops.verify_structure import root_of
 from ckptctl.planner.plan import FileIdentity

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.catalog import Blob, Catalog, Extent
+from ckptctl.catalog import Blob, Catalog, Extent, Finding
 from ckptctl.errors import CkptError
-from ckptctl.ops.verification import Finding, of_error
+from ckptctl.ops.verification import of_error
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.torch_zip import MAX_PICKLE
 from ckptctl.storage.zip_directory import FileRange, read_directory

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.catalog import Box, Catalog, TensorEntry
+from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError, listed
 from ckptctl.formats.dcp import catalog_of, read_metadata
 from ckptctl.formats.dcp_metadata import METADATA, Leaf, decode
@@ -22,7 +22,7 @@ from ckptctl.formats.hf_shards import (
     read_shard,
     require_agreement,
 )
-from ckptctl.ops.verification import Finding, of_error
+from ckptctl.ops.verification import of_error
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, is_computed
+from ckptctl.catalog import Box, Catalog, Extent, Finding, Severity, TensorEntry, is_computed
 from ckptctl.errors import CkptError, CoverageError, listed
-from ckptctl.ops.verification import Finding, Severity
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles
 from ckptctl.units import natural

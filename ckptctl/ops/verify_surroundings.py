@@ -6,9 +6,8 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import Catalog, Finding
 from ckptctl.formats.deepspeed_tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.ops.verification import Finding
 from ckptctl.storage.publish import staging_directory
 
 OWNED = (".distcp", ".safetensors")
