@@ -16,6 +16,7 @@ from ckptctl import dtypes
 Codec = Literal["raw", "torch"]
 Severity = Literal["error", "warning"]
 VIRTUAL = "//"
+MEMORY = "/memory/"
 
 
 class Index(int):
@@ -176,6 +177,16 @@ def computed_name(key: str) -> str:
 def is_computed(file: str) -> bool:
     """Return whether *file* is the name of a virtual file."""
     return file.startswith(VIRTUAL)
+
+
+def memory_name(key: str) -> str:
+    """Return the name under which a plan knows the memory called *key*; no real file has such."""
+    return MEMORY + key
+
+
+def is_memory(file: str) -> bool:
+    """Return whether *file* is the name of memory of this process."""
+    return file.startswith(MEMORY)
 
 
 def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[str, str]]:

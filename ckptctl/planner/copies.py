@@ -300,6 +300,8 @@ def _tiled(work: _Work, limits: Limits) -> Iterator[Tile]:
         inline = False
     for lo, count in domains(work.frame.sizes, work.order, limit):
         parts, blocks = _meet(work, lo, count)
+        if not parts:
+            continue  # only a part of the tensor is wanted
         nbytes = math.prod(count) * work.item
         writes = _writes(work, parts)
         if permuted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from ckptctl.catalog import is_memory
 from ckptctl.errors import CkptError
 from ckptctl.planner.copies import MIB, Limits, Read, Tile, Write, lower
 from ckptctl.planner.plan import Check, Plan, RawCopy
@@ -50,6 +51,8 @@ class ExecutionOptions:
         checksum: Whether to compute CRCs of records and check those of sources.
         resume: Whether to believe the journal of an earlier run.
         journal_every: Bytes written between entries of the journal.
+        sync: Whether files and directories have to be on disk in the end.
+        shared: Whether others write below the same directory: then nothing there is removed.
     """
 
     jobs: int = 0
@@ -57,6 +60,8 @@ class ExecutionOptions:
     checksum: bool = True
     resume: bool = False
     journal_every: int = 1 << 30
+    sync: bool = True
+    shared: bool = False
 
     @property
     def threads(self) -> int:
@@ -96,6 +101,7 @@ def execute(
     options: ExecutionOptions,
     progress: Progress,
     journal: Path | None = None,
+    memory: Mapping[str, memoryview] | None = None,
 ) -> Execution:
     """Create the output files of *plan* below *root*, fill them and sync them.
 
@@ -106,13 +112,15 @@ def execute(
         progress: Called from this thread only, with the bytes finished since the last call; what
             an earlier run had done counts too.
         journal: The journal's file, outside *root*; None: none is kept.
+        memory: What :func:`~ckptctl.catalog.memory_name` of the plan stands for: bytes of tensors,
+            which stay as they are while the plan is carried out, or which it fills.
 
     Raises:
         DamagedError: A source changed, ends too early or contradicts its recorded checksum.
         StorageError: A read, write or sync failed.
     """
     with ExitStack() as stack:
-        run = _Run(plan, root, options, stack)
+        run = _Run(plan, root, options, stack, memory or {})
         run.sources.check()
         done = run.prepare(journal)
         run.fill(done, progress)
@@ -122,8 +130,16 @@ def execute(
 
 
 class _Run:
-    def __init__(self, plan: Plan, root: Path, options: ExecutionOptions, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        root: Path,
+        options: ExecutionOptions,
+        stack: ExitStack,
+        memory: Mapping[str, memoryview],
+    ) -> None:
         self._plan = plan
+        self._memory = memory
         self._root = root
         self._options = options
         self._limits = options.limits()
@@ -166,7 +182,8 @@ class _Run:
         )
 
     def _create(self) -> None:
-        trash.clear(self._root)
+        if self._plan.files and not self._options.shared:
+            trash.clear(self._root)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         for file in self._plan.files:
             path = self._root / contained(file.path, str(self._root))
@@ -182,6 +199,8 @@ class _Run:
 
     def sync_directories(self) -> None:
         """Sync every directory that holds an output file."""
+        if not self._plan.files or not self._options.sync:
+            return
         found = {self._root}
         for file in self._plan.files:
             found.update(self._root / parent for parent in Path(file.path).parents)
@@ -194,7 +213,14 @@ class _Run:
         """Do all units, in threads, and every file's frame; raise what went wrong first."""
         every = self._options.journal_every if self._journal else 0
         self._ledger = Ledger(self._plan, every, SYNC_EVERY)
-        self._finisher = Finisher(self._plan, self._root, self._ledger, self._journal, self._end)
+        self._finisher = Finisher(
+            self._plan,
+            self._root,
+            self._ledger,
+            self._journal,
+            self._end,
+            sync=self._options.sync,
+        )
         lanes = Lanes([Lane(units) for units in self._units(done)])
         threads = [
             threading.Thread(target=self._work, args=(lanes,), daemon=True)
@@ -246,6 +272,7 @@ class _Run:
             chunk=min(self._limits.flat, self._limits.widest),
             arithmetic=self._arithmetic,
             computed=cache(self._computed),
+            memory=self._memory,
         )
         failure: BaseException | None = None
         try:
@@ -284,9 +311,11 @@ class _Run:
 
     def _tell(self, news: News) -> None:
         for path in news.finished:
-            self._finisher.finish(path)
+            if not is_memory(path):
+                self._finisher.finish(path)
         for path in news.ripe:
-            self._finisher.sync(path)
+            if not is_memory(path):
+                self._finisher.sync(path)
         if news.durable[0]:
             self._finisher.record(*news.durable)
 
@@ -341,9 +370,11 @@ class _Run:
         unfinished = self._ledger.unfinished()
         if unfinished:
             raise CkptError("not every byte was written", where=unfinished[0])
-        count = len(self._plan.records)
         checksum = self._options.checksum
-        crcs = [self._ledger.crc(index) if checksum else 0 for index in range(count)]
+        crcs = [
+            self._ledger.crc(index) if checksum and not is_memory(record.file) else 0
+            for index, record in enumerate(self._plan.records)
+        ]
         return Execution(crcs, self._ledger.written, self._ledger.resumed)
 
 

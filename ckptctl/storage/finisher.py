@@ -27,6 +27,7 @@ class Finisher:
         ledger: Knows the checksums that frames contain.
         journal: Where durable units are noted; None: nowhere.
         ended: Called by each of its threads when it ends, with what went wrong if anything.
+        sync: Whether files have to be on disk.
     """
 
     def __init__(
@@ -36,12 +37,15 @@ class Finisher:
         ledger: Ledger,
         journal: Journal | None,
         ended: Callable[[BaseException | None], None],
+        *,
+        sync: bool = True,
     ) -> None:
         self._files = {file.path: file for file in plan.files}
         self._root = root
         self._ledger = ledger
         self._journal = journal
         self._ended = ended
+        self._sync = sync
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._syncing: set[str] = set()
@@ -62,6 +66,8 @@ class Finisher:
 
     def sync(self, path: str) -> None:
         """Let the disk begin with what a file holds so far."""
+        if not self._sync:
+            return
         with self._lock:
             if path in self._syncing:
                 return
@@ -104,7 +110,8 @@ class Finisher:
         try:
             for offset, data in file.frame(self._ledger.crc):
                 write_all(descriptor, memoryview(data), offset, full)
-            _sync(descriptor, full)
+            if self._sync:
+                _sync(descriptor, full)
         finally:
             os.close(descriptor)
 

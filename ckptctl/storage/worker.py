@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
-from ckptctl.catalog import is_computed
+from ckptctl.catalog import is_computed, is_memory
 from ckptctl.errors import StorageError
-from ckptctl.planner.copies import Read, Tile
+from ckptctl.planner.copies import Read, Tile, Write
 from ckptctl.planner.moves import Move
 from ckptctl.planner.plan import Transfer
 from ckptctl.planner.runs import Pattern
@@ -77,6 +77,7 @@ class Worker:
         chunk: Bytes of a buffer for plain byte ranges.
         arithmetic: Returns the module that imports torch, made ready.
         computed: Returns virtual files for this thread's use, made ready.
+        memory: What of this process's memory is read or written, by name.
 
     Attributes:
         alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
@@ -92,6 +93,7 @@ class Worker:
         chunk: int,
         arithmetic: Callable[[], ModuleType],
         computed: Callable[[], ComputedFiles],
+        memory: Mapping[str, memoryview],
     ) -> None:
         self._root = root
         self._transfers = transfers
@@ -99,6 +101,7 @@ class Worker:
         self._chunk = chunk
         self._arithmetic = arithmetic
         self._computed = computed
+        self._memory = memory
         self.alone = True
         self._descriptors = Descriptors(root)
         self._kernel_copy = not checksum
@@ -118,6 +121,11 @@ class Worker:
             StorageError: A read or write failed.
         """
         tile = unit.tile
+        if tile.flat and is_memory(tile.reads[0].file):
+            return self._from_memory(unit)
+        place = self._in_place(unit)
+        if place is not None:
+            return self._into_memory(unit, place)
         if tile.flat and self.alone and self._kernel_copy and self._copy_range(unit):
             return Done(unit.transfer, unit.number, [0], [])
         if tile.flat and tile.nbytes > self._chunk:
@@ -130,8 +138,53 @@ class Worker:
             self._move(unit, move, buffer)
         return Done(unit.transfer, unit.number, self._write(unit, tile, buffer, read), read)
 
-    def _read(self, files: SourceFiles, read: Read, buffer: memoryview) -> int:
-        """Fill the buffer and return the CRC of what was read, or -1 when none is wanted."""
+    def _from_memory(self, unit: Unit) -> Done:
+        """Write a plain range of memory where it lies."""
+        read, write = unit.tile.reads[0], unit.tile.writes[0]
+        view = self._memory[read.file][read.offset : read.offset + read.nbytes]
+        crc = crc32(view) if self._checksum else 0
+        self._put(write, view)
+        return Done(unit.transfer, unit.number, [crc], [crc] if read.operand >= 0 else [])
+
+    def _in_place(self, unit: Unit) -> memoryview | None:
+        """Return the memory that a tile fills alone and as it is read."""
+        tile = unit.tile
+        if len(tile.writes) != 1 or tile.moves or not is_memory(tile.writes[0].file):
+            return None
+        transfer, write = self._transfers[unit.transfer], tile.writes[0]
+        if transfer.source_dtype != transfer.target_dtype or write.nbytes != tile.nbytes:
+            return None
+        if any(is_computed(read.file) for read in tile.reads):
+            return None
+        return self._memory[write.file][write.offset : write.offset + write.nbytes]
+
+    def _into_memory(self, unit: Unit, place: memoryview) -> Done:
+        """Read a tile into the memory that it is for."""
+        read = [
+            crc
+            for one in unit.tile.reads
+            if (crc := self._read(unit.files, one, place, again=False)) >= 0
+        ]
+        return Done(unit.transfer, unit.number, [0], read)
+
+    def _put(self, write: Write, view: memoryview) -> None:
+        if is_memory(write.file):
+            self._memory[write.file][write.offset : write.offset + write.nbytes] = view
+            return
+        target = self._descriptors.target(write.file)
+        write_all(target, view, write.offset, self._root / write.file)
+
+    def _read(
+        self, files: SourceFiles, read: Read, buffer: memoryview, *, again: bool = True
+    ) -> int:
+        """Fill the buffer and return the CRC of what was read, or -1 when none is wanted.
+
+        Args:
+            files: Where the source is.
+            read: What to read.
+            buffer: Gets it.
+            again: Whether other tiles use the same buffer.
+        """
         if is_computed(read.file):
             return -1
         if read.pattern is None or len(read.pattern.runs) == 1:
@@ -140,7 +193,8 @@ class Worker:
             self._fill(files, read.file, [view], read.offset, read.nbytes)
             return crc32(view) if read.operand >= 0 else -1
         offset, crc = read.offset, 0
-        for size, views in self._scatter(read.pattern, buffer):
+        places = self._scatter(read.pattern, buffer) if again else _places(read.pattern, buffer)
+        for size, views in places:
             self._fill(files, read.file, views, offset, size)
             offset += size
             if read.operand >= 0:
@@ -169,6 +223,12 @@ class Worker:
         nbytes: int,
         descriptor: int | None = None,
     ) -> None:
+        if is_memory(name):
+            memory = self._memory[name]
+            for view in views:
+                view[:] = memory[offset : offset + len(view)]
+                offset += len(view)
+            return
         if descriptor is None:
             descriptor = self._descriptors.source(files, name)
         try:
@@ -184,12 +244,7 @@ class Worker:
         if found is None:
             if self._held + len(pattern.runs) > MAX_VIEWS:
                 self._views, self._held = {}, 0
-            found = []
-            for first in range(0, len(pattern.runs), IOV_MAX):
-                some = pattern.runs[first : first + IOV_MAX]
-                views = [buffer[start : start + nbytes] for start, nbytes in some]
-                found.append((sum(nbytes for _, nbytes in some), views))
-            self._views[pattern] = found
+            found = self._views[pattern] = list(_places(pattern, buffer))
             self._held += len(pattern.runs)
         return found
 
@@ -198,7 +253,8 @@ class Worker:
         if is_computed(move.file):
             self._computed().gather(move.file, move.reads, staged)
         else:
-            descriptor = self._descriptors.source(unit.files, move.file)
+            memory = is_memory(move.file)
+            descriptor = None if memory else self._descriptors.source(unit.files, move.file)
             for offset, nbytes, start in move.reads:
                 views = [staged[start : start + nbytes]]
                 self._fill(unit.files, move.file, views, offset, nbytes, descriptor)
@@ -217,9 +273,9 @@ class Worker:
             if tile.flat and read:
                 crcs.append(read[0])
             else:
-                crcs.append(crc32(view) if self._checksum else 0)
-            path = self._root / write.file
-            write_all(self._descriptors.target(write.file), view, write.offset, path)
+                wanted = self._checksum and not is_memory(write.file)
+                crcs.append(crc32(view) if wanted else 0)
+            self._put(write, view)
         return crcs
 
     def _cast(self, unit: Unit, buffer: memoryview) -> memoryview:
@@ -240,7 +296,6 @@ class Worker:
         """Copy a long plain range in several steps, for its unchecked runs only."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         buffer = self._buffer("tile", self._chunk)
-        descriptor = self._descriptors.target(write.file)
         crc = 0
         for done in range(0, read.nbytes, self._chunk):
             size = min(self._chunk, read.nbytes - done)
@@ -251,13 +306,13 @@ class Worker:
                 self._fill(unit.files, read.file, [view], read.offset + done, size)
             if self._checksum:
                 crc = crc32(view, crc)
-            write_all(descriptor, view, write.offset + done, self._root / write.file)
+            self._put(write._replace(offset=write.offset + done, nbytes=size), view)
         return Done(unit.transfer, unit.number, [crc], [crc] if read.operand >= 0 else [])
 
     def _copy_range(self, unit: Unit) -> bool:
         """Let the kernel copy a plain range; return whether it did all of it."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
-        if is_computed(read.file):
+        if is_computed(read.file) or is_memory(write.file):
             return False
         source = self._descriptors.source(unit.files, read.file)
         target = self._descriptors.target(write.file)
@@ -282,6 +337,13 @@ class Worker:
             self._views, self._held = {}, 0
             found = self._buffers[name] = memoryview(bytearray(nbytes))
         return found
+
+
+def _places(pattern: Pattern, buffer: memoryview) -> Iterator[Places]:
+    for first in range(0, len(pattern.runs), IOV_MAX):
+        some = pattern.runs[first : first + IOV_MAX]
+        views = [buffer[start : start + nbytes] for start, nbytes in some]
+        yield sum(nbytes for _, nbytes in some), views
 
 
 def open_target(path: Path) -> int:

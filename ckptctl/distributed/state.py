@@ -1,0 +1,176 @@
+"""A state dict as one rank holds it: tensors with the boxes in its memory, and other leaves."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Path
+from ckptctl.distributed import compat
+from ckptctl.distributed.compat import ShardedTensor
+from ckptctl.errors import RefusedError
+from ckptctl.ops.saving import Described
+from ckptctl.planner.placements import Part, local_part
+from ckptctl.planner.placements import Shard as Cut
+
+StateDict = Mapping[str, object]
+
+
+class Piece(NamedTuple):
+    """A box of a global tensor in this rank's memory.
+
+    Attributes:
+        box: The part of the global tensor.
+        tensor: Exactly that part: a view of the local tensor.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank holds of a tensor.
+
+    Attributes:
+        described: What all ranks say of it.
+        pieces: Its boxes here; none where other ranks hold all of it.
+    """
+
+    described: Described
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A leaf that is no tensor.
+
+    Attributes:
+        path: Keys from the root down to it.
+        value: The leaf.
+    """
+
+    path: Path
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state dict, flat.
+
+    Attributes:
+        tensors: By fully qualified name.
+        values: Other leaves likewise.
+    """
+
+    tensors: Mapping[str, Held]
+    values: Mapping[str, Value]
+
+
+def state_of(state_dict: StateDict) -> State:
+    """Return what this rank holds of *state_dict*; nothing is copied.
+
+    Names are those that stock ``dcp.save`` gives: keys joined by dots, objects with a method
+    ``state_dict`` replaced by what it returns.
+
+    Raises:
+        RefusedError: A tensor is of a kind that no checkpoint can hold, or sums are outstanding.
+    """
+    plain = {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in state_dict.items()
+    }
+    flat, paths = compat.flatten_state_dict(plain)
+    tensors: dict[str, Held] = {}
+    values: dict[str, Value] = {}
+    for name, leaf in flat.items():
+        path = tuple(paths[name])
+        if isinstance(leaf, torch.Tensor | ShardedTensor):
+            tensors[name] = _held(name, leaf, path)
+        else:
+            values[name] = Value(path, leaf)
+    return State(tensors, values)
+
+
+def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> Held:
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    if dtype not in dtypes.BY_NAME:
+        raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
+    shape = tuple(leaf.size())
+    described = Described(dtype, shape, path, bool(leaf.requires_grad))
+    pieces = tuple(_empty(leaf) if 0 in shape else _pieces(name, leaf))
+    return Held(described, pieces)
+
+
+def _empty(leaf: torch.Tensor | ShardedTensor) -> Iterator[Piece]:
+    """A tensor without elements is one box, which every rank holds."""
+    shape = tuple(leaf.size())
+    yield Piece(Box.whole(shape), torch.empty(shape, dtype=leaf.dtype))
+
+
+def _pieces(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[Piece]:
+    if isinstance(leaf, ShardedTensor):
+        for shard in leaf.local_shards():
+            offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            if 0 not in sizes:
+                yield Piece(Box(tuple(offsets), tuple(sizes)), _plain(name, shard.tensor))
+    elif isinstance(leaf, DTensor):
+        local = _plain(name, leaf.to_local())
+        for part in _parts(name, leaf):
+            piece = local
+            for dim, (start, size) in enumerate(zip(part.start, part.box.sizes, strict=True)):
+                piece = piece.narrow(dim, start, size)
+            yield Piece(part.box, piece)
+    else:
+        yield Piece(Box.whole(tuple(leaf.shape)), _plain(name, leaf))
+
+
+def _parts(name: str, leaf: DTensor) -> tuple[Part, ...]:
+    mesh = leaf.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    cuts = [_cut(name, placement) for placement in leaf.placements]
+    return local_part(tuple(leaf.shape), tuple(mesh.shape), tuple(coordinate), cuts).parts
+
+
+def _cut(name: str, placement: object) -> Cut | None:
+    if isinstance(placement, compat.StridedShard):
+        return Cut(int(placement.dim), int(placement.split_factor))
+    if isinstance(placement, Shard):
+        return Cut(int(placement.dim))
+    if isinstance(placement, Replicate):
+        return None
+    raise RefusedError(
+        f"`{name}` is placed as {placement}, which no checkpoint can hold",
+        hint="`redistribute` it to Shard or Replicate first",
+    )
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise RefusedError(
+            f"`{name}` has no plain memory", why=f"its layout is {tensor.layout}, {tensor.device}"
+        )
+    return tensor.resolve_conj().resolve_neg()
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes from the first to the last element of a tensor in host memory.
+
+    The tensor has to outlive the view.
+    """
+    span = 0
+    if tensor.numel():
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        span = (sum((size - 1) * step for size, step in pairs) + 1) * tensor.element_size()
+    array = (ctypes.c_char * span).from_address(tensor.data_ptr()) if span else bytearray()
+    return memoryview(array).cast("B")

@@ -1,0 +1,121 @@
+"""The ranks that work together, as everything here sees them: gather, share, wait, fail together.
+
+One process without a process group is a group of one, for which all of it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar, cast
+
+from ckptctl.errors import CkptError
+
+T = TypeVar("T")
+
+
+class Coordinator(Protocol):
+    """A group of ranks; every method is called by all of them, in the same order.
+
+    Attributes:
+        rank: Number of this process among them.
+        world: How many there are.
+    """
+
+    rank: int
+    world: int
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order."""
+
+    def gather(self, value: T) -> list[T] | None:
+        """Return the values of all ranks on rank 0, None elsewhere."""
+
+    def broadcast(self, value: T | None) -> T:
+        """Return rank 0's value."""
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return this rank's one of the values that rank 0 has."""
+
+
+class Alone:
+    """A group of one."""
+
+    rank = 0
+    world = 1
+
+    def all_gather(self, value: T) -> list[T]:
+        """See :class:`Coordinator`."""
+        return [value]
+
+    def gather(self, value: T) -> list[T] | None:
+        """See :class:`Coordinator`."""
+        return [value]
+
+    def broadcast(self, value: T | None) -> T:
+        """See :class:`Coordinator`."""
+        return cast(T, value)
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """See :class:`Coordinator`."""
+        assert values is not None
+        return values[0]
+
+
+class RankError(CkptError):
+    """Another rank failed, so this one has stopped, too.
+
+    Args:
+        rank: The rank that failed.
+        error: What it said.
+    """
+
+    def __init__(self, rank: int, error: CkptError) -> None:
+        super().__init__(
+            f"rank {rank}: {error.what}", where=error.where, why=error.why, hint=error.hint
+        )
+        self.exit_code = error.exit_code
+        self.code = error.code
+
+
+def together(ranks: Coordinator, work: Callable[[], T]) -> T:
+    """Do *work* on every rank; when it fails on one of them, raise on all.
+
+    Args:
+        ranks: The group.
+        work: Uses no collective itself.
+
+    Raises:
+        CkptError: What this rank's work raised.
+        RankError: What another's did.
+    """
+    result: list[T] = []
+    error: BaseException | None = None
+    try:
+        result.append(work())
+    except BaseException as failure:
+        error = failure
+    failures = ranks.all_gather(_sendable(error))
+    if error is not None:
+        raise error
+    for rank, other in enumerate(failures):
+        if other is not None:
+            raise RankError(rank, other)
+    return result[0]
+
+
+def on_first(ranks: Coordinator, work: Callable[[], T]) -> T | None:
+    """Do *work* on rank 0 alone; when it fails, raise on all.
+
+    Returns:
+        What it returned; None on the other ranks.
+
+    Raises:
+        CkptError: See :func:`together`.
+    """
+    return together(ranks, lambda: work() if ranks.rank == 0 else None)
+
+
+def _sendable(error: BaseException | None) -> CkptError | None:
+    if error is None or isinstance(error, CkptError):
+        return error
+    return CkptError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,20 @@
+"""Saving and loading in training, on several ranks, in both directions against stock DCP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.gloo import run_on_ranks
+from tests.integration.dcp_ranks import check_on_ranks
+from tests.integration.training_ranks import load_everywhere, save_everywhere, state
+
+
+def test_saved_on_ranks_stock_loads(tmp_path: Path) -> None:
+    run_on_ranks(save_everywhere, (1, 2, 3, 4), tmp_path)
+    expected = {f"model.{name}": tensor for name, tensor in state().items()} | {"step": 5}
+    check_on_ranks([(folder, expected) for folder in sorted(tmp_path.iterdir())])
+
+
+def test_saved_on_ranks_loads_on_others(tmp_path: Path) -> None:
+    run_on_ranks(save_everywhere, (1, 2, 4), tmp_path)
+    run_on_ranks(load_everywhere, (1, 2, 3, 4), tmp_path)
