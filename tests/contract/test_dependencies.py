@@ -133,7 +133,8 @@ def impure(item: Import) -> bool:
 
 def heavy(item: Import) -> bool:
     """Whether importing the module pays for a library that few commands need."""
-    return item.early and item.imported.partition(".")[0] in LATE
+    trains = item.importer.startswith(TRAINING)
+    return item.early and not trains and item.imported.partition(".")[0] in LATE
 
 
 def arithmetic(item: Import) -> bool:
