@@ -29,6 +29,8 @@ class Options(TypedDict, total=False):
         weights: ``master`` (the optimizer's fp32 copies) or ``module`` (what the model computes
             with), where the source holds both; None: what its format prefers.
         tag: Which of several saves in the source; None: the one that its pointer names.
+        rules: TOML file that says how ranks divide tensors, or ``megatron-core``, where the
+            ranks' own files do not say so.
         model_type: Model family; None: detect it.
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
@@ -51,6 +53,10 @@ class Options(TypedDict, total=False):
         jobs: Threads that copy; None: one per core, at most four.
         memory: Budget for buffers: bytes, or text such as ``256MiB``; None: the default.
         untie: Write both of two tied tensors.
+        tied: ``drop`` all but one of the tensors that share memory, or ``copy`` each in full; None:
+            as the target format does.
+        allow_missing: Write what is whole of a source that is not; the result says what is missing.
+        verify_replicas: Compare every copy of the same elements before anything is written.
         vocab_size: Pad the vocabulary with zeros, or cut it, to so many rows.
         lora_alpha: Strength of an adapter, where no adapter_config.json says so.
     """
@@ -58,6 +64,7 @@ class Options(TypedDict, total=False):
     from_format: str | None
     weights: Literal["master", "module"] | None
     tag: str | None
+    rules: AnyPath | None
     model_type: str | None
     converter: AnyPath | None
     sizes: Mapping[str, int]
@@ -80,6 +87,9 @@ class Options(TypedDict, total=False):
     jobs: int | None
     memory: int | str | None
     untie: bool
+    tied: Literal["drop", "copy"] | None
+    allow_missing: bool
+    verify_replicas: bool
     vocab_size: int | None
     lora_alpha: float | None
 
@@ -91,6 +101,7 @@ def inspect(
     stats: bool = False,
     model_type: str | None = None,
     converter: AnyPath | None = None,
+    rules: AnyPath | None = None,
 ) -> Inspection:
     """Say what the checkpoint at *path* holds and whether it is whole.
 
@@ -100,6 +111,7 @@ def inspect(
         stats: Read the data too and add statistics of every tensor; imports torch.
         model_type: Model family; None: detect it.
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
+        rules: See :class:`Options`.
 
     Raises:
         CkptError: It is missing, not recognised, or its index is damaged.
@@ -108,7 +120,7 @@ def inspect(
     from ckptctl.ops.inspect import inspect as run
 
     with families.using(converter):
-        return run(path, format, stats, model_type=model_type)
+        return run(path, format, stats, model_type=model_type, rules=_path(rules))
 
 
 def verify(
@@ -121,6 +133,7 @@ def verify(
     model_type: str | None = None,
     weights: Literal["master", "module"] | None = None,
     tag: str | None = None,
+    rules: AnyPath | None = None,
     jobs: int | None = None,
 ) -> Verification:
     """Say whether the checkpoint at *path* is whole, and list everything that is wrong with it.
@@ -135,6 +148,7 @@ def verify(
         model_type: Model family; None: detect it.
         weights: ``master`` or ``module``, where the checkpoint holds both.
         tag: Which of several saves in it; None: the one that its pointer names.
+        rules: See :class:`Options`.
         jobs: Threads; None: one per core, at most four.
 
     Raises:
@@ -151,6 +165,7 @@ def verify(
         model_type=model_type,
         weights=_weights(weights),
         tag=tag,
+        rules=_path(rules),
         jobs=_positive("jobs", jobs),
     )
     return run(path, chosen)
@@ -277,6 +292,7 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         from_format=options.get("from_format"),
         weights=_weights(options.get("weights")),
         tag=options.get("tag"),
+        rules=_path(options.get("rules")),
         model_type=options.get("model_type"),
         converter=_path(options.get("converter")),
         sizes=_sizes(options.get("sizes", {})),
@@ -299,6 +315,9 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         jobs=_positive("jobs", options.get("jobs")),
         memory=None if memory is None else parse_bytes(memory),
         untie=options.get("untie", False),
+        tied=_tied(options.get("tied")),
+        allow_missing=options.get("allow_missing", False),
+        verify_replicas=options.get("verify_replicas", False),
         vocab_size=options.get("vocab_size"),
         lora_alpha=_factor("lora_alpha", options.get("lora_alpha")),
     )
@@ -340,6 +359,16 @@ def _weights(value: str | None) -> Literal["master", "module"] | None:
     if value == "module":
         return "module"
     raise UsageError(f"`{value}` is neither `master` nor `module`", where="weights")
+
+
+def _tied(value: str | None) -> Literal["drop", "copy"] | None:
+    if value is None:
+        return None
+    if value == "drop":
+        return "drop"
+    if value == "copy":
+        return "copy"
+    raise UsageError(f"`{value}` is neither `drop` nor `copy`", where="tied")
 
 
 def _factor(name: str, value: float | None) -> float | None:

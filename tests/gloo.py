@@ -32,7 +32,7 @@ class RankFailure(AssertionError):
 
 
 def run_on_ranks(
-    function: Callable[..., None],
+    function: Callable[..., None] | str,
     worlds: Sequence[int],
     *arguments: Any,
     timeout: float = 120,
@@ -40,7 +40,8 @@ def run_on_ranks(
     """Call ``function(rank, world, *arguments)`` on every rank, one world size after another.
 
     Args:
-        function: At the top level of an importable module.
+        function: At the top level of an importable module; or ``module:name``, where only the
+            ranks shall import that module.
         worlds: World sizes.
         *arguments: Picklable.
         timeout: Seconds for all of it.
@@ -48,11 +49,11 @@ def run_on_ranks(
     Raises:
         RankFailure: A rank raised, or the time ran out.
     """
+    named = isinstance(function, str)
+    place = function if named else f"{function.__module__}:{function.__qualname__}"
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.pickle"
-        job.write_bytes(
-            pickle.dumps((function.__module__, function.__qualname__, list(worlds), arguments))
-        )
+        job.write_bytes(pickle.dumps((*place.split(":"), list(worlds), arguments)))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
         child = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.gloo", str(job)],

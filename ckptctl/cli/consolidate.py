@@ -49,9 +49,13 @@ def consolidate(
     from_format: opt.From = None,
     weights: opt.Weights = None,
     tag: opt.Tag = None,
+    rules: opt.Rules = None,
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Keep the optimizer state: --to dcp or torch.")
     ] = False,
+    tied: opt.Tied = None,
+    allow_missing: opt.AllowMissing = False,
+    verify_replicas: opt.VerifyReplicas = False,
     dtype: opt.DType = None,
     root: opt.Root = None,
     max_shard_size: opt.MaxShardSize = "5GB",
@@ -70,7 +74,7 @@ def consolidate(
 
     The form is recognised; no framework of the trainer is needed and none of its classes is
     loaded. Names stay as the trainer wrote them. Whatever is missing is named, and nothing is
-    written.
+    written, unless --allow-missing asks for what is whole.
     """
     from ckptctl import api
 
@@ -87,7 +91,11 @@ def consolidate(
         from_format=from_format,
         weights=cast(Literal["master", "module"] | None, weights),
         tag=tag,
+        rules=rules,
         only="all" if optimizer else "model",
+        tied=cast(Literal["drop", "copy"] | None, tied),
+        allow_missing=allow_missing,
+        verify_replicas=verify_replicas,
         dtype=dtype,
         root=root,
         max_shard_size=max_shard_size,

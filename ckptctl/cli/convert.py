@@ -14,7 +14,7 @@ from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import counted
-from ckptctl.errors import SHOWN, listed
+from ckptctl.errors import SHOWN, PartialError, listed
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def convert(
     from_format: opt.From = None,
     weights: opt.Weights = None,
     tag: opt.Tag = None,
+    rules: opt.Rules = None,
     model_type: opt.ModelType = None,
     converter: opt.Converter = None,
     sizes: opt.Set = None,
@@ -82,6 +83,7 @@ def convert(
         from_format=from_format,
         weights=cast(Literal["master", "module"] | None, weights),
         tag=tag,
+        rules=rules,
         model_type=model_type,
         sizes=opt.sizes_of(sizes),
         from_layout=from_layout,
@@ -147,6 +149,7 @@ def carry_out(
         output.note(note)
     if dry_run:
         _print_plan(output, plan, dst, published)
+        _require_all(plan, dst)
         output.hint(f"run it with `{_without_dry_run(context)}`")
         return
     for reason, names in _by_reason(plan.left_out):
@@ -154,7 +157,21 @@ def carry_out(
     with progress(output, "copying", plan.nbytes, "syncing") as advance:
         result = run_conversion(plan, advance)
     _print_result(output, result, dst, published)
+    _require_all(plan, dst)
     output.hint(f"look at it with `{shlex.join(['ckptctl', 'inspect', str(dst)])}`")
+
+
+def _require_all(plan: ConversionPlan, dst: Path) -> None:
+    """Raise PartialError if something is missing, after all that is whole has been dealt with."""
+    if plan.missing:
+        found = [reason for reason, _ in _by_reason(plan.missing)]
+        raise PartialError(
+            f"the source is not whole: {counted(len(plan.missing), 'item')} not in {dst}",
+            where=plan.source.path,
+            why=f"{listed(list(plan.missing))}: {found[0]}"
+            + (f"; and {len(found) - 1:,} other reasons" if found[1:] else ""),
+            hint="`--json` lists all of them; `ckptctl verify` says what is wrong with the source",
+        )
 
 
 def _print_plan(output: Output, plan: ConversionPlan, dst: Path, published: Published) -> None:
@@ -167,6 +184,7 @@ def _print_plan(output: Output, plan: ConversionPlan, dst: Path, published: Publ
         output.table([("file", path, str(nbytes)) for path, nbytes in plan.files])
         output.table([("dropped", key, why) for key, why in plan.dropped.items()])
         output.table([("left_out", key, why) for key, why in plan.left_out.items()])
+        output.table([("missing", key, why) for key, why in plan.missing.items()])
     else:
         _show_plan(output, plan, dst)
 
@@ -188,8 +206,10 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     output.line(
         f"{plan.tensors:,} tensors · {plan.mapped:,} renamed or reordered"
         f" · {len(plan.dropped):,} dropped · {len(plan.left_out):,} left out"
+        + (f" · {len(plan.missing):,} missing" if plan.missing else "")
     )
-    for title, keys in (("dropped", plan.dropped), ("left out", plan.left_out)):
+    reasons = {"dropped": plan.dropped, "left out": plan.left_out, "missing": plan.missing}
+    for title, keys in reasons.items():
         _show_reasons(output, title, keys)
     memory = format_bytes(plan.memory_bytes)
     output.line(
@@ -243,8 +263,10 @@ def _print_result(
                 ("verified", "yes" if result.verified else "no"),
             )
         )
+        output.table([("missing", key, why) for key, why in result.plan.missing.items()])
     else:
         output.line(_summary(result, dst), "bold")
+        _show_reasons(output, "missing", result.plan.missing)
 
 
 def _summary(result: ConversionResult, dst: Path) -> str:

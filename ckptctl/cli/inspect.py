@@ -41,6 +41,7 @@ def inspect(
     from_format: opt.From = None,
     model_type: opt.ModelType = None,
     converter: opt.Converter = None,
+    rules: opt.Rules = None,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor instead of the tree.")
     ] = False,
@@ -75,7 +76,7 @@ def inspect(
     output = Output(json, quiet)
     globs = include or []
     watch = partial(progress, output, "reading")
-    found = op.inspect(path, from_format, stats, globs, watch, model_type)
+    found = op.inspect(path, from_format, stats, globs, watch, model_type, rules)
     shown = op.select(found.tensors, globs)
     if json:
         output.document(SCHEMA, {**found.to_json(), "tensors": [t.to_json() for t in shown]})

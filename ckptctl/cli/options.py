@@ -37,14 +37,17 @@ def readable_formats() -> list[str]:
     """Return what ``--from`` accepts."""
     from ckptctl import formats
 
-    return list(formats.names())
+    return [*formats.names(), *formats.added()]
 
 
 def writable_formats() -> list[str]:
     """Return what ``--to`` accepts."""
     from ckptctl import formats
+    from ckptctl.formats.base import WritableFormat
 
-    return list(formats.writable())
+    added = formats.added().items()
+    more = (name for name, found in added if isinstance(found, WritableFormat))
+    return [*formats.writable(), *more]
 
 
 def model_types() -> list[str]:
@@ -63,13 +66,19 @@ def dtype_names() -> list[str]:
 
 
 def check_readable(value: str | None) -> str | None:
-    """Refuse a format that cannot be read."""
-    return among(value, "format", readable_formats()) if value else value
+    """Refuse a format that cannot be read; packages are searched for one that is not built in."""
+    from ckptctl import formats
+
+    known = value is None or value in formats.names()
+    return value if known else among(value, "format", readable_formats())
 
 
 def check_writable(value: str | None) -> str | None:
-    """Refuse a format that cannot be written."""
-    return among(value, "format", writable_formats()) if value else value
+    """Refuse a format that cannot be written; see :func:`check_readable`."""
+    from ckptctl import formats
+
+    known = value is None or value in formats.writable()
+    return value if known else among(value, "format", writable_formats())
 
 
 def check_model_type(value: str | None) -> str | None:
@@ -165,6 +174,13 @@ def check_weights(value: str | None) -> str | None:
     return value
 
 
+def check_tied(value: str | None) -> str | None:
+    """Refuse anything but drop and copy."""
+    if value not in (None, "drop", "copy"):
+        raise typer.BadParameter("it is neither `drop` nor `copy`")
+    return value
+
+
 def check_positive(value: int | None) -> int | None:
     """Refuse zero and below."""
     if value is not None and value < 1:
@@ -204,7 +220,7 @@ From = Annotated[
         metavar="FORMAT",
         callback=check_readable,
         autocompletion=readable_formats,
-        help="Format of the source, if not detected: hf, meta, dcp, torch, ...",
+        help="Format of the source, if not detected; `ckptctl formats` lists them.",
     ),
 ]
 Weights = Annotated[
@@ -218,6 +234,13 @@ Weights = Annotated[
 Tag = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Which save, where the source holds several."),
+]
+Rules = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="TOML that says how ranks divide tensors, or megatron-core, where files do not say.",
+    ),
 ]
 
 
@@ -358,6 +381,20 @@ VocabSize = Annotated[
     ),
 ]
 Untie = Annotated[bool, typer.Option("--untie", help="Write both of two tied tensors.")]
+Tied = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW",
+        callback=check_tied,
+        help="Tensors that share memory: drop all but one, or copy each in full.",
+    ),
+]
+AllowMissing = Annotated[
+    bool, typer.Option("--allow-missing", help="Write what is whole, list the rest, exit with 7.")
+]
+VerifyReplicas = Annotated[
+    bool, typer.Option("--verify-replicas", help="Compare all copies of the same elements first.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Read DST again and compare its checksums.")]
 NoChecksum = Annotated[

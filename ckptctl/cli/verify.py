@@ -63,6 +63,7 @@ def verify(
     ] = False,
     weights: opt.Weights = None,
     tag: opt.Tag = None,
+    rules: opt.Rules = None,
     model_type: opt.ModelType = None,
     converter: opt.Converter = None,
     jobs: Annotated[
@@ -91,6 +92,7 @@ def verify(
         model_type=model_type,
         weights=cast(Literal["master", "module"] | None, weights),
         tag=tag,
+        rules=rules,
         jobs=jobs,
     )
     found = op.verify(path, asked, partial(progress, output, "verifying"))

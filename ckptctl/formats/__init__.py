@@ -11,16 +11,17 @@ import pkgutil
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, listed, nearest
-from ckptctl.formats import checksums, foreign
+from ckptctl.formats import checksums, foreign, plugins
 from ckptctl.formats.base import Format, ReadOptions, Sniff, WritableFormat
 from ckptctl.units import natural_key
 
-ENTRY_POINTS = "ckptctl.formats"
+LOOKED_AT = 200
 NO_MODEL = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
 
 
@@ -35,22 +36,28 @@ def builtin() -> dict[str, Format]:
     return dict(sorted(found.items()))
 
 
-@cache
-def registered() -> dict[str, Format]:
-    """Return the built-in formats and those of installed plug-ins; built-in names win."""
-    from importlib.metadata import entry_points
+def added() -> dict[str, Format]:
+    """Return the formats of installed packages by name; built-in names win.
 
-    plugins = {point.name: point.load() for point in entry_points(group=ENTRY_POINTS)}
-    return {**plugins, **builtin()}
+    Raises:
+        UsageError: One of them cannot be loaded.
+    """
+    known = builtin()
+    return {n: plugins.load(n) for n in sorted(plugins.entry_points()) if n not in known}
+
+
+def registered() -> dict[str, Format]:
+    """Return all formats by name, those of installed packages last; see :func:`added`."""
+    return {**builtin(), **added()}
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all formats that can be read."""
+    """Return the names of the built-in formats, all of which can be read."""
     return tuple(builtin())
 
 
 def writable() -> tuple[str, ...]:
-    """Return the names of all formats that can be written."""
+    """Return the names of the built-in formats that can be written."""
     return tuple(name for name, found in builtin().items() if isinstance(found, WritableFormat))
 
 
@@ -66,7 +73,7 @@ def get(name: str) -> Format:
         raise UsageError(
             f"unknown format `{name}`",
             why=f"known: {', '.join(names())}",
-            hint=f"did you mean `{close}`?" if close else None,
+            hint=f"did you mean `{close}`?" if close else "`ckptctl formats` lists them",
         )
     return found
 
@@ -85,8 +92,7 @@ def sniff(path: Path) -> dict[str, Sniff]:
     sniffed = {name: sign for name, sign in found if sign is not None}
     if sniffed:
         return sniffed
-    extra = (item for item in registered().items() if item[0] not in builtin())
-    return {name: sign for name, known in extra if (sign := known.sniff(path)) is not None}
+    return {name: sign for name, known in added().items() if (sign := known.sniff(path))}
 
 
 def detect(path: str | Path) -> Format:
@@ -116,7 +122,7 @@ def detect(path: str | Path) -> Format:
             why=listed([item.name for item in inside]),
             hint=f"name one of them, such as `{inside[-1]}`",
         )
-    raise foreign.unrecognised(path, names())
+    raise foreign.unrecognised(path, names(), below(path))
 
 
 def open_checkpoint(
@@ -126,6 +132,9 @@ def open_checkpoint(
     *,
     weights: Literal["master", "module"] | None = None,
     tag: str | None = None,
+    rules: Path | None = None,
+    partial: bool = False,
+    replicas: bool = False,
 ) -> Catalog:
     """Recognise *path* and read its index.
 
@@ -135,6 +144,9 @@ def open_checkpoint(
         model_type: The family, for shards that only a family can join.
         weights: See :class:`ReadOptions`.
         tag: See :class:`ReadOptions`.
+        rules: See :class:`ReadOptions`.
+        partial: See :class:`ReadOptions`.
+        replicas: See :class:`ReadOptions`.
 
     Raises:
         UsageError: The format knows no such choice.
@@ -144,11 +156,16 @@ def open_checkpoint(
     inside = None if format or sniff(path) else only_inside(path)
     path = inside or path
     known = get(format) if format else detect(path)
-    chosen = {"weights": weights, "tag": tag}
+    chosen = {"weights": weights, "tag": tag, "rules": rules}
     strange = [name for name, value in chosen.items() if value and name not in known.choices]
     if strange:
-        raise UsageError(f"`--{strange[0]}` has no meaning for {known.title}", where=str(path))
-    found = checksums.attach(known.read(path, ReadOptions(model_type, weights, tag)))
+        raise UsageError(
+            f"`--{strange[0]}` has no meaning for `{known.name}`",
+            where=str(path),
+            hint=f"`ckptctl formats {known.name}` shows what can be chosen",
+        )
+    asked = ReadOptions(model_type, weights, tag, rules, partial, replicas)
+    found = checksums.attach(known.read(path, asked))
     if inside:
         note = f"read from `{inside.name}`, the one checkpoint of a model in this folder"
         found = replace(found, notes=(note, *found.notes))
@@ -172,6 +189,22 @@ def list_run(path: Path) -> list[Path]:
     return sorted(
         (item for item in members if sniff(item)), key=lambda item: natural_key(item.name)
     )
+
+
+def below(path: Path) -> list[Path]:
+    """Return checkpoints of models two levels below a folder, as far as a short look finds them."""
+    first = _folders(path)[:LOOKED_AT]
+    deeper = islice((item for one in first for item in _folders(one)), LOOKED_AT)
+    return [item for item in deeper if not NO_MODEL.fullmatch(item.name) and sniff(item)]
+
+
+def _folders(path: Path) -> list[Path]:
+    """Return the visible folders in *path* in natural order; none where it cannot be read."""
+    try:
+        inside = [item for item in path.iterdir() if item.is_dir() and item.name[0] != "."]
+    except OSError:
+        return []
+    return sorted(inside, key=lambda item: natural_key(item.name))
 
 
 def only_inside(path: Path) -> Path | None:

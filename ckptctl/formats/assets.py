@@ -45,6 +45,27 @@ def side_files(root: Path, exclude: Collection[str] = ()) -> dict[str, int]:
     }
 
 
+def with_folder(
+    root: Path, folder: str, exclude: Collection[str] = ()
+) -> tuple[dict[str, int], dict[str, Mapping[str, object]]]:
+    """Return the side files and documents of *root*, and of a folder in it that belong beside them.
+
+    Args:
+        root: The checkpoint.
+        folder: Its name; side files in it are called ``folder/name``, and end up beside the others.
+        exclude: Names in *root* that are no side files.
+
+    Raises:
+        DamagedError: A document is not a JSON object.
+    """
+    found, described = side_files(root, exclude), documents(root)
+    if not (root / folder).is_dir():
+        return found, described
+    inner = side_files(root / folder)
+    more = {f"{folder}/{name}": size for name, size in inner.items() if name not in found}
+    return {**found, **more}, {**documents(root / folder), **described}
+
+
 def left_behind(root: Path, exclude: Collection[str] = ()) -> tuple[str, ...]:
     """Return notes on what lies in *root* and is too large to be carried, or is a directory."""
     items = [item for item in sorted(root.iterdir()) if not item.name.startswith(".")]

@@ -161,7 +161,8 @@ class Format(ABC):
         title: One line for ``--help`` and lists.
         recognised: What :meth:`sniff` looks for, for people.
         wholeness: What tells a whole checkpoint from one with missing parts, for people.
-        proof: What other people's code says that reading, and writing, is right.
+        proof: What other people's code says that reading, and writing, is right; each claim names
+            the test that makes it.
         choices: Fields of :class:`ReadOptions` that mean something to it, besides the family.
         layout: The layout that its tensors have; None: any.
         other_layouts: Whether they have another one where the user asks for it.
@@ -205,14 +206,22 @@ class WritableFormat(Format):
     Attributes:
         single_file: Whether the output is one file instead of a directory.
         nested: Whether it keeps the structure of nested dictionaries and other leaves.
+        verbatim: Whether leaves that have a ``torch.save`` zip of their own are copied as they are.
         parallel: Whether it has one file per model-parallel rank.
+        sharded: Whether it is cut into files by size.
         described: Whether ``params.json`` describes the model in it.
+        ties: What becomes of tensors that share memory, for people.
+        records_ties: Whether a tensor that is left out as shared is recorded under its name.
     """
 
     single_file: ClassVar[bool] = False
     nested: ClassVar[bool] = False
+    verbatim: ClassVar[bool] = False
     parallel: ClassVar[bool] = False
+    sharded: ClassVar[bool] = False
     described: ClassVar[bool] = False
+    ties: ClassVar[str] = ""
+    records_ties: ClassVar[bool] = False
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> Output:
@@ -221,6 +230,13 @@ class WritableFormat(Format):
     def holds(self, dtype: str) -> bool:
         """Return whether the format can hold elements of *dtype*."""
         return dtype in dtypes.BY_NAME
+
+    @property
+    def cut_by(self) -> tuple[str, ...]:
+        """Return the options that say how it is cut into files; empty: it is one file."""
+        if self.parallel:
+            return ("--mp", "--like")
+        return ("--max-shard-size", "--like") if self.sharded else ()
 
     def refuse_unheld(self, tensors: Sequence[OutputTensor]) -> None:
         """Raise RefusedError for the first tensor whose dtype the format cannot hold."""

@@ -22,6 +22,7 @@ def attach(catalog: Catalog) -> Catalog:
 
     A manifest that lists other names, dtypes or shapes (the weights were replaced by those of
     another model) is not used, and a note says so. Other values are found when they are read.
+    Of a checkpoint that is not whole the tensors that are there have to agree.
 
     Raises:
         DamagedError: The manifest is not JSON.
@@ -31,7 +32,10 @@ def attach(catalog: Catalog) -> Catalog:
     with SourceFiles(catalog.root) as files:
         described = _described(read_json(files, MANIFEST), str(files.root / MANIFEST))
     found = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
-    if {name: (dtype, shape) for name, (dtype, shape, _) in described.items()} != found:
+    said = {name: (dtype, shape) for name, (dtype, shape, _) in described.items()}
+    if catalog.findings:
+        said = {name: kind for name, kind in said.items() if name in found}
+    if said != found:
         note = f"{MANIFEST} describes other tensors and is not used"
         return replace(catalog, notes=(*catalog.notes, note))
     tensors = {name: _checked(entry, described[name][2]) for name, entry in catalog.tensors.items()}

@@ -30,9 +30,10 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.dcp_companions import with_companions
-from ckptctl.formats.dcp_metadata import METADATA, Item, Leaf, decode, encode
+from ckptctl.formats.dcp_metadata import METADATA, Item, Leaf, decode
+from ckptctl.formats.dcp_metadata_writer import encode
 from ckptctl.formats.dcp_partial import Usable, usable
-from ckptctl.formats.torch_file import ZipFrame, extent_of, is_stored, refuse_hidden_tensors
+from ckptctl.formats.torch_file import ZipFrame, extent_of, is_stored
 from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.plan import CrcOf, OutputFile, RawCopy, Record
 from ckptctl.planner.shards import fill, grouped
@@ -66,6 +67,7 @@ class DcpFormat(WritableFormat):
         "(tests/integration/test_stock_dcp.py)"
     )
     nested = True
+    verbatim = True
     sharded = True
     ties = "written in full"
 
@@ -409,7 +411,6 @@ def _valued(files: SourceFiles, blob: Blob) -> Blob:
             f"`{blob.name}` is a tensor but the metadata calls it bytes",
             where=str(files.root / blob.file),
         )
-    refuse_hidden_tensors(archive.root, blob.name, str(files.root / blob.file))
     return replace(blob, value=archive.root)
 
 

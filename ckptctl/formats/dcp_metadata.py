@@ -1,30 +1,28 @@
-"""The ``.metadata`` pickle of a DCP directory, read and written without torch.
+"""The ``.metadata`` pickle of a DCP directory, read without torch.
 
 Source: ``torch/distributed/checkpoint/metadata.py`` (``Metadata`` and its parts) and
 ``filesystem.py`` (``_StorageInfo``). No class is imported: the reader turns each into an inert
-record, the writer names them.
+record; :mod:`ckptctl.formats.dcp_metadata_writer` names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Box, Index, Path
-from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.catalog import Box, Index, Path
+from ckptctl.errors import CkptError, DamagedError, FormatError, listed
+from ckptctl.formats.dcp_metadata_scan import Scanned, Scanner
 from ckptctl.storage.files import contained
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Builder, Global, Inert, loads
-from ckptctl.storage.pickle_writer import NewObject, Reduce, Stream, dumps
 
 METADATA = ".metadata"
-_Named = OutputTensor | Blob
-VERSION = "1.0.0"
 MAX_RANK = 64
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
+_VESCALE = "vescale.checkpoint.storage.filesystem"
 _CLASSES = (
     "Metadata",
     "TensorStorageMetadata",
@@ -45,13 +43,15 @@ _PLANS = {
 _OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One write item: a ``torch.save`` zip in a data file."""
 
     file: str
     offset: int
     nbytes: int
+
+
+_Items = dict[tuple[int, ...] | None, Item]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ TABLE: Mapping[tuple[str, str], object] = {
     **{(_HOME, name): Global(_HOME, name) for name in _CLASSES},
     **{(_OLD_HOME, name): Global(_OLD_HOME, name) for name in _CLASSES},
     (_HOME, "MetadataIndex"): Builder(_index_record, source=Global(_HOME, "MetadataIndex")),
-    (_STORAGE, "_StorageInfo"): Global(_STORAGE, "_StorageInfo"),
+    **{(home, "_StorageInfo"): Global(home, "_StorageInfo") for home in (_STORAGE, _VESCALE)},
     **{(home, name): Global(home, name) for home, names in _PLANS.items() for name in names},
 }
 
@@ -119,18 +119,27 @@ def decode(raw: bytes, where: str) -> dict[str, Leaf]:
         FormatError: Its items are compressed.
         UnsafePickleError: It names anything but the metadata's own classes.
     """
-    return leaves_of(loads(raw, where=where, table=TABLE), where)
+    scanner = Scanner()
+    try:
+        return leaves_of(loads(raw, where=where, table=TABLE, hook=scanner), where, scanner)
+    except CkptError:  # whatever it is, the slow way says it exactly
+        return leaves_of(loads(raw, where=where, table=TABLE), where)
 
 
-def leaves_of(root: object, where: str) -> dict[str, Leaf]:
+def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[str, Leaf]:
     """Return what :func:`decode` does of a pickle that was read already.
+
+    Args:
+        root: The pickle.
+        where: The file, for errors.
+        scanner: What has taken entries of it.
 
     Raises:
         DamagedError: See :func:`decode`.
         FormatError: See :func:`decode`.
     """
     try:
-        return _leaves(_state(root), where)
+        return _leaves(_state(root), where, scanner or Scanner())
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DamagedError(
             "this is not the metadata of a DCP checkpoint",
@@ -139,15 +148,21 @@ def leaves_of(root: object, where: str) -> dict[str, Leaf]:
         ) from error
 
 
-def _leaves(metadata: Mapping[str, object], where: str) -> dict[str, Leaf]:
+def _leaves(metadata: Mapping[str, object], where: str, scanner: Scanner) -> dict[str, Leaf]:
     entries = {
         str(name): entry for name, entry in _mapping(metadata["state_dict_metadata"]).items()
     }
     _refuse_flattened(metadata.get("mcore_data"), where)
     paths = _mapping(metadata.get("planner_data") or {})
     stored = _stored(_mapping(metadata["storage_data"]), where)
+    _add_scanned(stored, scanner, metadata["storage_data"], where)
     leaves = {}
     for name, entry in entries.items():
+        if type(entry) is Scanned:
+            items = _chunks(name, entry.boxes, stored, where)
+            path = _path(name, paths.get(name))
+            leaves[name] = Leaf(name, path, items, entry.dtype, entry.shape, entry.requires_grad)
+            continue
         if not isinstance(entry, Inert):
             raise TypeError(f"`{name}` is a {type(entry).__name__}")
         path = _path(name, paths.get(name))
@@ -174,32 +189,49 @@ def _tensor(
     name: str,
     path: Path,
     state: Mapping[str, object],
-    stored: Mapping[str, dict[tuple[int, ...] | None, Item]],
+    stored: Mapping[str, _Items],
     where: str,
 ) -> Leaf:
     dtype, requires_grad = _properties(state["properties"])
     chunks = state["chunks"]
     if not isinstance(chunks, list):
         raise TypeError(f"the chunks of `{name}` are no list")
-    items: list[tuple[Box | None, Item]] = []
-    missing: list[str] = []
-    for chunk in chunks:
-        fields = _state(chunk)
-        box = Box(_size(fields["offsets"]), _size(fields["sizes"]))
-        item = stored.get(name, {}).get(box.offsets)
-        if item is None:
-            missing.append(str(box))
-        else:
-            items.append((box, item))
-    if missing:
+    fields = [_state(chunk) for chunk in chunks]
+    boxes = [Box(_size(found["offsets"]), _size(found["sizes"])) for found in fields]
+    items = _chunks(name, boxes, stored, where)
+    return Leaf(name, path, items, dtype, _size(state["size"]), requires_grad)
+
+
+def _chunks(
+    name: str, boxes: Sequence[Box], stored: Mapping[str, _Items], where: str
+) -> tuple[tuple[Box | None, Item], ...]:
+    known = stored.get(name, {})
+    items = tuple([(box, item) for box in boxes if (item := known.get(box.offsets)) is not None])
+    if len(items) != len(boxes):
+        missing = [str(box) for box in boxes if box.offsets not in known]
         raise DamagedError(f"chunks of `{name}` have no storage", where=where, why=listed(missing))
-    return Leaf(name, path, tuple(items), dtype, _size(state["size"]), requires_grad)
+    return items
 
 
-def _stored(
-    data: Mapping[object, object], where: str
-) -> dict[str, dict[tuple[int, ...] | None, Item]]:
-    stored: dict[str, dict[tuple[int, ...] | None, Item]] = {}
+def _add_scanned(stored: dict[str, _Items], scanner: Scanner, target: object, where: str) -> None:
+    """Add the storage that was not read opcode by opcode.
+
+    Raises:
+        DamagedError: Something is there twice, or belongs elsewhere.
+    """
+    if scanner.stored and (scanner.repeated or scanner.target is not target):
+        raise DamagedError("the storage of a chunk is there twice", where=where)
+    checked = {file: contained(file, where) for file in scanner.files}
+    for name, found in scanner.stored.items():
+        known = stored.setdefault(name, {})
+        if known.keys() & found.keys():
+            raise DamagedError("the storage of a chunk is there twice", where=where)
+        for offsets, (file, start, nbytes) in found.items():
+            known[offsets] = Item(checked[file], start, nbytes)
+
+
+def _stored(data: Mapping[object, object], where: str) -> dict[str, _Items]:
+    stored: dict[str, _Items] = {}
     checked: dict[str, str] = {}
     for index, info in data.items():
         key, value = _state(index), _state(info)
@@ -223,9 +255,7 @@ def _stored(
     return stored
 
 
-def _bytes_item(
-    stored: Mapping[str, dict[tuple[int, ...] | None, Item]], name: str, where: str
-) -> Item:
+def _bytes_item(stored: Mapping[str, _Items], name: str, where: str) -> Item:
     items = stored.get(name)
     if not items:
         raise DamagedError(f"`{name}` has no storage", where=where)
@@ -270,76 +300,3 @@ def _path(name: str, recorded: object) -> Path:
     if not isinstance(recorded, tuple) or not recorded:
         return (name,)
     return tuple(Index(key) if type(key) is int else str(key) for key in recorded)
-
-
-def encode(
-    tensors: Sequence[OutputTensor],
-    blobs: Sequence[Blob],
-    boxes: Mapping[str, Sequence[Place]],
-    items: Mapping[tuple[str, tuple[int, ...] | None], Item],
-) -> bytes:
-    """Return a ``.metadata`` that stock ``dcp.load`` reads.
-
-    Args:
-        tensors: In the order of the state dict.
-        blobs: The other leaves.
-        boxes: The chunks of each tensor.
-        items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
-    """
-    entries = chain(
-        ((t.name, _tensor_metadata(t, [place.box for place in boxes[t.name]])) for t in tensors),
-        ((blob.name, NewObject(Global(_HOME, "BytesStorageMetadata"))) for blob in blobs),
-    )
-    paths = ((leaf.name, _plain(leaf.path)) for leaf in chain[_Named](tensors, blobs))
-    storage = (
-        (_index(name, offsets), _storage_info(item)) for (name, offsets), item in items.items()
-    )
-    state = {
-        "state_dict_metadata": Stream(entries, (_STRIDED, _PRESERVE)),
-        "planner_data": Stream(paths),
-        "storage_data": Stream(storage),
-        "storage_meta": None,
-        "version": VERSION,
-    }
-    return dumps(NewObject(Global(_HOME, "Metadata"), (), state))
-
-
-def _tensor_metadata(tensor: OutputTensor, boxes: Sequence[Box]) -> NewObject:
-    chunks = [
-        NewObject(_CHUNK, (), {"offsets": _torch_size(b.offsets), "sizes": _torch_size(b.sizes)})
-        for b in boxes
-    ]
-    properties = NewObject(
-        Global(_HOME, "TensorProperties"),
-        (),
-        (Global("torch", tensor.dtype), _STRIDED, tensor.requires_grad, _PRESERVE, False),
-    )
-    state = {"properties": properties, "size": _torch_size(tensor.shape), "chunks": chunks}
-    return NewObject(Global(_HOME, "TensorStorageMetadata"), (), state)
-
-
-def _index(name: str, offsets: tuple[int, ...] | None) -> NewObject:
-    position = None if offsets is None else _torch_size(offsets)
-    return NewObject(_INDEX, (), {"fqn": name, "offset": position, "index": None})
-
-
-def _storage_info(item: Item) -> NewObject:
-    state = {"relative_path": item.file, "offset": item.offset, "length": item.nbytes}
-    return NewObject(_INFO, (), state)
-
-
-def _torch_size(values: tuple[int, ...]) -> Reduce:
-    return Reduce(_SIZE, (values,))
-
-
-def _plain(path: Path) -> tuple[str | int, ...]:
-    """Return a path as DCP keeps it: dictionary keys are strings, list positions are numbers."""
-    return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
-
-
-_CHUNK = Global(_HOME, "ChunkStorageMetadata")
-_INDEX = Global(_HOME, "MetadataIndex")
-_INFO = Global(_STORAGE, "_StorageInfo")
-_SIZE = Global("torch", "Size")
-_STRIDED = Reduce(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-_PRESERVE = Reduce(Global(_HOME, "_MEM_FORMAT_ENCODING"), (0,))

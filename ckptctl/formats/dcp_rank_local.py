@@ -8,19 +8,22 @@ metadata has the global size of every tensor and the chunks of that rank alone; 
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.catalog import Catalog, Extent, TensorEntry
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
+from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp_metadata import METADATA, Item, decode
+from ckptctl.formats.dcp_metadata import METADATA, Leaf, decode
+from ckptctl.formats.dcp_partial import usable
 from ckptctl.formats.dcp_union import Union
+from ckptctl.formats.dcp_values import Values
+from ckptctl.formats.findings import of_error
+from ckptctl.formats.own_values import kept_apart
+from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
@@ -33,7 +36,18 @@ class DcpRankLocalFormat(Format):
     """A directory with one ``__N.metadata`` per rank."""
 
     name = "dcp-rank-local"
-    title = "torch.distributed.checkpoint directory saved with use_collectives=False (read only)"
+    title = "torch.distributed.checkpoint directory saved with use_collectives=False"
+    recognised = "`__N.metadata` of every rank, and no `.metadata`"
+    wholeness = (
+        "the ranks are numbered from 0 without a gap, no other rank has left `__N_*.distcp` or an "
+        "unfinished `__N.metadata.tmp`, and the chunks of all tile every tensor; how many ranks "
+        "there were is recorded nowhere"
+    )
+    proof = (
+        "read: what torch 2.13 saved on 2 and 4 ranks has the bytes of the live tensors; with the "
+        "`.metadata` that `consolidate --metadata-only` adds, stock `dcp.load` reads it on 1, 2 "
+        "and 3 ranks (tests/integration/test_rank_local.py)"
+    )
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
@@ -44,72 +58,105 @@ class DcpRankLocalFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        with SourceFiles(path) as files, _no_collection():
-            found = _union(files)
+        with SourceFiles(path) as files, no_collection():
+            if asked.partial:
+                return _partial(files, asked)
+            values = Values(files)
+            found = _union(files, values, repeated=asked.replicas)
             found.require_whole()
-            return dcp.catalog_of(files, found.leaves(), self.name, _notes(found))
+            kept = found.leaves() | values.apart
+            catalog = dcp.catalog_of(files, kept, self.name, _notes(found, values))
+            return _with_replicas(catalog, asked.replicas)
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
         return dcp.FORMAT.resolve(catalog)
 
 
-def replicas(path: Path) -> Catalog:
-    """Return what more than one rank wrote, for a comparison of the replicas.
+def _partial(files: SourceFiles, asked: ReadOptions) -> Catalog:
+    """Return what can be read although files of some ranks are missing or damaged.
 
-    Args:
-        path: A directory of this format.
-
-    Returns:
-        A catalog with the tensors of which a box was written more than once. Their extents are all
-        of its copies, one after the other, in order of rank: what is read is the first of each.
-        They do not tile the tensors; :func:`ckptctl.formats.resolve` makes them ``raw``.
-
-    Raises:
-        DamagedError: A rank's file is missing, damaged or contradicts another's.
+    What one rank cannot give any more is taken of another that has a copy.
     """
-    with SourceFiles(path) as files, _no_collection():
-        found = _union(files, repeated=True)
-        catalog = dcp.catalog_of(files, found.leaves(), DcpRankLocalFormat.name)
-        return _repeated(catalog, found)
+    findings = list(_absent(files.root))
+    ranks = _numbers(files.root, _RANK)
+    found, values = Union(str(files.root), len(ranks), repeated=True), Values(files, partial=True)
+    for rank in sorted(ranks):
+        try:
+            leaves = _leaves(files, rank)
+        except UnsafePickleError:
+            raise
+        except DamagedError as error:
+            ranks.discard(rank)
+            findings.append(replace(of_error(error, files.root), file=metadata_name(rank)))
+        else:
+            found.add(rank, leaves)
+            values.add(rank, leaves)
+    findings += _beyond(found, found.with_holes(), findings)
+    kept = found.leaves() | (values.apart if 0 in ranks else {})
+    for name in found.blobs() if 0 not in ranks else ():
+        why = "rank 0's value is used where every rank has its own, and it cannot be read"
+        findings.append(Finding("a value is missing", why, tensor=name))
+        del kept[name]
+    used = usable(files, kept)
+    used.findings[:0] = findings
+    known = {one.file for one in used.findings}
+    used.findings += [one for one in values.findings if one.file not in known]
+    catalog = dcp.partial_catalog_of(files, used, DcpRankLocalFormat.name, _notes(found, values))
+    return _with_replicas(catalog, asked.replicas)
 
 
-def _repeated(catalog: Catalog, found: Union) -> Catalog:
+def _absent(path: Path) -> Iterator[Finding]:
+    """Yield that the metadata of some ranks is missing; what only they had has no name."""
+    try:
+        _ranks(path)
+    except DamagedError as error:
+        ranks = _numbers(path, _RANK)
+        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
+        yield Finding(error.what, error.why, file=metadata_name(first))
+
+
+def _beyond(found: Union, torn: Sequence[str], known: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield that more ranks took part, where nothing else says why tensors have holes."""
+    if torn and not known:
+        why = f"no rank has all of {listed(torn)}"
+        yield Finding(
+            "the files of the last ranks are missing", why, file=metadata_name(found.ranks)
+        )
+
+
+def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
+    """Return *catalog* with the first copy of each chunk used, the others as its replicas."""
     tensors: dict[str, TensorEntry] = {}
-    for name, copies in found.copies.items():
-        entry = catalog.tensors[name]
-        extents: list[Extent] = []
-        for first in entry.extents:
-            if first.box in copies:
-                extents += (first, *(_copy_of(first, item) for item in copies[first.box]))
-        tensors[name] = replace(entry, extents=tuple(extents))
-    return replace(catalog, tensors=tensors, blobs={})
+    replicas: dict[str, tuple[Extent, ...]] = {}
+    lost: dict[str, tuple[tuple[Box, str], ...]] = {}
+    for name, entry in catalog.tensors.items():
+        used: dict[Box, Extent] = {}
+        copies = tuple(one for one in entry.extents if used.setdefault(one.box, one) is not one)
+        tensors[name] = replace(entry, extents=tuple(used.values())) if copies else entry
+        if copies and asked:
+            replicas[name] = copies
+        gone = tuple(pair for pair in catalog.lost.get(name, ()) if pair[0] not in used)
+        if gone:
+            lost[name] = gone
+    return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
 
 
-def _copy_of(extent: Extent, item: Item) -> Extent:
-    return replace(extent, file=item.file, offset=item.offset, nbytes=item.nbytes)
-
-
-def _union(files: SourceFiles, *, repeated: bool = False) -> Union:
+def _union(files: SourceFiles, values: Values, *, repeated: bool) -> Union:
     """Read the metadata of every rank, one at a time."""
     ranks = _ranks(files.root)
     found = Union(str(files.root), len(ranks), repeated=repeated)
     for rank in ranks:
-        name = metadata_name(rank)
-        found.add(rank, decode(dcp.read_metadata(files, name), str(files.root / name)))
+        leaves = _leaves(files, rank)
+        found.add(rank, leaves)
+        if len(ranks) > 1:
+            values.add(rank, leaves)
     return found
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the search for cycles: there are none, and it walks all chunks again and again."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
+def _leaves(files: SourceFiles, rank: int) -> dict[str, Leaf]:
+    name = metadata_name(rank)
+    return decode(dcp.read_metadata(files, name), str(files.root / name))
 
 
 def rank_files(path: Path) -> list[str]:
@@ -159,12 +206,8 @@ def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
     return {int(match[1]) for match in matches if match}
 
 
-def _notes(found: Union) -> tuple[str, ...]:
-    blobs = found.blobs() if found.ranks > 1 else []
-    return (
-        f"{found.ranks} ranks; {UNRECORDED}",
-        *((f"rank 0's is used where every rank has its own: {listed(blobs)}",) if blobs else ()),
-    )
+def _notes(found: Union, values: Values) -> tuple[str, ...]:
+    return (f"{found.ranks} ranks; {UNRECORDED}", *kept_apart(values.differing))
 
 
 FORMAT = DcpRankLocalFormat()

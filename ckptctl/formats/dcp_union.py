@@ -7,7 +7,7 @@ A chunk that several ranks have is a replica: the lowest rank's is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Box
@@ -104,12 +104,32 @@ class Union:
             if held.leaf.dtype and sum(box.numel for box in boxes) != math.prod(shape):
                 raise self._incomplete(held.leaf, boxes)
 
+    def with_holes(self) -> list[str]:
+        """Return the tensors of which no rank has some part.
+
+        Raises:
+            CoverageError: The chunks of one lie outside of it, or are too many.
+        """
+        names = []
+        for name, held in self._held.items():
+            boxes = [box for box, _ in held.chunks.values() if box is not None]
+            if held.leaf.dtype and sum(b.numel for b in boxes) != math.prod(held.leaf.shape):
+                found = coverage(held.leaf.shape, boxes)
+                if not found.holes or found.overlaps or found.outside:
+                    raise self._incomplete(held.leaf, boxes)
+                names.append(name)
+        return names
+
     def leaves(self) -> dict[str, Leaf]:
-        """Return every leaf with the chunks of all ranks."""
+        """Return every leaf with the chunks of all ranks; copies come last, if remembered."""
         return {
-            name: replace(held.leaf, items=tuple(held.chunks.values()))
+            name: replace(held.leaf, items=(*held.chunks.values(), *self._repeats(name)))
             for name, held in self._held.items()
         }
+
+    def _repeats(self, name: str) -> Iterator[_Chunk]:
+        for box, items in self.copies.get(name, {}).items():
+            yield from ((box, item) for item in items)
 
     def blobs(self) -> list[str]:
         """Return the names of the leaves that are no tensors."""
@@ -118,7 +138,7 @@ class Union:
     def _incomplete(self, leaf: Leaf, boxes: Sequence[Box]) -> CoverageError:
         found = coverage(leaf.shape, boxes)
         there = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
-        if found.holes:
+        if found.holes and not found.overlaps:
             return CoverageError(
                 f"no rank has all of `{leaf.name}`",
                 where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",

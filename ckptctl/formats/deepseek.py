@@ -34,8 +34,19 @@ class DeepSeekFormat(WritableFormat):
 
     name = "deepseek"
     title = "DeepSeek: model{rank}-mp{ranks}.safetensors"
+    recognised = "`model{rank}-mp{ranks}.safetensors`"
+    wholeness = (
+        "the file names say how many ranks there are, and each is there; ranks agree on what they "
+        "all hold, and each expert is with the rank that it belongs to"
+    )
+    proof = (
+        "no program of DeepSeek's runs in the tests: ranks hold what `inference/convert.py` gives "
+        "them (tests/integration/test_deepseek_ranks.py); transformers computes the logits of a "
+        "model that is written from DeepSeek's papers (tests/oracle/test_deepseek.py)"
+    )
     layout = "deepseek"
     parallel = True
+    ties = "written in full"
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""

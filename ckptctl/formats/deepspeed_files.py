@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
+from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.units import natural
 
@@ -36,6 +37,8 @@ _REFUSED = (
         "the names of the parameters are known to the pipeline's code only",
     ),
 )
+MAX_PARTIAL = 1 << 16
+"""Most ranks of a save that is read in part: each that is missing is named."""
 ADVICE = (
     "run DeepSpeed's ds_to_universal.py; `deepspeed-universal` is read where it knows the model"
 )
@@ -76,12 +79,32 @@ def model_names(folder: Path) -> list[str]:
     return natural([name for name in names if saved_name(name)])
 
 
-def rank_files(root: Path, folder: str) -> RankFiles:
+def model_files(root: Path, folder: str, faults: Faults | None = None) -> tuple[str, ...]:
+    """Return the files of model states of a universal checkpoint, in natural order.
+
+    Args:
+        root: The checkpoint's root.
+        folder: The tag's folder in it.
+        faults: Takes missing ranks; None: they are refused.
+
+    Raises:
+        DamagedError: Ranks are missing.
+    """
+    names = model_names(root / folder)
+    found = [match for name in names if (match := _RANK.fullmatch(name)) and not int(match[2])]
+    if not found or len(found) < len(names):
+        return tuple(f"{folder}/{name}" if folder else name for name in names)
+    ranks = {int(match[1]): match[0] for match in found}
+    return _complete(root, folder, ranks, "model", None, faults)
+
+
+def rank_files(root: Path, folder: str, faults: Faults | None = None) -> RankFiles:
     """Return the files of one save.
 
     Args:
         root: The checkpoint's root.
         folder: The tag's folder in it.
+        faults: Takes missing ranks; None: they are refused.
 
     Raises:
         FormatError: They are of a kind that cannot be put together.
@@ -106,14 +129,12 @@ def rank_files(root: Path, folder: str) -> RankFiles:
             where=str(where),
             why=f"there are {listed(names)}" if names else "nothing",
         )
-    models = _complete(root, folder, ranks["model"], "model") if partitioned else (MODEL,)
-    optims = _complete(root, folder, ranks["optim"], "optim") if ranks["optim"] else ()
     prefix = f"{folder}/" if folder else ""
-    return RankFiles(
-        tuple(prefix + name for name in models),
-        tuple(prefix + name for name in optims),
-        partitioned,
+    models, optims = (
+        _complete(root, folder, ranks[kind], kind, None, faults) if ranks[kind] else ()
+        for kind in ("model", "optim")
     )
+    return RankFiles(models or (prefix + MODEL,), optims, partitioned)
 
 
 def _refuse(where: Path, names: Collection[str]) -> None:
@@ -133,7 +154,8 @@ def _refuse(where: Path, names: Collection[str]) -> None:
             raise FormatError(
                 "this was saved with tensor parallelism, which is not read",
                 where=str(where / name),
-                why="along which dimension each parameter is divided is not recorded",
+                why="along which dimension each parameter is divided is not recorded, or as "
+                "patterns in `universal_checkpoint_info` that DeepSpeed's converter goes by",
                 hint=ADVICE,
             )
     if "offloaded_tensors" in names:
@@ -146,9 +168,18 @@ def _refuse(where: Path, names: Collection[str]) -> None:
 
 
 def _complete(
-    root: Path, folder: str, found: Mapping[int, str], kind: str, world: int | None = None
+    root: Path,
+    folder: str,
+    found: Mapping[int, str],
+    kind: str,
+    world: int | None,
+    faults: Faults | None,
 ) -> tuple[str, ...]:
-    """Return the files of all ranks in order; every rank below *world* must be there."""
+    """Return the files of all ranks in order; every rank below *world* must be there.
+
+    Where *faults* takes missing ones, their names are returned, too.
+    """
+    prefix = f"{folder}/" if folder else ""
     last = max(found) if world is None else world - 1
     beyond = [name for rank, name in sorted(found.items()) if rank > last]
     if beyond:
@@ -158,6 +189,11 @@ def _complete(
             "of an earlier save by more",
         )
     count, missing = absent(found.keys(), 0, last, lambda rank: _like(found, rank))
+    if count and faults is not None and last < MAX_PARTIAL:
+        for rank in range(last + 1):
+            if rank not in found:
+                faults.missing(prefix + _like(found, rank), _share(rank, last + 1, kind))
+        return tuple(prefix + (found.get(n) or _like(found, n)) for n in range(last + 1))
     if count:
         rank = next(rank for rank in range(last + 1) if rank not in found)
         raise DamagedError(
@@ -166,10 +202,16 @@ def _complete(
             why=missing + _elsewhere(root, folder, _like(found, rank), set(found.values())),
             hint="copy the missing files, or name another save with `--tag`",
         )
-    return tuple(name for _, name in sorted(found.items()))
+    return tuple(prefix + name for _, name in sorted(found.items()))
 
 
-def require_world(root: Path, names: tuple[str, ...], world: int, kind: str) -> None:
+def _share(rank: int, world: int, kind: str) -> str:
+    return f"the {kind} states of rank {rank}, of {world:,} ranks in all"
+
+
+def require_world(
+    root: Path, names: tuple[str, ...], world: int, kind: str, faults: Faults | None = None
+) -> tuple[str, ...]:
     """Check that there is a file of every rank and none of a larger, earlier world.
 
     Args:
@@ -177,12 +219,17 @@ def require_world(root: Path, names: tuple[str, ...], world: int, kind: str) -> 
         names: Files of one kind, ranks 0 to n without a gap.
         world: How many ranks the files themselves say.
         kind: ``model`` or ``optim``.
+        faults: Takes missing files; None: they are refused.
+
+    Returns:
+        The names of all ranks' files, those of *faults* included.
 
     Raises:
         DamagedError: Naming what is missing or too much.
     """
     folder = names[0].rpartition("/")[0]
-    _complete(root, folder, {n: Path(name).name for n, name in enumerate(names)}, kind, world)
+    found = {rank: Path(name).name for rank, name in enumerate(names)}
+    return _complete(root, folder, found, kind, world, faults)
 
 
 def _like(found: Mapping[int, str], rank: int) -> str:

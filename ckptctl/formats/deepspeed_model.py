@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.errors import DamagedError
+from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_partitions import Part, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed_states import ModelState
 from ckptctl.formats.deepspeed_zero import Save
@@ -34,7 +35,11 @@ def optimised(save: Save) -> dict[str, TensorEntry]:
 
 
 def master(
-    models: Sequence[ModelState], found: Mapping[str, TensorEntry], partitioned: bool, root: Path
+    models: Sequence[ModelState],
+    found: Mapping[str, TensorEntry],
+    partitioned: bool,
+    root: Path,
+    faults: Faults | None = None,
 ) -> Contents:
     """Return the model with the fp32 copies of the optimizer.
 
@@ -46,11 +51,28 @@ def master(
         found: The optimised parameters.
         partitioned: Whether the module has placeholders in place of parameters (stage 3).
         root: The checkpoint's root.
+        faults: Takes what is nowhere; None: it is refused.
 
     Raises:
         DamagedError: A parameter is nowhere, or is not what another place says of it.
     """
-    return _Master(models, found, partitioned, root).contents()
+    return _Master(models, found, partitioned, root, faults).contents()
+
+
+def without_partitions(save: Save, root: Path, faults: Faults) -> Contents:
+    """Return what is left of the model where the partitions of all ranks are missing."""
+    gone = save.model.shapes
+    for name in gone:
+        faults.nowhere(_key(name), "it lies in the optimizer states, which cannot be read")
+    models = [
+        replace(model, module={k: v for k, v in model.module.items() if k not in gone})
+        for model in save.models
+    ]
+    return master(models, {}, save.partitioned, root, faults)
+
+
+class _NowhereError(DamagedError):
+    """A tensor has no data."""
 
 
 class _Master:
@@ -62,8 +84,10 @@ class _Master:
         found: Mapping[str, TensorEntry],
         partitioned: bool,
         root: Path,
+        faults: Faults | None,
     ) -> None:
-        self.models, self.model = models, models[0]
+        self.models, self.faults = models, faults
+        self.model = next(model for model in models if not model.absent)
         self.found, self.partitioned = found, partitioned
         self.where = str(root / self.model.file)
         self.saved = as_saved(self.model, root)
@@ -72,8 +96,18 @@ class _Master:
         """Return all tensors, and the leaves that are none."""
         frozen, shared = self.model.frozen, self.model.shared
         names = dict.fromkeys([*self.model.module, *frozen, *self.found, *shared])
-        entries = [entry for name in names for entry in self.entries(name)]
+        entries = [entry for name in names for entry in self.usable(name)]
         return Contents({entry.name: entry for entry in entries}, self.saved.blobs, ())
+
+    def usable(self, name: str) -> list[TensorEntry]:
+        """Return the tensor called *name*, if it is anywhere or has to be."""
+        try:
+            return list(self.entries(name))
+        except _NowhereError as error:
+            if self.faults is None:
+                raise
+            self.faults.nowhere(_key(name), error.why or error.what)
+            return []
 
     def entries(self, name: str) -> Iterator[TensorEntry]:
         """Yield the tensor called *name*; nothing for a leaf that is none."""
@@ -102,7 +136,7 @@ class _Master:
         known = source != name and source not in self.model.shared
         found = next(self.entries(source), None) if known else None
         if found is None:
-            raise DamagedError(
+            raise _NowhereError(
                 f"`{name}` shares the data of `{source}`, which is not there", where=self.where
             )
         self._require_same(name, found.shape, source)
@@ -125,7 +159,8 @@ class _Master:
         shares = [(file, item) for file, item in found if isinstance(item, StoredTensor)]
         if len(shares) < len(found):
             raise self._lost(name)
-        file, first = shares[0]
+        absent = {model.file for model in self.models if model.absent}
+        file, first = next(share for share in shares if share[0] not in absent)
         numel, share = math.prod(shape), -(-math.prod(shape) // len(shares))
         if first.shape == shape and math.prod(shape) != share:
             return entry_of(name, first.dtype, shape, (extent_of(first, file),))
@@ -147,10 +182,14 @@ class _Master:
         gathered = not self.partitioned or found.shape != (0,)
         if shape != found.shape or not gathered:
             raise self._lost(name)
-        return replace(found, alias_of=None)
+        return replace(found, alias_of=None, extents=tuple(map(self._of_first, found.extents)))
 
-    def _lost(self, name: str) -> DamagedError:
-        return DamagedError(
+    def _of_first(self, extent: Extent) -> Extent:
+        """Ranks keep buffers of their own; that of another rank does not stand for the first's."""
+        return replace(extent, file=self.models[0].file) if self.models[0].absent else extent
+
+    def _lost(self, name: str) -> _NowhereError:
+        return _NowhereError(
             f"the data of `{name}` are nowhere",
             where=self.where,
             why="it is in no partition, not among the frozen and not among the shared parameters",

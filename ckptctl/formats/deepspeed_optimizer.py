@@ -7,102 +7,41 @@ and ``optimizer.param_groups``, whose ``params`` are names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Index, TensorEntry
-from ckptctl.catalog import Path as KeyPath
+from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, listed
+from ckptctl.formats.deepspeed_leaves import Leaves, stored_entry
 from ckptctl.formats.deepspeed_partitions import Segment, Strip, extents
-from ckptctl.formats.deepspeed_states import INDEX, OptimState
+from ckptctl.formats.deepspeed_stage0 import NUMBERED, named_optimizer
+from ckptctl.formats.deepspeed_states import OptimState
+from ckptctl.formats.deepspeed_trainer import OPTIMIZER, add_other_ranks, rest_of
 from ckptctl.formats.deepspeed_zero import Save, strips_of
-from ckptctl.formats.structure import flatten, join
-from ckptctl.formats.torch_file import extent_of, is_stored
+from ckptctl.formats.structure import join
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.inert import Global, Inert, walk
-from ckptctl.storage.torch_globals import TORCH_TABLE
+from ckptctl.storage.inert import Inert
 from ckptctl.storage.torch_zip import StoredTensor
-
-OPTIMIZER = "optimizer"
-
-
-@dataclass(slots=True)
-class Leaves:
-    """Tensors and other leaves outside the model.
-
-    Attributes:
-        tensors: By name.
-        blobs: By name.
-        notes: What is not carried along.
-    """
-
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    blobs: dict[str, Blob] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
-        """Add all leaves of *value*; those of classes that only their code knows are left out.
-
-        Args:
-            value: Anything in a file of states.
-            path: Where it lies in the checkpoint.
-            file: That file, relative to the checkpoint's root.
-            where: The same, for errors.
-
-        Raises:
-            DamagedError: Two leaves have one name.
-        """
-        for place, leaf in flatten(value, is_stored, path):
-            name = join(place)
-            if name in self.tensors or name in self.blobs:
-                raise DamagedError(f"two leaves are both called `{name}`", where=where)
-            if isinstance(leaf, StoredTensor):
-                self.tensors[name] = stored_entry(place, leaf, file)
-            elif not any(map(is_stored, walk(leaf))):
-                self._add_blob(Blob(name, place, value=leaf))
-            elif isinstance(leaf, list | tuple):
-                for number, item in enumerate(leaf):
-                    self.add(item, (*place, Index(number)), file, where)
-            else:
-                self.notes.append(f"not carried along: `{name}`, tensors inside an object")
-
-    def _add_blob(self, blob: Blob) -> None:
-        strange = _strange(blob.value)
-        if strange is None:
-            self.blobs[blob.name] = blob
-        else:
-            self.notes.append(f"not carried along: `{blob.name}`, an object of class `{strange}`")
-
-
-def stored_entry(path: KeyPath, tensor: StoredTensor, file: str) -> TensorEntry:
-    """Return the entry of a tensor that lies whole in one file."""
-    boxes = (extent_of(tensor, file),)
-    return TensorEntry(join(path), tensor.dtype, tensor.shape, boxes, path)
-
-
-def _strange(value: object) -> str | None:
-    """The first class in *value* that plain torch would not read."""
-    for node in walk(value):
-        if isinstance(node, Inert | Global) and (node.module, node.name) not in TORCH_TABLE:
-            return f"{node.module}.{node.name}"
-    return None
 
 
 def surroundings(save: Save, files: SourceFiles) -> Leaves:
-    """Return everything outside the model: rank 0's, where every rank has its own copy.
+    """Return everything outside the model; of what all ranks have the first one's.
 
     Raises:
         DamagedError: The ranks' optimizers have done different numbers of steps.
     """
     found = Leaves()
-    model, root = save.models[0], files.root
-    rest = {key: value for key, value in model.content.items() if key not in INDEX}
-    if rest.get(OPTIMIZER, save) is None:
-        del rest[OPTIMIZER]
+    model, root = save.model, files.root
+    rest = rest_of(model)
+    optimizer = rest.get(OPTIMIZER)
+    if isinstance(optimizer, dict) and not save.optims:
+        named = named_optimizer(optimizer, model.groups, model.module)
+        found.notes += [] if named else [NUMBERED]
+        rest[OPTIMIZER] = named or optimizer
     found.add(rest, (), model.file, str(root / model.file))
+    add_other_ranks(found, save.models, model, files)
     if save.optims:
         _add_states(save, files, found)
-        first = save.optims[0]
+        first = save.optim
         owners = ((name, part.owner) for name, part in save.parts.items())
         settings = plain_settings(first.rest, first.settings, owners)
         found.add(settings, (OPTIMIZER,), first.file, str(root / first.file))
@@ -144,11 +83,12 @@ def _plain(value: object) -> object:
 
 def _add_states(save: Save, files: SourceFiles, found: Leaves) -> None:
     """Add moments and counters of every parameter."""
-    owners = range(len(save.optims[0].partitions))
-    keys = dict.fromkeys(key for owner in owners for key in save.optims[0].states[owner])
+    states = save.optim.states
+    owners = range(len(states))
+    keys = dict.fromkeys(key for owner in owners for key in states[owner])
     for key in keys:
-        having = {owner for owner in owners if key in save.optims[0].states[owner]}
-        if all(_is_counter(key, save.optims[0].states[owner][key]) for owner in having):
+        having = {owner for owner in owners if key in states[owner]}
+        if all(_is_counter(key, states[owner][key]) for owner in having):
             for owner in sorted(having):
                 _require_same(save, owner, key, files)
             _add_counters(save, key, having, found, files.root)
@@ -161,13 +101,14 @@ def _is_counter(key: str, value: object) -> bool:
 
 
 def _require_same(save: Save, owner: int, key: str, files: SourceFiles) -> None:
-    values = [_value(optim.states[owner].get(key), optim.file, files) for optim in save.optims]
-    for optim, value in zip(save.optims, values, strict=True):
+    optims = [optim for optim in save.optims if not optim.absent]
+    values = [_value(optim.states[owner].get(key), optim.file, files) for optim in optims]
+    for optim, value in zip(optims, values, strict=True):
         if value != values[0]:
             raise DamagedError(
                 "the ranks do not belong to one save",
                 where=str(files.root / optim.file),
-                why=f"its optimizer has another `{key}` than that of `{save.optims[0].file}`",
+                why=f"its optimizer has another `{key}` than that of `{optims[0].file}`",
                 hint="a file may be of an earlier save under the same tag",
             )
 
@@ -179,16 +120,16 @@ def _value(value: object, file: str, files: SourceFiles) -> object:
 
 
 def _add_counters(save: Save, key: str, having: set[int], found: Leaves, root: Path) -> None:
-    file = save.optims[0].file
+    first = save.optim
     for name, part in save.parts.items():
         if part.owner not in having:
             continue
         path = (OPTIMIZER, "state", name, key)
-        value = save.optims[0].states[part.owner][key]
+        value = first.states[part.owner][key]
         if isinstance(value, StoredTensor):
-            found.tensors[join(path)] = stored_entry(path, value, file)
+            found.tensors[join(path)] = stored_entry(path, value, first.file)
         else:
-            found.add(value, path, file, str(root / file))
+            found.add(value, path, first.file, str(root / first.file))
 
 
 def _add_moments(save: Save, key: str, having: set[int], found: Leaves) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent
+from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError
 from ckptctl.planner.runs import product_boxes
 from ckptctl.storage.torch_zip import StoredTensor
@@ -40,6 +40,13 @@ class Segment:
         """Return the number of elements."""
         return self.tensor.shape[0]
 
+    @property
+    def recorded(self) -> Checksum | None:
+        """Return the checksum of the record that holds it."""
+        if self.tensor.crc32 is None:
+            return self.tensor.within
+        return Checksum(self.tensor.offset, self.tensor.nbytes, self.tensor.crc32)
+
 
 class Strip:
     """Segments that lie end to end.
@@ -62,10 +69,10 @@ class Strip:
         """Return the index of the segment that holds the element at *position*."""
         return bisect_right(self.starts, position) - 1
 
-    def runs(self, low: int, high: int) -> Iterator[tuple[str, int, int, int | None]]:
+    def runs(self, low: int, high: int) -> Iterator[tuple[str, int, int, Checksum | None]]:
         """Yield ``(file, byte offset, elements, checksum)`` of the elements from *low* to *high*.
 
-        The checksum is that of a segment that is taken whole.
+        The checksum is that of the record which the elements are a part, or all, of.
         """
         item = dtypes.itemsize(self.dtype)
         while low < high:
@@ -73,8 +80,7 @@ class Strip:
             segment = self.segments[index]
             end = min(high, self.starts[index + 1])
             offset = segment.tensor.offset + (low - self.starts[index]) * item
-            whole = end - low == segment.numel
-            yield segment.file, offset, end - low, segment.tensor.crc32 if whole else None
+            yield segment.file, offset, end - low, segment.recorded
             low = end
 
 
@@ -102,15 +108,36 @@ def extents(part: Part, strips: Sequence[Strip]) -> tuple[Extent, ...]:
     done = 0
     for number, low, high in part.spans:
         item = dtypes.itemsize(strips[number].dtype)
-        for file, offset, count, crc in strips[number].runs(low, high):
-            boxes = product_boxes(done, done + count, part.shape)
-            for lo, sizes in boxes:
+        for file, offset, count, record in strips[number].runs(low, high):
+            for lo, sizes in product_boxes(done, done + count, part.shape):
                 nbytes = math.prod(sizes) * item
-                known = crc if len(boxes) == 1 else None
-                found.append(Extent(Box(lo, sizes), file, offset, nbytes, crc32=known))
+                found.append(_extent(Box(lo, sizes), file, offset, nbytes, record))
                 offset += nbytes
             done += count
     return tuple(found)
+
+
+def _extent(box: Box, file: str, offset: int, nbytes: int, record: Checksum | None) -> Extent:
+    if record is not None and (record.offset, record.nbytes) == (offset, nbytes):
+        return Extent(box, file, offset, nbytes, crc32=record.crc32)
+    return Extent(box, file, offset, nbytes, within=record)
+
+
+def partition_numels(
+    shapes: Shapes, paddings: Sequence[int], world: int
+) -> tuple[tuple[int, int], ...]:
+    """Return for each rank the fewest and the most elements of its partition of a group.
+
+    They differ by padding after the last parameter, which some kinds of ranks strip.
+
+    Args:
+        shapes: The group's parameters.
+        paddings: Elements after each; empty: none.
+        world: Number of ranks.
+    """
+    data = sum(map(math.prod, shapes.values())) + sum(paddings[:-1])
+    full = _aligned(data + sum(paddings[-1:]), world) // world
+    return tuple((max(0, min(full, data - rank * full)), full) for rank in range(world))
 
 
 def in_groups(

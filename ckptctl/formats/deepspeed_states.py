@@ -55,6 +55,7 @@ class ModelState:
         fragments: Those parameters, or at stage 3 this rank's share of each.
         shared: Names that have no data of their own, each with the one that has.
         checksums: Whether the file has checksums.
+        absent: Whether this stands for a rank whose file cannot be used.
     """
 
     file: str
@@ -65,6 +66,7 @@ class ModelState:
     fragments: Mapping[str, object]
     shared: Mapping[str, str]
     checksums: bool
+    absent: bool = False
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -87,6 +89,7 @@ class OptimState:
         states: The inner optimizer's state for each partition.
         settings: The inner optimizer's ``param_groups``.
         rest: Everything else: loss scaler, gradient clipping, ...
+        absent: Whether this stands for a rank whose file cannot be used.
     """
 
     file: str
@@ -98,6 +101,7 @@ class OptimState:
     states: tuple[Mapping[str, object], ...]
     settings: Sequence[object]
     rest: Mapping[str, object]
+    absent: bool = False
 
 
 def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelState:

@@ -29,7 +29,13 @@ def tags(root: Path, evidence: Evidence) -> list[str]:
     return natural([item.name for item in root.iterdir() if evidence(item)])
 
 
-def tag_folder(root: Path, tag: str | None, pointer: str, evidence: Evidence) -> str:
+def tag_folder(
+    root: Path,
+    tag: str | None,
+    pointer: str,
+    evidence: Evidence,
+    meant: Callable[[str], str] = str,
+) -> str:
     """Return the folder to read, relative to *root*; ``""`` where *root* is it.
 
     Args:
@@ -37,6 +43,7 @@ def tag_folder(root: Path, tag: str | None, pointer: str, evidence: Evidence) ->
         tag: What the user asked for; None: what the pointer says.
         pointer: Name of the file that says so.
         evidence: Says what tells that a folder is a save, or None.
+        meant: Returns the folder that the text of the pointer stands for.
 
     Raises:
         UsageError: There is no such tag.
@@ -47,7 +54,7 @@ def tag_folder(root: Path, tag: str | None, pointer: str, evidence: Evidence) ->
     if tag is not None:
         return _asked(root, tag, found, evidence)
     if (root / pointer).exists():
-        return _pointed_at(root, pointer, found)
+        return _pointed_at(root, pointer, found, meant)
     if evidence(root):
         return ""
     raise FormatError(
@@ -72,7 +79,7 @@ def _asked(root: Path, tag: str, found: list[str], evidence: Evidence) -> str:
     )
 
 
-def _pointed_at(root: Path, pointer: str, found: list[str]) -> str:
+def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str], str]) -> str:
     with SourceFiles(root) as files:
         size = files.size(pointer)
         content = files.read(pointer, 0, min(size, MAX_TAG))
@@ -86,6 +93,7 @@ def _pointed_at(root: Path, pointer: str, found: list[str]) -> str:
             why="the save was interrupted, or something else wrote it",
             hint=hint,
         )
+    named = meant(named)
     if not (root / contained(named, where)).is_dir():
         raise DamagedError(
             f"`{pointer}` names `{named}`, which is not there",

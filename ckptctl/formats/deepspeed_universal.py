@@ -14,8 +14,11 @@ from ckptctl.formats import deepspeed, hf
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.deepspeed_files import SCRIPTS
-from ckptctl.formats.deepspeed_parameters import FP32, ZERO, UniversalSave
+from ckptctl.formats.deepspeed_folders import ZERO
+from ckptctl.formats.deepspeed_parameters import FP32, UniversalSave
+from ckptctl.formats.deepspeed_replicas import Replicas, of_models
 from ckptctl.formats.deepspeed_tags import LATEST_UNIVERSAL, tag_folder, tags
+from ckptctl.formats.unknown_classes import unknown_notes
 from ckptctl.storage.files import SourceFiles
 
 
@@ -31,7 +34,22 @@ class DeepSpeedUniversalFormat(Format):
     """What ``ds_to_universal.py`` wrote, or the folder above it with ``latest_universal``."""
 
     name = "deepspeed-universal"
-    title = "DeepSpeed's universal checkpoint, read only"
+    title = "DeepSpeed's universal checkpoint"
+    recognised = (
+        "a folder `zero` with a folder for each parameter that holds `fp32.pt`, or the one above "
+        "it with `latest_universal`; with the checkpoint that it was made of beside it, it is "
+        "`deepspeed`"
+    )
+    wholeness = (
+        "`zero/optimizer_state.pt` and the model states are there, without which the conversion "
+        "was not finished; each parameter that the model states list has its folder with `fp32.pt` "
+        "and the moments that others of its group have, in the shape that they say"
+    )
+    proof = (
+        "what ds_to_universal.py of deepspeed 0.19.8 made is read as stock `torch.load` finds it, "
+        "and equals what is read of the ranks that it was made of "
+        "(tests/unit/formats/test_deepspeed_universal.py)"
+    )
     choices = frozenset({"weights", "tag"})
 
     def sniff(self, path: Path) -> Sniff | None:
@@ -52,24 +70,32 @@ class DeepSpeedUniversalFormat(Format):
             raise FormatError("this is a file", where=str(path), why="expected the whole folder")
         folder = tag_folder(path, asked.tag, LATEST_UNIVERSAL, evidence)
         with SourceFiles(path) as files:
-            save = UniversalSave.of(files, f"{folder}/" if folder else "")
+            save = UniversalSave.of(files, f"{folder}/" if folder else "", asked.partial)
             model = save.weights(asked)
             others = save.surroundings()
+            tensors, lost = save.faults.usable({**model.tensors, **others.tensors})
+            replicas = Replicas(files, asked.replicas)
+            replicas.take(tensors, save.model.file, of_models(save.models, save.model))
             sizes = {name: files.size(name) for name in save.files()}
         return Catalog(
             root=str(path),
             path=str(path),
             format=self.name,
             files=sizes,
-            tensors={**model.tensors, **others.tensors},
+            tensors={**tensors, **replicas.apart},
             blobs={**model.blobs, **others.blobs},
             assets=side_files(path, exclude=SCRIPTS),
             documents=documents(path),
             notes=(
                 *save.notes(),
                 *others.notes,
+                *unknown_notes(others.blobs.values()),
+                *replicas.notes(),
                 *left_behind(path, exclude={folder or ZERO, *SCRIPTS}),
             ),
+            replicas=replicas.listed(),
+            findings=tuple(save.faults.findings) if asked.partial else (),
+            lost=lost,
         )
 
 

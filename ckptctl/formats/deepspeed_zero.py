@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import CkptError, DamagedError
+from ckptctl.formats.deepspeed_absent import complete_models, complete_optims
+from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_files import RankFiles, require_world
 from ckptctl.formats.deepspeed_partitions import Part, Parts, Segment, Strip, in_groups, in_ranks
 from ckptctl.formats.deepspeed_states import ModelState, OptimState, read_model, read_optim
 from ckptctl.storage.files import SourceFiles
+
+State = TypeVar("State", ModelState, OptimState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +34,54 @@ class Save:
         optims: Optimizer states, one per rank; none at stage 0.
         strips: The flat fp32 vectors: of groups, or at stage 3 of ranks.
         parts: Where in *strips* each optimised parameter lies.
+        partitioned: Whether the model's parameters are divided among ranks (stage 3).
     """
 
     models: tuple[ModelState, ...]
     optims: tuple[OptimState, ...]
     strips: tuple[Strip, ...] = ()
     parts: Mapping[str, Part] = field(default_factory=dict)
+    partitioned: bool = False
+
+    @property
+    def files(self) -> list[str]:
+        """Return the files that could be read."""
+        models = [model.file for model in self.models if not model.absent]
+        return [*models, *(optim.file for optim in self.optims if not optim.absent)]
 
     @property
     def stage(self) -> int:
         """Return ZeRO's stage; 0: no ZeRO."""
         return self.optims[0].stage if self.optims else 0
 
+    @property
+    def model(self) -> ModelState:
+        """Return the model states of the first rank that has any."""
+        return next(model for model in self.models if not model.absent)
 
-def read_save(files: SourceFiles, found: RankFiles, partitions: bool = True) -> Save:
+    @property
+    def optim(self) -> OptimState:
+        """Return the optimizer states of the first rank that has any."""
+        return next(optim for optim in self.optims if not optim.absent)
+
+
+def read_save(
+    files: SourceFiles, found: RankFiles, partitions: bool = True, faults: Faults | None = None
+) -> Save:
     """Read the states of all ranks.
 
     Args:
         files: The checkpoint's files.
         found: Their names.
         partitions: Whether optimizer states have to be there where ZeRO made some.
+        faults: Takes ranks that are missing or cannot be read; None: they are refused.
 
     Raises:
         FormatError: They need more than they say.
         DamagedError: Ranks are missing, or do not belong together.
     """
+    if faults is not None:
+        return _read_part(files, found, faults)
     models = tuple(read_model(files, name) for name in found.models)
     optims = tuple(read_optim(files, name) for name in found.optims)
     where = str(files.root / found.models[0])
@@ -64,6 +93,42 @@ def read_save(files: SourceFiles, found: RankFiles, partitions: bool = True) -> 
         require_world(files.root, found.models, optims[0].world, "model")
     _require_alike(models, optims, found.partitioned, files.root)
     return _located(models, optims, where)
+
+
+def _read_part(files: SourceFiles, found: RankFiles, faults: Faults) -> Save:
+    """Read the states of the ranks that can be read; others stand for those that cannot."""
+    models = faults.read(found.models, partial(read_model, files))
+    optims = faults.read(found.optims, partial(read_optim, files))
+    model = next((model for model in models if model is not None), None)
+    optim = next((optim for optim in optims if optim is not None), None)
+    if model is None:
+        raise _error(faults, found.models, files.root)
+    if optim is None:
+        faults.require_kind(found.optims)
+        return Save(complete_models(models, found.models), (), partitioned=found.partitioned)
+    names = require_world(files.root, found.optims, optim.world, "optim", faults)
+    where = str(files.root / model.file)
+    all_models = complete_models(models, found.models)
+    if found.partitioned:
+        held = require_world(files.root, found.models, optim.world, "model", faults)
+        all_models = complete_models(_padded(models, held), held)
+    left = [one for one in optims if one is not None]
+    _require_alike([m for m in models if m is not None], left, found.partitioned, files.root)
+    padded = _padded(optims, names)
+    all_optims = complete_optims(padded, names, model.groups or (), where)
+    return _located(all_models, all_optims, where)
+
+
+def _padded(found: list[State | None], names: Sequence[str]) -> list[State | None]:
+    missing: list[State | None] = [None] * (len(names) - len(found))
+    return found + missing
+
+
+def _error(faults: Faults, names: Sequence[str], root: Path) -> CkptError:
+    """What to say where no model states can be read: without them nothing has a name."""
+    known = (faults.errors[name] for name in names if name in faults.errors)
+    missing = DamagedError("all model states are missing", where=str(root / names[0]))
+    return next(known, missing)
 
 
 def _require_none(model: ModelState, found: RankFiles, partitions: bool, where: str) -> None:
@@ -128,7 +193,8 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
     if optims[0].stage == 3:
         strips = strips_of(by_rank, ranked=True)
         _require_one_dtype(strips, where)
-        return Save(models, optims, strips, in_ranks(models[0].shapes, strips, where))
+        parts = in_ranks(models[0].shapes, strips, where)
+        return Save(models, optims, strips, parts, partitioned=True)
     if len(groups) != len(by_rank[0]):
         raise DamagedError(
             "the optimizer states do not fit the model states",

@@ -1,26 +1,25 @@
 """DTensors as ``torch.save`` leaves them: a local tensor, a mesh and placements; nothing is built.
 
 Sources: ``torch/distributed/tensor/_api.py`` and ``_dtensor_spec.py`` (``DTensorSpec``),
-``torch/distributed/device_mesh.py`` (``DeviceMesh.__getstate__``), ``torch/_tensor.py``
-(``_rebuild_from_type_v2``). Field names are those of torch 2.13 and, for meshes, of 2.2 and later.
+``torch/_tensor.py`` (``_rebuild_from_type_v2``). Field names are those of torch 2.13.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ckptctl.catalog import Box
 from ckptctl.errors import DamagedError, FormatError
+from ckptctl.formats.device_mesh import Mesh, Meshes
+from ckptctl.formats.inert_fields import Ints, attributes, integers
 from ckptctl.planner.placements import Local, Shard, local_part
 from ckptctl.storage.pickle_reader import Global, Inert
-from ckptctl.storage.torch_globals import MAX_INT, MAX_RANK
+from ckptctl.storage.torch_globals import MAX_RANK
 from ckptctl.storage.torch_zip import StoredTensor
 
-Ints = tuple[int, ...]
 _HOMES = ("torch.distributed.tensor", "torch.distributed._tensor")
 _SUBMODULES = ("", ".api", "._api", ".placement_types", "._dtensor_spec", ".device_mesh")
 _CLASSES = (
@@ -39,6 +38,11 @@ _REASONS = {
     "Partial": "each rank holds a summand, and which sum is meant only the run knows",
     "_RaggedShard": "its rows are cut by weights that are not recorded here",
 }
+
+
+def nothing_known(_: int) -> tuple[Box, ...]:
+    """Return no box: what another rank holds is not told."""
+    return ()
 
 
 class Piece(NamedTuple):
@@ -66,6 +70,7 @@ class Sharded:
         requires_grad: As recorded.
         rank: The rank that wrote it, if it says so.
         ranks: All ranks that it knows of.
+        held_by: Returns the boxes that another rank holds, as far as this one tells.
     """
 
     dtype: str
@@ -74,22 +79,7 @@ class Sharded:
     requires_grad: bool
     rank: int | None
     ranks: frozenset[int]
-
-
-class Mesh(NamedTuple):
-    """A device mesh as one rank sees it.
-
-    Attributes:
-        sizes: Ranks along each dimension.
-        coordinate: This rank's place; None: it is not part of the mesh.
-        rank: This rank's number, if recorded.
-        ranks: The numbers of all ranks, if recorded.
-    """
-
-    sizes: Ints
-    coordinate: Ints | None
-    rank: int | None
-    ranks: frozenset[int]
+    held_by: Callable[[int], tuple[Box, ...]] = nothing_known
 
 
 class Wrapped(NamedTuple):
@@ -117,47 +107,6 @@ def wrapped(args: object) -> Wrapped:
     return Wrapped(args[1].name, integers(args[2]), args[7] is True)
 
 
-def attributes(record: object) -> Mapping[str, object]:
-    """Return the attributes of an inert record, from its dict or its slots.
-
-    Raises:
-        TypeError: It has none.
-    """
-    state = record.state if isinstance(record, Inert) else record
-    if isinstance(state, tuple) and len(state) == 2:
-        state = {**(state[0] or {}), **(state[1] or {})}
-    if not isinstance(state, dict):
-        raise TypeError(f"a {type(record).__name__} without attributes")
-    return state
-
-
-def integers(value: object) -> Ints:
-    """Return a short sequence of numbers from 0 on.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
-        raise TypeError("a size is not a short sequence")
-    if any(type(item) is not int or not 0 <= item < MAX_INT for item in value):
-        raise TypeError("a size is not made of numbers from 0 on")
-    return tuple(value)
-
-
-class Meshes:
-    """Reads the device meshes of one file, each once: thousands of tensors share one."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Mesh] = {}
-
-    def read(self, record: object) -> Mesh:
-        """Return the mesh that *record* describes; the file's objects must stay alive."""
-        found = self._known.get(id(record))
-        if found is None:
-            found = self._known[id(record)] = _mesh(attributes(record))
-        return found
-
-
 def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
     """Return what one rank holds of a DTensor.
 
@@ -180,13 +129,30 @@ def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
     if not isinstance(records, tuple | list) or len(records) > MAX_RANK:
         raise TypeError("its placements are not a short sequence")
     placements = tuple(_placement(record) for record in records)
+    order = _order(spec.get("shard_order"))
     pieces: tuple[Piece, ...] = ()
     if mesh.coordinate is not None:
-        order = _order(spec.get("shard_order"))
         local = _local(whole.shape, mesh.sizes, mesh.coordinate, placements, order)
         _check_local(local, stored, whole, placements)
         pieces = tuple(Piece(part.box, stored, part.start) for part in local.parts)
-    return Sharded(whole.dtype, whole.shape, pieces, whole.requires_grad, mesh.rank, mesh.ranks)
+    others = partial(_held_by, whole.shape, mesh, placements, order)
+    return Sharded(
+        whole.dtype, whole.shape, pieces, whole.requires_grad, mesh.rank, mesh.ranks, others
+    )
+
+
+def _held_by(
+    shape: Ints,
+    mesh: Mesh,
+    placements: tuple[Shard | None, ...],
+    order: tuple[tuple[int, Ints], ...] | None,
+    rank: int,
+) -> tuple[Box, ...]:
+    coordinate = mesh.place(rank)
+    if coordinate is None:
+        return ()
+    local = _local(shape, mesh.sizes, coordinate, placements, order)
+    return tuple(part.box for part in local.parts)
 
 
 @lru_cache(maxsize=256)
@@ -241,38 +207,3 @@ def _order(entries: object) -> tuple[tuple[int, Ints], ...] | None:
         return None
     pairs = [entry.args if isinstance(entry, Inert) else entry for entry in entries]
     return tuple((integers(pair[:1])[0], integers(pair[1])) for pair in pairs)
-
-
-def _mesh(state: Mapping[str, object]) -> Mesh:
-    if "_coordinate_on_dim" not in state:
-        raise FormatError(
-            "a device mesh does not say where its rank is", hint="save it with torch 2.2 or later"
-        )
-    coordinate = state["_coordinate_on_dim"]
-    ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ()
-    rank = state.get("_rank")
-    return Mesh(
-        _mesh_sizes(state),
-        None if coordinate is None else integers(coordinate),
-        rank if type(rank) is int else None,
-        frozenset(item for item in ranks if type(item) is int),  # type: ignore[attr-defined]
-    )
-
-
-def _mesh_sizes(state: Mapping[str, object]) -> Ints:
-    if "_layout" not in state:
-        mesh = state["mesh"]
-        if not isinstance(mesh, StoredTensor):
-            raise TypeError("its mesh is not a tensor")
-        return mesh.shape
-    layout = attributes(state["_layout"])
-    axes = layout["axes"] if "axes" in layout else layout["shape"]
-    items = axes if isinstance(axes, tuple | list) else (axes,)
-    return tuple(_axis_size(axis) for axis in items[:MAX_RANK])
-
-
-def _axis_size(axis: object) -> int:
-    """Return the ranks along one mesh dimension, which torch may describe as several."""
-    if isinstance(axis, Inert):
-        axis = attributes(axis)["shape"]
-    return math.prod(integers(axis)) if isinstance(axis, tuple | list) else integers((axis,))[0]

@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptctl.errors import FormatError
+from ckptctl.errors import FormatError, listed
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -30,16 +30,30 @@ def identify(path: Path) -> str | None:
     return _identify_folder(path) if path.is_dir() else _identify_file(path)
 
 
-def unrecognised(path: Path, known: Sequence[str]) -> FormatError:
-    """Return the error for a path that is no format we read."""
+def unrecognised(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -> FormatError:
+    """Return the error for a path that is no format we read.
+
+    Args:
+        path: What was named.
+        known: The formats.
+        below: Checkpoints further down.
+    """
     kind = identify(path)
     if kind:
         return FormatError(f"this is {kind}", where=str(path), hint=_ADVICE[kind])
+    if below:
+        return FormatError(
+            "this folder is no checkpoint",
+            where=str(path),
+            why=f"there are some below: {listed([str(item.relative_to(path)) for item in below])}",
+            hint=f"name one of them, such as `{below[-1]}`",
+        )
     return FormatError(
         "no checkpoint is recognised here",
         where=str(path),
         why="it has none of the marks of: " + ", ".join(known),
-        hint="name the directory that holds the weights, or give the format with `--from`",
+        hint="name the directory that holds the weights, or give the format with `--from`; "
+        "`ckptctl formats` shows what each is recognised by",
     )
 
 

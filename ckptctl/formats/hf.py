@@ -29,7 +29,17 @@ from ckptctl.formats.base import (
     constant,
     document,
 )
-from ckptctl.formats.hf_files import BIN, INDEX, chosen, main_files, of_rank, set_of, weights
+from ckptctl.formats.hf_files import (
+    BIN,
+    INDEX,
+    chosen,
+    main_files,
+    of_rank,
+    set_of,
+    torch_consolidated,
+    weights,
+)
+from ckptctl.formats.hf_partial import usable
 from ckptctl.formats.hf_shards import (
     checked_index,
     keys_by_file,
@@ -51,9 +61,26 @@ class HfFormat(WritableFormat):
 
     name = "hf"
     title = "Hugging Face: safetensors (or pytorch_model*.bin, read only) with config.json"
+    recognised = (
+        "`*.safetensors` or `*.safetensors.index.json`, else `pytorch_model.bin` or its index; "
+        "not `adapter_model*`, `consolidated*` or the files of single ranks"
+    )
+    wholeness = (
+        "every file that the index names is there and holds exactly the tensors that the index "
+        "places in it; without an index, files `...-00001-of-0000N` are there up to N; each file "
+        "is as long as its header says"
+    )
+    proof = (
+        "read: what safetensors wrote, bit for bit (tests/contract/test_directions.py); written: "
+        "safetensors reads every dtype (tests/contract/test_dtypes.py), transformers loads it and "
+        "computes the same logits (tests/oracle/test_logits.py)"
+    )
     layout = "hf"
     other_layouts = True
+    sharded = True
+    ties = "one copy, recorded, where config.json says that they are tied; else written in full"
     stem: ClassVar[str] = "model"
+    records_ties = True
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
@@ -74,6 +101,8 @@ class HfFormat(WritableFormat):
         main = chosen(path)
         with SourceFiles(root) as files:
             if main.endswith("index.json"):
+                if asked.partial:
+                    return self._read_part(files, path, main)
                 return self._read_index(files, path, main)
             if main.endswith(".bin"):
                 whole = read_bin(files, main)
@@ -112,6 +141,17 @@ class HfFormat(WritableFormat):
         ordered = {name: tensors[name] for name in weight_map}
         return self._catalog(files, path, ordered, metadata, list(shards), tuple(notes), main)
 
+    def _read_part(self, files: SourceFiles, path: Path, main: str) -> Catalog:
+        where = str(files.root / main)
+        weight_map, strings = checked_index(read_json(files, main), where)
+        found = usable(files, weight_map, strings, where)
+        ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
+        notes = tuple(found.notes)
+        catalog = self._catalog(
+            files, path, ordered, found.metadata, list(found.sizes), notes, main
+        )
+        return replace(catalog, findings=tuple(found.findings), lost=found.lost)
+
     def _catalog(
         self,
         files: SourceFiles,
@@ -128,7 +168,7 @@ class HfFormat(WritableFormat):
         stray = [item for item in weights(root) if item not in used]
         if stray:
             notes = (*notes, f"not part of this checkpoint: {listed(stray)}")
-        notes = (*notes, *left_behind(root, exclude=used))
+        notes = (*notes, *left_behind(root, exclude=used), *torch_consolidated(root))
         return Catalog(
             root=str(root),
             path=str(path),

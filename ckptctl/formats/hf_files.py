@@ -123,6 +123,20 @@ def _complete_set(names: Sequence[str]) -> bool:
     return len(stems) == 1 and set(names) == expected
 
 
+def torch_consolidated(root: Path) -> tuple[str, ...]:
+    """Return a note where the shards of ranks lie beside what torch has made of them.
+
+    Torch 2.13's ``consolidate_safetensors_files`` writes zeros for 0-d tensors.
+    """
+    folder = root / "sharded"
+    if not any(SHARD.fullmatch(item.name) for item in folder.glob("shard-*.safetensors")):
+        return ()
+    return (
+        "torch made this of the ranks' shards in `sharded`, and torch 2.13 makes 0 of every 0-d "
+        "tensor: name that folder to be exact",
+    )
+
+
 def set_of(path: Path, main: str) -> list[str]:
     """Return the files of the model that *main* is the first of."""
     return [main] if path.is_file() else sorted(main_files(path))

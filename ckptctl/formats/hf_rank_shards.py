@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
-from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CoverageError, DamagedError, FormatError, listed
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.findings import of_error
 from ckptctl.formats.hf_files import INDEX, SHARD
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads, read_json
-from ckptctl.storage.safetensors_header import MAX_HEADER, read_header
+from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
 
 OFFSETS = "DCP_SHARDING_INFO"
 SHARDED = "sharded"
@@ -34,7 +35,19 @@ class HfRankShardsFormat(Format):
     """A directory of ``shard-*-model-*-of-*.safetensors``."""
 
     name = "hf-rank-shards"
-    title = "safetensors of every rank, by torch's HuggingFaceStorageWriter (read only)"
+    title = "safetensors of every rank, by torch's HuggingFaceStorageWriter"
+    recognised = "`shard-N-model-I-of-M.safetensors`"
+    wholeness = (
+        "every rank up to the highest has all of its M files, and their boxes tile every tensor; "
+        "neither the number of ranks nor the size of a tensor is recorded, so that missing last "
+        "ranks are noticed only where the index of torch's consolidation lies in the folder above"
+    )
+    proof = (
+        "what torch 2.13 saved on 2 ranks has the bytes of the live model "
+        "(tests/contract/test_rank_shards.py), what it saves on 3 those of the live tensors, also "
+        "integers and 0-d ones, where torch's own consolidation fails "
+        "(tests/integration/test_rank_local.py)"
+    )
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
@@ -44,17 +57,31 @@ class HfRankShardsFormat(Format):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         shards = _shards(path) if path.is_dir() else {}
-        ranks = _require_all(path, shards)
+        ranks = _ranks(path, shards)
+        findings = list(_gaps(path, shards, ranks, asked.partial))
+        parts: dict[str, _Parts] = {}
         with SourceFiles(path) as files:
-            parts: dict[str, _Parts] = {}
             for name in shards:
-                _take(parts, files, name)
-            tensors = {key: part.entry(key) for key, part in parts.items()}
+                try:
+                    header = _header(files, name)
+                except DamagedError as error:
+                    if not asked.partial:
+                        raise
+                    findings.append(replace(of_error(error, path), file=name))
+                else:
+                    _take(parts, header, name, str(path / name))
             sizes = {name: files.size(name) for name in shards}
+        tensors = {key: part.entry(key) for key, part in parts.items()}
         for entry in tensors.values():
-            _require_whole(entry, path)
-        index = path.parent / f"model{INDEX}"
-        compared = path.name == SHARDED and index.is_file()
+            _require_whole(entry, path, partial=bool(findings))
+        notes: tuple[str, ...] = () if findings else (_uncompared(ranks),)
+        if path.name == SHARDED and (path.parent / f"model{INDEX}").is_file():
+            try:
+                notes = tuple(_compared(path, tensors))
+            except DamagedError as error:
+                if not asked.partial:
+                    raise
+                findings += _last_ranks(error, path, tensors, _name(ranks + 1, 1, shards))
         return Catalog(
             root=str(path),
             path=str(path),
@@ -63,10 +90,9 @@ class HfRankShardsFormat(Format):
             tensors=tensors,
             assets=side_files(path),
             documents=documents(path),
-            notes=(
-                *(_compared(path, tensors) if compared else (_uncompared(ranks),)),
-                *left_behind(path, exclude=set(sizes)),
-            ),
+            notes=(*notes, *left_behind(path, exclude=set(sizes))),
+            findings=tuple(findings),
+            lost=_doubtful(tensors, findings),
         )
 
 
@@ -87,11 +113,35 @@ class _Parts:
         return TensorEntry(name, self.dtype, self.shape, extents, (name,))
 
 
-def _take(parts: dict[str, _Parts], files: SourceFiles, name: str) -> None:
-    """Add the tensors of one file."""
+def _doubtful(
+    tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]
+) -> dict[str, tuple[tuple[Box, str], ...]]:
+    """Return the tensors that may go on in files that cannot be used: all but those of 0-d.
+
+    How far a tensor reaches is recorded in its shards alone. Where its known part ends an empty box
+    stands for what may follow.
+    """
+    file = next((found.file for found in findings if found.file), None)
+    return {
+        name: ((Box(entry.shape, (0,) * len(entry.shape)), file),)
+        for name, entry in tensors.items()
+        if file is not None and entry.shape
+    }
+
+
+_Header = tuple[SafetensorsHeader, dict[str, tuple[int, ...]]]
+
+
+def _header(files: SourceFiles, name: str) -> _Header:
+    """Return the header of one file, and where in the whole each of its tensors begins."""
     header = read_header(files, name)
     where = str(files.root / name)
-    offsets = _offsets(header.metadata, header.tensors.keys(), where)
+    return header, _offsets(header.metadata, header.tensors.keys(), where)
+
+
+def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> None:
+    """Add the tensors of one file."""
+    header, offsets = found
     for key, (dtype, sizes, begin, end) in header.tensors.items():
         start = offsets[key]
         if len(start) != len(sizes):
@@ -152,14 +202,11 @@ def _shards(path: Path) -> dict[str, re.Match[str]]:
     return {match[0]: match for match in matches if match}
 
 
-def _require_all(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
-    """Check that each rank has each of its files.
-
-    Returns:
-        The number of ranks.
+def _ranks(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
+    """Return the number of the last rank.
 
     Raises:
-        DamagedError: One is missing, or they are of different saves.
+        DamagedError: The files are of different saves.
         FormatError: There are none.
     """
     if not shards:
@@ -174,11 +221,22 @@ def _require_all(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
         raise DamagedError(
             "these shards are of different saves", where=str(path), why=listed(examples)
         )
-    ranks, files = max(int(match[1]) for match in shards.values()), int(totals[0])
+    return max(int(match[1]) for match in shards.values())
+
+
+def _gaps(
+    path: Path, shards: Mapping[str, re.Match[str]], ranks: int, partial: bool
+) -> Iterator[Finding]:
+    """Yield that files of ranks are missing, where a part was asked for.
+
+    Raises:
+        DamagedError: They are, and the whole was asked for; or their numbers are impossible.
+    """
+    files = int(next(iter(shards.values()))[3])
     missing = _missing(shards, ranks, files)
     if missing or len(shards) != ranks * files:
         count = ranks * files - len(shards)
-        raise DamagedError(
+        error = DamagedError(
             f"{count:,} of {ranks * files:,} shards are missing"
             if count > 0
             else "these shards have impossible numbers",
@@ -186,7 +244,14 @@ def _require_all(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
             why=f"there is no {listed(missing)}" if missing else listed(list(shards)),
             hint="copy the missing files; every rank writes its own",
         )
-    return ranks
+        if not partial or not missing:
+            raise error
+        yield Finding(error.what, error.why, file=missing[0])
+
+
+def _name(rank: int, file: int, shards: Mapping[str, re.Match[str]]) -> str:
+    total = int(next(iter(shards.values()))[3])
+    return f"shard-{rank:05d}-model-{file:05d}-of-{total:05d}.safetensors"
 
 
 def _missing(shards: Collection[str], ranks: int, files: int, most: int = 6) -> list[str]:
@@ -204,11 +269,13 @@ def _numbers(last: int) -> range:
     return range(1, last + 1)
 
 
-def _require_whole(entry: TensorEntry, path: Path) -> None:
+def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
     boxes = [extent.box for extent in entry.extents]
     if sum(box.numel for box in boxes) == entry.numel:
         return
     found = coverage(entry.shape, boxes)
+    if partial and not found.overlaps:
+        return
     wrong = found.holes or found.overlaps
     raise CoverageError(
         f"the shards of `{entry.name}` do not tile it",
@@ -257,6 +324,18 @@ def _compared(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
         )
     if total != here:
         yield f"`../{name}` says {total} bytes, the shards hold {here:,}: it is not their sum"
+
+
+def _last_ranks(
+    error: DamagedError, path: Path, tensors: Mapping[str, TensorEntry], file: str
+) -> Iterator[Finding]:
+    """Yield what the index says of the shards that are missing."""
+    yield Finding(error.what, error.why, file=file)
+    with SourceFiles(path.parent) as files:
+        index = read_json(files, f"model{INDEX}")
+    assert isinstance(index, dict)
+    for name in sorted(index["weight_map"].keys() - tensors.keys()):
+        yield Finding("a tensor is missing", "the index lists it", "error", file, str(name))
 
 
 FORMAT = HfRankShardsFormat()

@@ -37,8 +37,20 @@ class MetaFormat(WritableFormat):
 
     name = "meta"
     title = "Meta: consolidated.NN.pth with params.json"
+    recognised = "`consolidated.NN.pth`, unless `params.json` is one of Mistral's"
+    wholeness = (
+        "the files are numbered from 00 without a gap, hold the same tensors and agree on those "
+        "that none divides; joined, their shapes are those that `params.json` describes, which "
+        "shows when the last files are missing"
+    )
+    proof = (
+        "llama-models 0.3.0 joins what is written, and what it cuts is read "
+        "(tests/oracle/test_meta_shards.py); transformers computes the same logits as a model of "
+        "Meta's names and axes, also of shards (tests/oracle/test_logits.py)"
+    )
     layout = LAYOUT
     described = True
+    ties = "one storage in each file where config.json says that they are tied; else in full"
     parallel = True
 
     def sniff(self, path: Path) -> Sniff | None:

@@ -30,6 +30,21 @@ class MistralFormat(hf.HfFormat):
 
     name = "mistral"
     title = "Mistral: consolidated*.safetensors (or .pth, read only) with params.json"
+    recognised = (
+        "`consolidated*.safetensors` or its index, or `consolidated.NN.pth` with Mistral's "
+        "`params.json` (`hidden_dim`, `head_dim`, `moe` or `vision_encoder`, and no "
+        "`multiple_of`), or `consolidated.NN.pt`; a folder that holds `model*.safetensors`, too, "
+        "is `hf`"
+    )
+    wholeness = (
+        "safetensors: as for `hf`; `consolidated.NN.pth` and `.pt`: numbers from 00 without a gap. "
+        "How many of the latter there were is not recorded: that the last is missing shows only "
+        "in a conversion, which then lacks tensors of the model type"
+    )
+    proof = (
+        "mistral-inference loads what is written and computes the same logits; transformers does "
+        "with what is made of it (tests/oracle/test_mistral_native.py)"
+    )
     layout = "mistral"
     other_layouts = False
     described = True

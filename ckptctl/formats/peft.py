@@ -29,8 +29,16 @@ class PeftFormat(HfFormat):
 
     name = "peft"
     title = "PEFT adapter: adapter_model.safetensors (or .bin, read only) with adapter_config.json"
+    recognised = "`adapter_model.safetensors` or `adapter_model.bin`, and no whole model beside it"
+    wholeness = "it is one file, which is as long as its header says; a `.bin` is a whole zip"
+    proof = (
+        "peft 0.21 computes the logits of torchtune 0.6.1 with what is written of torchtune's "
+        "adapters, and both merge as `ckptctl merge` does (tests/oracle/test_adapters.py)"
+    )
     layout = "peft"
     adapters = True
+    other_layouts = False
+    sharded = False
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptctl.catalog import Path
+from ckptctl.catalog import Blob, Path
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats import dtensor, sharded_tensor
-from ckptctl.formats.dtensor import Meshes, Sharded, read_dtensor
+from ckptctl.formats.device_mesh import Meshes
+from ckptctl.formats.dtensor import Sharded, read_dtensor
 from ckptctl.formats.sharded_tensor import read_sharded_tensor, refuse_flat
 from ckptctl.formats.structure import flatten, join
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
+from ckptctl.formats.unknown_classes import require_known
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Inert, Table
 from ckptctl.storage.torch_zip import StoredTensor, read_archive
@@ -41,7 +43,9 @@ def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, Leaf]]
         DamagedError: It is truncated, malformed, hostile, or a shard contradicts itself.
         FormatError: It is no zip, or a tensor is sharded in a way that is not supported.
     """
-    archive = read_archive(files, name, table=TABLE)
+    archive = read_archive(files, name, table=TABLE, unknown="inert")
+    if isinstance(archive.root, Inert) and not _is_tensor(archive.root):
+        require_known([Blob(name, (), value=archive.root)])
     meshes, where = Meshes(), str(files.root / name)
     for path, leaf in flatten(archive.root, _is_tensor):
         key = join(path)

@@ -2,23 +2,27 @@
 
 Shards are boxes of one tensor and must agree on its dtype and shape; equal boxes are replicas and
 must hold the same bytes where the files' checksums tell. A leaf that is no shard and is not the
-same everywhere (a random-number state) is kept once for each rank: the lowest rank's under its own
-name, the others' below ``rank_N.``.
+same everywhere (a random-number state) is kept once for each rank
+(:mod:`ckptctl.formats.own_values`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from operator import mul
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
-from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.dtensor import Piece, Sharded
+from ckptctl.errors import CkptError, DamagedError, FormatError, listed
+from ckptctl.formats.base import AS_IT_IS, ReadOptions
+from ckptctl.formats.dtensor import Piece, Sharded, nothing_known
+from ckptctl.formats.own_values import below_rank, kept_apart
+from ckptctl.formats.rank_gaps import Gap
 from ckptctl.formats.structure import join
 from ckptctl.formats.torch_file import Contents, extent_of
+from ckptctl.formats.unknown_classes import unknown_notes
 from ckptctl.storage.compare import WINDOW, equal, row_major
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.torch_globals import geometry
@@ -34,6 +38,7 @@ class _Tensor:
     sharded: bool
     requires_grad: bool
     extents: dict[Box, Extent] = field(default_factory=dict)
+    held_by: Callable[[int], tuple[Box, ...]] = nothing_known
 
 
 class RankMerger:
@@ -41,11 +46,17 @@ class RankMerger:
 
     Args:
         files: The checkpoint's files.
+        asked: Whether a part is enough, and whether replicas are to be listed.
+
+    Attributes:
+        ranks: All ranks that took part, as far as the files tell.
+        replicas: For each tensor the further copies of its boxes, if they are to be listed.
     """
 
-    def __init__(self, files: SourceFiles) -> None:
+    def __init__(self, files: SourceFiles, asked: ReadOptions = AS_IT_IS) -> None:
         self.ranks: set[int] = set()
-        self._files = files
+        self.replicas: dict[str, tuple[Extent, ...]] = {}
+        self._files, self._asked = files, asked
         self._tensors: dict[str, _Tensor] = {}
         self._blobs: dict[str, Blob] = {}
         self._seen: dict[int, frozenset[int]] = {}
@@ -92,9 +103,13 @@ class RankMerger:
                 f"in `{known.file}`",
                 hint="the files belong to different saves",
             )
+        if self._asked.partial:
+            known.held_by = leaf.held_by
         for piece in leaf.pieces:
-            extent = _extent(piece, leaf.dtype, file)
+            extent = piece_extent(piece, leaf.dtype, file)
             before = known.extents.setdefault(piece.box, extent)
+            if before is not extent:
+                self._repeat(key, extent)
             if before.crc32 is not None and extent.crc32 not in (None, before.crc32):
                 raise DamagedError(
                     f"replicas of `{key}` hold different values",
@@ -126,12 +141,16 @@ class RankMerger:
             known.extents[extent.box] = extent
         elif self._same(key, known, leaf, extent):
             self._agreed += 1
+            self._repeat(key, extent)
         else:
             self._apart.append(key)
-            apart = self._entry(
-                f"rank_{rank}.{key}", (f"rank_{rank}", *path), leaf, file, sharded=False
-            )
+            own = below_rank(rank, path)
+            apart = self._entry(join(own), own, leaf, file, sharded=False)
             apart.extents[extent.box] = extent
+
+    def _repeat(self, key: str, extent: Extent) -> None:
+        if self._asked.replicas and extent.nbytes:
+            self.replicas[key] = (*self.replicas.get(key, ()), extent)
 
     def _same(self, key: str, known: _Tensor, leaf: StoredTensor, extent: Extent) -> bool:
         if (known.dtype, known.shape) != (leaf.dtype, leaf.shape):
@@ -139,7 +158,7 @@ class RankMerger:
         before = next(iter(known.extents.values()))
         if before.crc32 is not None and extent.crc32 is not None:
             return before.crc32 == extent.crc32
-        if max(before.nbytes, extent.nbytes) > WINDOW:
+        if max(before.nbytes, extent.nbytes) > WINDOW and not self._asked.replicas:
             self._unread.append(key)
             return True
         pair = (TensorEntry(key, known.dtype, known.shape, (e,), ()) for e in (before, extent))
@@ -152,8 +171,8 @@ class RankMerger:
         known = self._blobs.setdefault(key, Blob(key, path, value=value))
         if not same_value(known.value, value):
             self._apart.append(key)
-            name = f"rank_{rank}.{key}"
-            self._blobs[name] = Blob(name, (f"rank_{rank}", *path), value=value)
+            own = below_rank(rank, path)
+            self._blobs[join(own)] = Blob(join(own), own, value=value)
 
     def refuse_unrelated(self, where: str) -> None:
         """Refuse files that share no tensor and no shard: each is a checkpoint of its own.
@@ -170,6 +189,29 @@ class RankMerger:
                 + listed(self._apart, 2),
                 hint="if each is a checkpoint of its own, name one of them",
             )
+
+    def lost(self, gaps: Sequence[Gap]) -> dict[str, tuple[tuple[Box, str], ...]]:
+        """Return for each tensor the boxes that are only in files that cannot be used.
+
+        Args:
+            gaps: Those files.
+        """
+        found: dict[str, tuple[tuple[Box, str], ...]] = {}
+        for key, known in self._tensors.items():
+            theirs = [gap for gap in gaps if known.path[: len(gap.head)] == gap.head]
+            boxes = tuple(
+                (box, gap.file)
+                for gap in theirs
+                for box in _told(known, gap.rank)
+                if box.numel and box not in known.extents
+            )
+            if boxes:
+                found[key] = boxes
+        return found
+
+    def heads(self) -> set[str | int]:
+        """Return the first keys of all tensors."""
+        return {known.path[0] for known in self._tensors.values() if known.path}
 
     def finish(self) -> Contents:
         """Return everything that was taken; whether shards tile their tensors is not checked."""
@@ -191,12 +233,18 @@ class RankMerger:
         return Contents(tensors, self._blobs, tuple(self._notes()))
 
     def _notes(self) -> Iterable[str]:
-        if self._apart:
-            names = list(dict.fromkeys(self._apart))
-            yield f"ranks differ, so each one's is kept, below `rank_N.`: {listed(names)}"
+        yield from kept_apart(self._apart)
+        yield from unknown_notes(self._blobs.values())
         if self._unread:
             names = list(dict.fromkeys(self._unread))
             yield f"not compared between the ranks, the lowest one's is used: {listed(names)}"
+
+
+def _told(known: _Tensor, rank: int) -> tuple[Box, ...]:
+    try:
+        return known.held_by(rank)
+    except (CkptError, TypeError, KeyError, ValueError, IndexError, AttributeError):
+        return ()
 
 
 def same_value(one: object, other: object) -> bool:
@@ -207,7 +255,7 @@ def same_value(one: object, other: object) -> bool:
         return False
 
 
-def _extent(piece: Piece, dtype: str, file: str) -> Extent:
+def piece_extent(piece: Piece, dtype: str, file: str) -> Extent:
     """Return where the bytes of one piece lie."""
     stored = piece.tensor
     if piece.box.sizes == stored.shape:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ckptctl.catalog import Box
 from ckptctl.errors import DamagedError, FormatError
-from ckptctl.formats.dtensor import Piece, Sharded, attributes, integers, wrapped
+from ckptctl.formats.dtensor import Piece, Sharded, wrapped
+from ckptctl.formats.inert_fields import attributes, integers
 from ckptctl.storage.pickle_reader import Builder, Global
 from ckptctl.storage.torch_zip import StoredTensor
 
@@ -73,12 +74,24 @@ def read_sharded_tensor(args: object, state: object) -> Sharded:
     if world > MAX_WORLD:
         raise DamagedError("a world is too large", why=f"{world:,} ranks")
     pieces = tuple(_piece(attributes(shard), whole.dtype) for shard in state[0])
-    return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world))
+    others = partial(_held_by, attributes(state[1])["shards_metadata"])
+    return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world), others)
+
+
+def _held_by(shards: object, rank: int) -> tuple[Box, ...]:
+    """Return the boxes of another rank; every rank's file lists those of all."""
+    if not isinstance(shards, list):
+        return ()
+    found = (attributes(shard) for shard in shards)
+    return tuple(_box(one) for one in found if attributes(one["placement"])["_rank"] == rank)
+
+
+def _box(place: Mapping[str, object]) -> Box:
+    return Box(integers(place["shard_offsets"]), integers(place["shard_sizes"]))
 
 
 def _piece(shard: Mapping[str, object], dtype: str) -> Piece:
-    stored, place = shard["tensor"], attributes(shard["metadata"])
-    box = Box(integers(place["shard_offsets"]), integers(place["shard_sizes"]))
+    stored, box = shard["tensor"], _box(attributes(shard["metadata"]))
     if not isinstance(stored, StoredTensor):
         raise TypeError("a shard is not a plain tensor")
     if (stored.dtype, stored.shape) != (dtype, box.sizes):

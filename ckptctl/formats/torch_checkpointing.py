@@ -8,19 +8,21 @@ compared with them and not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptctl.catalog import Catalog
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import left_behind
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.rank_archive import read_rank_file
+from ckptctl.formats.rank_gaps import Gap, Gaps
 from ckptctl.formats.rank_merge import RankMerger
-from ckptctl.formats.structure import flatten
+from ckptctl.formats.structure import flatten, join
 from ckptctl.formats.torch_checkpointing_metadata import (
     METADATA,
     VERSION,
@@ -35,6 +37,7 @@ from ckptctl.storage.json_reader import read_json
 NAME = re.compile(
     r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<kind>pt|json|bin|safetensors)", re.ASCII
 )
+Lost = dict[str, tuple[tuple[Box, str], ...]]
 UNFINISHED = "tmp_"
 MAX_RAW = 16 << 20
 
@@ -61,6 +64,21 @@ class TorchCheckpointingFormat(Format):
 
     name = "torch-checkpointing"
     title = "torch_checkpointing: one file per item and rank"
+    recognised = (
+        "`metadata.pkl` beside files called as `model_0.pt`; or nothing but such files, and no "
+        "`.metadata`"
+    )
+    wholeness = (
+        "`metadata.pkl` lists the tensors and the ranks of items that can be resharded, and every "
+        "item has the files of all ranks that it or a DTensor's mesh tells of, unless rank 0 alone "
+        "has it and it holds no tensor; shards tile their tensors, replicas have equal checksums; "
+        "an item that is not resharded and of which no rank has a file leaves no trace, and "
+        "nothing tells how long a file of raw bytes (`.bin`) was"
+    )
+    proof = (
+        "read: what torch_checkpointing 0.1.1 saved on 1 and 2 ranks has the bytes of the live "
+        "state, with and without `metadata.pkl` (tests/unit/formats/test_torch_checkpointing.py)"
+    )
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
@@ -87,9 +105,11 @@ class TorchCheckpointingFormat(Format):
                 where=str(path),
                 why=f"its directory still has the prefix `{UNFINISHED}`",
             )
+        gaps = Gaps(path, asked.partial)
         with SourceFiles(path) as files:
-            found = _files_of(files)
-            joined = _joined(files, found)
+            merger = RankMerger(files, asked)
+            found = _files_of(files, gaps)
+            joined, lost = _joined(files, found, merger, gaps)
             names = {name for ranks in found.items.values() for name in ranks.values()}
             sizes = {name: files.size(name) for name in sorted(names)}
         return Catalog(
@@ -101,9 +121,12 @@ class TorchCheckpointingFormat(Format):
             blobs=joined.blobs,
             notes=(
                 *joined.notes,
-                *_notes(found),
+                *_notes(found, gaps),
                 *left_behind(path, exclude={*sizes, METADATA}),
             ),
+            replicas=merger.replicas,
+            findings=tuple(gaps.findings),
+            lost=lost,
         )
 
 
@@ -111,10 +134,9 @@ def _is_own(match: re.Match[str]) -> bool:
     return rank_states.parse(match.string) is None
 
 
-def _files_of(files: SourceFiles) -> _Found:
+def _files_of(files: SourceFiles, gaps: Gaps) -> _Found:
     """Find the files of every item; those of items in the metadata must be complete."""
-    described = (files.root / METADATA).is_file()
-    found = _Found(read_metadata(files) if described else None)
+    found = _Found(_metadata(files, gaps))
     for path in sorted(files.root.iterdir()):
         match = NAME.fullmatch(path.name)
         if match and path.is_file() and _is_own(match):
@@ -132,8 +154,22 @@ def _files_of(files: SourceFiles) -> _Found:
             hint="files of an earlier save were left behind; remove them",
         )
     for name, item in items.items():
-        _require(files, name, found.items[name], item.ranks or range(found.world), found.world)
+        _require(gaps, found, name, item.ranks or range(found.world))
     return found
+
+
+def _metadata(files: SourceFiles, gaps: Gaps) -> Metadata | None:
+    if not (files.root / METADATA).is_file():
+        return None
+    try:
+        return read_metadata(files)
+    except UnsafePickleError:
+        raise
+    except DamagedError as error:
+        if not gaps.partial:
+            raise
+        gaps.findings.append(Finding(error.what, error.why, file=METADATA))
+        return None
 
 
 def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
@@ -150,23 +186,39 @@ def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
         )
 
 
-def _joined(files: SourceFiles, found: _Found) -> Contents:
-    merger = RankMerger(files)
+def _joined(
+    files: SourceFiles, found: _Found, merger: RankMerger, gaps: Gaps
+) -> tuple[Contents, Lost]:
     for name, ranks in found.items.items():
         for rank, file in sorted(ranks.items()):
-            merger.add(rank, file, _leaves(files, name, file))
+            leaves = gaps.usable(Gap(rank, (name,), file), _leaves(files, name, file))
+            merger.add(rank, file, leaves)
     joined = merger.finish()
     described = found.metadata.items if found.metadata else {}
     if not described:
         merger.refuse_unrelated(str(files.root))
+    lost = merger.lost(gaps.found)
     for name, item in described.items():
+        lost |= _unread(name, item, joined, gaps)
         _compare(name, item, joined, str(files.root / METADATA))
     world = max(found.world, max(merger.ranks, default=-1) + 1)
-    tensors = {str(entry.path[0]) for entry in joined.tensors.values()}
     for name in found.items.keys() - described.keys():
-        if not _alone(found, name) or name in tensors:
-            _require(files, name, found.items[name], range(world), world)
-    return joined
+        if not _alone(found, name) or name in merger.heads():
+            _require(gaps, found, name, range(world))
+    return joined, lost
+
+
+def _unread(name: str, item: Item, joined: Contents, gaps: Gaps) -> Lost:
+    """Add the tensors of an item that are in none of its files that can be used."""
+    theirs = [gap.file for gap in gaps.found if gap.head == (name,)]
+    lost: Lost = {}
+    for path, said in item.tensors.items() if theirs else ():
+        place = (name, *path)
+        key = join(place)
+        if key not in joined.tensors and said.dtype in dtypes.BY_NAME:
+            joined.tensors[key] = TensorEntry(key, said.dtype, said.shape, (), place)
+            lost[key] = ((Box.whole(said.shape), theirs[0]),)
+    return lost
 
 
 def _alone(found: _Found, name: str) -> bool:
@@ -174,23 +226,19 @@ def _alone(found: _Found, name: str) -> bool:
     return found.world > 1 and found.items[name].keys() == {0}
 
 
-def _require(
-    files: SourceFiles,
-    name: str,
-    ranks: Mapping[int, str],
-    wanted: frozenset[int] | range,
-    world: int,
-) -> None:
-    missing = [rank for rank in wanted if rank not in ranks]
-    gone = [file for file in ranks.values() if not (files.root / file).is_file()]
-    if missing or gone:
-        names = gone + [f"{name}_{rank}.pt" for rank in missing]
-        raise DamagedError(
-            f"{len(names):,} of {world:,} ranks' files of item `{name}` are missing",
-            where=str(files.root),
-            why=listed(names),
-            hint="every rank writes its own file; copy them from the nodes they are on",
-        )
+def _require(gaps: Gaps, found: _Found, name: str, wanted: Collection[int]) -> None:
+    """Refuse, or note and forget, ranks' files of an item that are missing."""
+    named = found.items[name]
+    there = {rank: file for rank, file in named.items() if (gaps.root / file).is_file()}
+    kind = Path(next(iter(named.values()), "a.pt")).suffix
+    gaps.require(
+        (name,),
+        there,
+        {*wanted, *named},
+        lambda rank: named.get(rank, f"{name}_{rank}{kind}"),
+        f" of item `{name}`",
+    )
+    found.items[name] = there
 
 
 def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath, object]]:
@@ -240,8 +288,9 @@ def _compare(name: str, item: Item, joined: Contents, where: str) -> None:
             )
 
 
-def _notes(found: _Found) -> Iterator[str]:
-    alone = [name for name in found.items if _alone(found, name)]
+def _notes(found: _Found, gaps: Gaps) -> Iterator[str]:
+    known = {gap.head for gap in gaps.found}
+    alone = [name for name in found.items if _alone(found, name) and (name,) not in known]
     if alone:
         yield f"rank 0 alone has {listed(alone)}"
     if found.raw:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError
+from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsafePickleError
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.dtensor import Piece, Sharded
@@ -31,6 +31,7 @@ from ckptctl.formats.torchsnapshot_manifest import (
     read_manifest,
     shards_of,
 )
+from ckptctl.formats.torchsnapshot_partial import SHARDED, Lost, unfit
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.torch_zip import StoredTensor, read_archive, read_item_tensor
 
@@ -55,6 +56,16 @@ class TorchSnapshotFormat(Format):
 
     name = "torchsnapshot"
     title = "torchsnapshot directory"
+    recognised = "`.snapshot_metadata`"
+    wholeness = (
+        "every file that `.snapshot_metadata` names is there, and its entries lie in it one after "
+        "the other from the first byte to the last; shards tile their tensors; there are no "
+        "checksums, so that a changed byte is not noticed"
+    )
+    proof = (
+        "what torchsnapshot 0.1.0 saved has the live model's weights "
+        "(tests/unit/formats/test_torchsnapshot.py)"
+    )
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
@@ -65,9 +76,13 @@ class TorchSnapshotFormat(Format):
         where = str(path / METADATA)
         with SourceFiles(path) as files:
             reader, merger = _Reader(files), RankMerger(files)
+            lost = Lost({})
             try:
-                for entry in read_manifest(files):
-                    _add(reader, merger, entry)
+                entries = read_manifest(files)
+                if asked.partial:
+                    lost = Lost(unfit(files, entries, where))
+                for entry in entries:
+                    _add(reader, merger, entry, lost if asked.partial else None)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise DamagedError(
                     "this is not the metadata of torchsnapshot",
@@ -88,6 +103,8 @@ class TorchSnapshotFormat(Format):
             assets=side_files(path),
             documents=documents(path),
             notes=(UNCHECKED, *joined.notes, *_strange(path, reader.sizes)),
+            findings=(*lost.unfit.values(), *lost.findings),
+            lost=lost.boxes,
         )
 
 
@@ -98,8 +115,20 @@ def _strange(path: Path, sizes: Mapping[str, int]) -> Iterator[str]:
         yield from left_behind(path)
 
 
-def _add(reader: _Reader, merger: RankMerger, entry: Entry) -> None:
-    for file, path, leaf in _leaves(reader, entry):
+def _add(reader: _Reader, merger: RankMerger, entry: Entry, lost: Lost | None) -> None:
+    rest = lost.rest_of(entry) if lost else entry
+    if rest is None:
+        return
+    try:
+        leaves = list(_leaves(reader, rest))
+    except UnsafePickleError:
+        raise
+    except DamagedError as error:
+        if lost is None:
+            raise
+        lost.miss(entry, None, ": ".join(filter(None, (error.what, error.why))))
+        return
+    for file, path, leaf in leaves:
         merger.add(entry.rank, file, [(path, leaf)])
 
 
@@ -109,7 +138,7 @@ def _leaves(reader: _Reader, entry: Entry) -> Iterator[tuple[str, KeyPath, objec
     if kind == "Tensor":
         stored = located(entry.fields)
         yield stored.file, entry.path, _tensor(reader, stored, entry)
-    elif kind in ("ShardedTensor", "ChunkedTensor", "DTensor"):
+    elif kind in SHARDED:
         dtype, shape, shards = shards_of(entry)
         for box, stored in shards:
             piece = Piece(box, _tensor(reader, stored, entry), (0,) * len(shape))

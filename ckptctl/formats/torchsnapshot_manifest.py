@@ -16,7 +16,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Index
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError
-from ckptctl.formats.dtensor import integers
+from ckptctl.formats.inert_fields import integers
 from ckptctl.storage.files import SourceFiles, contained
 from ckptctl.storage.json_reader import read_json
 

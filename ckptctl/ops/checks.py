@@ -25,15 +25,17 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
     """
     problems = {
         "--mp goes with --to meta and --to deepseek": asked.mp > 1 and not target.parallel,
-        "--max-shard-size has no meaning for one file per rank": (
-            asked.max_shard_size != 5 * GB and (target.parallel or target.name == "torch")
+        f"--max-shard-size has no meaning for --to {target.name}": (
+            asked.max_shard_size != 5 * GB and not target.sharded
         ),
-        "--like has no meaning for a single file": asked.like is not None and target.single_file,
+        f"--like has no meaning for --to {target.name}": (
+            asked.like is not None and not target.cut_by
+        ),
         "--like and --mp both say how many shards": asked.like is not None and asked.mp > 1,
         "--like and --max-shard-size both say how to cut files": (
             asked.like is not None and asked.max_shard_size != 5 * GB
         ),
-        "--only all needs a target that holds more than a model: dcp or torch": (
+        "--only all, or --optimizer, needs a target that holds more than a model: dcp or torch": (
             asked.only == "all" and not target.nested
         ),
         "--verify compares checksums, which --no-checksum leaves out": (
@@ -41,6 +43,10 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
         ),
         "--dtype and --dequantize name different dtypes": (
             asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
+        ),
+        "--untie keeps what --tied drop leaves out": asked.untie and asked.tied == "drop",
+        "--dequantize needs all of the source, and --allow-missing does without": (
+            asked.dequantize is not None and asked.allow_missing
         ),
         "--dequantize takes bf16 or fp32": (asked.dequantize not in (None, "bfloat16", "float32")),
         f"--to {target.name} always has layout {target.layout}": (

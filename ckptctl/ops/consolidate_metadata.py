@@ -16,10 +16,12 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, RefusedError, StorageError
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.formats.dcp_metadata import METADATA, Item, encode
+from ckptctl.formats.dcp_metadata import METADATA, Item
+from ckptctl.formats.dcp_metadata_writer import encode
 from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging
 
@@ -129,11 +131,13 @@ def plan_metadata(path: str | Path, *, check_items: bool = True) -> MetadataPlan
     names = rank_files(source)
     with SourceFiles(source) as files:
         identities = {name: files.identity(name) for name in names}
-    catalog = FORMAT.read(source)
-    for entry in catalog.tensors.values():
-        check_coverage(entry)
-    if check_items:
-        FORMAT.resolve(catalog)
+    with no_collection():
+        catalog = FORMAT.read(source)
+        for entry in catalog.tensors.values():
+            check_coverage(entry)
+        if check_items:
+            FORMAT.resolve(catalog)
+        content = _encoded(catalog)
     with SourceFiles(source) as files:
         identities |= {name: files.identity(name) for name in catalog.files}
     return MetadataPlan(
@@ -143,7 +147,7 @@ def plan_metadata(path: str | Path, *, check_items: bool = True) -> MetadataPlan
         len(catalog.blobs),
         sum(len(entry.extents) for entry in catalog.tensors.values()),
         catalog.nbytes,
-        _encoded(catalog),
+        content,
         identities,
         catalog.notes,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -37,6 +37,9 @@ class ConversionPlan:
         left_out: Other leaves that do not travel, and why.
         notes: What the user should know.
         free_bytes: Free space where the output will be.
+        missing: What would be written if it were whole: tensors, other leaves, and files of which
+            nothing tells what they hold; and why it is not there.
+        replicated: The tensors with copies that are to be compared; None: none are.
     """
 
     source: Catalog
@@ -50,6 +53,8 @@ class ConversionPlan:
     left_out: Mapping[str, str]
     notes: tuple[str, ...]
     free_bytes: int
+    missing: Mapping[str, str] = field(default_factory=dict)
+    replicated: Catalog | None = None
 
     @property
     def from_format(self) -> str:
@@ -157,6 +162,7 @@ class ConversionPlan:
             "files": [{"path": path, "bytes": nbytes} for path, nbytes in self.files],
             "dropped": dict(self.dropped),
             "left_out": dict(self.left_out),
+            "missing": dict(self.missing),
             "notes": list(self.notes),
         }
 
@@ -182,6 +188,11 @@ class ConversionResult:
     resumed_bytes: int
     verified: bool
     notes: tuple[str, ...]
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """Return what was not written because it is not whole, and why."""
+        return self.plan.missing
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import families, formats
@@ -20,10 +21,13 @@ from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.documents import gather, unquantised
 from ckptctl.ops.draft import Draft
+from ckptctl.ops.missing import Missing, find_missing
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.overwrite import replaceable
 from ckptctl.ops.quantised import advised
 from ckptctl.ops.recognise import Json, Recognition, recognise
+from ckptctl.ops.replicas import replicated
+from ckptctl.ops.replicas import require_equal as replicas_equal
 from ckptctl.ops.tiles import require_regular
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
@@ -81,7 +85,12 @@ def plan_changed(
         options.model_type,
         weights=options.weights,
         tag=options.tag,
+        rules=options.rules,
+        partial=options.allow_missing,
+        replicas=options.verify_replicas,
     )
+    missing = find_missing(catalog) if options.allow_missing else Missing()
+    opened = catalog
     if target.adapters:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
@@ -94,7 +103,11 @@ def plan_changed(
     )
     with advised(catalog, known.root):
         changed = change(catalog, known, assets.documents)
-        return Draft(changed, known, options, target, destination, assets).plan()
+        plan = Draft(changed, known, options, target, destination, assets, missing).plan()
+    if not options.verify_replicas:
+        return plan
+    wanted = opened.replicas.keys() - plan.missing.keys() - plan.left_out.keys()
+    return replace(plan, replicated=replicated(opened, wanted))
 
 
 def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> ConversionResult:
@@ -158,6 +171,8 @@ def _verify(plan: ConversionPlan, stage: Staging, crcs: Sequence[int]) -> None:
 def _require_equal(plan: ConversionPlan) -> None:
     """Prove that tensors which are dropped hold what the kept ones hold, or nothing at all."""
     root = plan.recognition.root
+    if plan.replicated is not None:
+        replicas_equal(plan.replicated)
     with open_reader(plan.source) as files:
         for name in plan.change.must_be_zero:
             if not all_zero(files, plan.source.tensors[root + name]):

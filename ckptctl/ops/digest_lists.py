@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.catalog import Finding
+from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_checksums import Advance, threads, windows
@@ -34,15 +34,17 @@ class Listed:
 
     Attributes:
         list_: The list.
-        algorithm: ``sha256`` or ``md5``.
+        algorithm: ``sha256``, ``md5``, or ``git-sha1``: that of a blob in git.
         file: The file that it is about.
         digest: Hexadecimal, in lower case.
+        severity: Of a file that has another one.
     """
 
     list_: str
     algorithm: str
     file: str
     digest: str
+    severity: Severity = "error"
 
 
 def listed_digests(files: SourceFiles) -> tuple[list[Listed], list[Finding]]:
@@ -86,7 +88,7 @@ def check_lists(
         if found == line.digest:
             return None
         why = f"its {line.algorithm} is {found}, {line.list_} says {line.digest}"
-        return Finding("a file is not the one that was listed", why, file=line.file)
+        return Finding("a file is not the one that was listed", why, line.severity, line.file)
 
     with ThreadPoolExecutor(threads(jobs)) as pool:
         results = list(pool.map(compared, lines))
@@ -96,8 +98,11 @@ def check_lists(
 
 def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | None) -> str:
     """Return the digest of a whole file."""
-    known = hashlib.new(algorithm, usedforsecurity=False)
-    for view in windows(files, name, 0, files.size(name), advance):
+    size = files.size(name)
+    known = hashlib.new(algorithm.removeprefix("git-"), usedforsecurity=False)
+    if algorithm == "git-sha1":
+        known.update(b"blob %d\0" % size)
+    for view in windows(files, name, 0, size, advance):
         known.update(view)
     return known.hexdigest()
 

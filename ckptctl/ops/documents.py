@@ -67,7 +67,7 @@ def gather(catalog: Catalog, directory: Path | None) -> Assets:
         SourceNotFoundError: ``--assets`` names no directory.
         UsageError: It holds nothing to take.
     """
-    own = Assets(dict.fromkeys(catalog.assets, catalog.root), catalog.assets, catalog.documents)
+    own = _own(catalog)
     if directory is None:
         return own
     root = directory.expanduser().absolute()
@@ -82,6 +82,14 @@ def gather(catalog: Catalog, directory: Path | None) -> Assets:
         {**({} if described else own.documents), **described},
         left_behind(root),
     )
+
+
+def _own(catalog: Catalog) -> Assets:
+    """Return the checkpoint's side files; those of a folder in it come to lie beside the others."""
+    places = {Path(name).name: Path(catalog.root, name).parent for name in catalog.assets}
+    sizes = {Path(name).name: size for name, size in catalog.assets.items()}
+    roots = {name: str(place) for name, place in places.items()}
+    return Assets(roots, sizes, catalog.documents)
 
 
 def unquantised(assets: Assets) -> Assets:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Computed, TensorEntry, is_computed, made_of
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import DamagedError, MappingError, listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
+from ckptctl.formats.unknown_classes import require_known
 from ckptctl.ops import checks
 from ckptctl.ops.adapter_files import adapter_papers
 from ckptctl.ops.conversion import ConversionPlan
@@ -18,6 +19,7 @@ from ckptctl.ops.documents import Assets, Papers, papers
 from ckptctl.ops.layout_change import Change, change_layout
 from ckptctl.ops.made import made
 from ckptctl.ops.manifest import manifest
+from ckptctl.ops.missing import Missing, leave_out, without
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.output_tensors import in_checkpoint, main_dtype, output_tensors, paths, unrooted
 from ckptctl.ops.payloads import keep_together
@@ -27,6 +29,7 @@ from ckptctl.ops.selection import Selection, chosen, select
 from ckptctl.ops.source_checks import unchecked
 from ckptctl.ops.training import Rest, follow
 from ckptctl.ops.transfers import transfers
+from ckptctl.ops.unpacked import Parts, inside_model, unpacked
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
@@ -48,6 +51,7 @@ class Draft:
         target: The format to write.
         destination: Absolute path of the output.
         assets: Configuration and side files.
+        missing: What of the source is not whole.
     """
 
     def __init__(
@@ -58,12 +62,17 @@ class Draft:
         target: WritableFormat,
         destination: Path,
         assets: Assets,
+        missing: Missing | None = None,
     ) -> None:
         self.catalog, self.known, self.options = catalog, known, options
         self.target, self.destination, self.assets = target, destination, assets
         self.like = reference(options.like, options.to)
         self.whole: tuple[str, ...] = ()
         self.left_out: dict[str, str] = {}
+        self.tied: dict[str, str] = {}
+        self.gone = missing or Missing()
+        self.missing: dict[str, str] = {}
+        self.parts: Parts = {}
         self.notes: list[str] = list(catalog.notes)
 
     def plan(self) -> ConversionPlan:
@@ -76,8 +85,8 @@ class Draft:
             self.catalog.path,
             source_layout=formats.get(self.catalog.format).layout,
             described=self.target.parallel or self.target.described,
-            untie=self.options.untie,
-            partial=bool(self.options.include or self.options.exclude),
+            untie=self.untie,
+            partial=bool(self.options.include or self.options.exclude or self.missing),
             given=self.options.sizes,
             vocab=self.options.vocab_size,
             whole=self.whole,
@@ -111,10 +120,11 @@ class Draft:
             output=tensors,
             plan=self._executable([*mapped, *rest.tensors], tensors, output, beside),
             must_equal=equal,
-            dropped=change.dropped,
+            dropped={**change.dropped, **self.tied},
             left_out=self.left_out,
             notes=tuple(dict.fromkeys(self.notes)),
             free_bytes=checks.free(self.destination),
+            missing=self.missing,
         )
 
     @property
@@ -126,7 +136,7 @@ class Draft:
         selection = select(self.catalog, self.known.root)
         self.whole = tuple(selection.tensors)
         if self.options.only == "model":
-            reason = "not part of the model (`--only all` keeps it)"
+            reason = "not part of the model (`--only all`, of consolidate `--optimizer`, keeps it)"
             self.left_out |= dict.fromkeys(selection.rest, reason)
         selection, unwanted = chosen(
             selection, self.options.include, self.options.exclude, self.keep_root
@@ -134,19 +144,49 @@ class Draft:
         self.left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
         if not selection.tensors:
             raise MappingError("no tensor is left to convert", where=self.catalog.path)
+        return self._whole(selection) if self.gone else selection
+
+    def _whole(self, selection: Selection) -> Selection:
+        """Return what is whole of *selection*, and note what is not."""
+        self.whole, self.missing = leave_out(
+            self.catalog, selection, self.gone, self.whole, self.options
+        )
+        selection = without(selection, self.missing)
+        if not selection.tensors:
+            name, why = next(iter(self.missing.items()))
+            raise DamagedError(
+                "nothing whole is left to convert",
+                where=self.catalog.path,
+                why=f"`{name}`: {why}; in all {len(self.missing):,} are missing",
+                hint="`ckptctl verify` lists what is missing",
+            )
         return selection
 
     def _rest(self, selection: Selection, change: Change) -> Rest:
-        names = selection.rest if self.keep_root else ()
-        return follow(self._valued(), names, self.known.root, change)
+        self._read_values()
+        outside = [part for name in selection.rest for part in self.parts.get(name, (name,))]
+        root, kept = self.known.root, self.keep_root
+        rest = follow(self.catalog, outside if kept else (), root, change)
+        for item, path in inside_model(self.catalog, self.parts, outside, root, kept):
+            if change.identity or kept:
+                rest.tensors.append(item)
+                rest.paths[item.targets[0].key] = path
+            else:
+                self.left_out[item.sources[0].key] = _no_place(change)
+        return rest
 
-    def _valued(self) -> Catalog:
+    def _read_values(self) -> None:
         """Read the leaves that are not tensors and that travel; refuses hostile ones."""
-        names = self.catalog.blobs.keys() - self.left_out.keys() if self.target.nested else ()
+        apart = self.left_out.keys() | self.missing.keys()
+        names = self.catalog.blobs.keys() - apart if self.target.nested else ()
         blobs = {name: self.catalog.blobs[name] for name in self.catalog.blobs if name in names}
         read = formats.resolve(replace(self.catalog, tensors={}, blobs=blobs))
         self.catalog = replace(self.catalog, blobs={**self.catalog.blobs, **read.blobs})
-        return self.catalog
+        if not self.target.verbatim:
+            self.catalog, self.parts = unpacked(self.catalog, read.blobs)
+        parts = [part for name in read.blobs for part in self.parts.get(name, (name,))]
+        found = (self.catalog.blobs[part] for part in parts if part in self.catalog.blobs)
+        require_known(found, verbatim=self.target.verbatim)
 
     def _equal(self, change: Change, rest: Rest) -> tuple[tuple[str, str], ...]:
         """Names in the checkpoint, kept and left out, that have to hold the same."""
@@ -165,7 +205,7 @@ class Draft:
         tensors = {name: t for name, t in self.catalog.tensors.items() if name in needed}
         for entry in tensors.values():
             check_coverage(entry)
-        found = formats.resolve(replace(self.catalog, tensors=tensors, blobs={}))
+        found = formats.resolve(replace(self.catalog, tensors=tensors, blobs={}, replicas={}))
         self.catalog = replace(self.catalog, tensors=found.tensors)
 
     def _tensors(
@@ -181,12 +221,32 @@ class Draft:
         others = output_tensors(
             rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
         )
-        return (*model, *others)
+        return self._without_ties((*model, *others))
+
+    def _without_ties(self, tensors: tuple[OutputTensor, ...]) -> tuple[OutputTensor, ...]:
+        """Leave out all but one of the tensors that share memory, if that was asked for."""
+        if self.options.tied != "drop":
+            return tensors
+        self.tied = {
+            tensor.name: f"it shares its memory with `{tensor.alias_of}`, which is written"
+            for tensor in tensors
+            if tensor.alias_of
+        }
+        return tensors if self.target.records_ties else tuple(t for t in tensors if not t.alias_of)
+
+    @property
+    def untie(self) -> bool:
+        """Return whether tied tensors are written in full; `copy` is content if none are tied."""
+        shared = any(entry.alias_of for entry in self.catalog.tensors.values())
+        known = self.known.exact and self.known.model_type is not None
+        return self.options.untie or (self.options.tied == "copy" and (shared or known))
 
     def _keeps_ties(self, mapped: Sequence[MappedTensor]) -> bool:
         """Whether tensors that share memory go on doing so; an hf reader would miss one of them."""
-        if self.options.untie:
+        if self.options.untie or self.options.tied == "copy":
             return False
+        if self.options.tied == "drop":
+            return True
         if self.target.nested or tying(self.known.config):
             return True
         names = [m.targets[0].key for m in mapped if self._entry(m).alias_of]
@@ -199,15 +259,16 @@ class Draft:
 
     def _blobs(self, selection: Selection, change: Change, rest: Rest) -> list[Blob]:
         """The leaves that are not tensors and travel."""
-        outside = set(selection.rest)
+        outside = {part for name in selection.rest for part in self.parts.get(name, (name,))}
         root, kept = self.known.root, list(rest.blobs)
         for name, blob in self.catalog.blobs.items():
-            if name in self.left_out or name in outside or not name.startswith(root):
+            apart = name in self.left_out or name in self.missing or name in outside
+            if apart or not name.startswith(root):
                 continue
             if not self.target.nested:
                 self.left_out[name] = f"{self.target.name} holds tensors only"
             elif not change.identity and not self.keep_root:
-                self.left_out[name] = f"layout {change.target_layout} has no place for it"
+                self.left_out[name] = _no_place(change)
             else:
                 kept.append(blob if self.keep_root else unrooted(blob, root))
         return kept
@@ -301,6 +362,7 @@ class Draft:
             "format": self.catalog.format,
             "layout": self.known.layout,
             "model_type": self.known.model_type,
+            **({"missing": list(self.missing)} if self.missing else {}),
         }
 
     def _computed(self, copies: Sequence[Transfer]) -> dict[str, Computed]:
@@ -337,6 +399,10 @@ class Draft:
                 with SourceFiles(root) as files:
                     found[root, file] = files.identity(file)
         return found
+
+
+def _no_place(change: Change) -> str:
+    return f"layout {change.target_layout} has no place for it"
 
 
 def _rank_boxes(

@@ -41,6 +41,7 @@ def inspect(
     include: Sequence[str] = (),
     progress: Watch = unwatched,
     model_type: str | None = None,
+    rules: Path | None = None,
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
@@ -54,6 +55,7 @@ def inspect(
         include: Globs; with *stats*, only tensors that match one are read.
         progress: Called with the bytes that *stats* is going to read; see :data:`Watch`.
         model_type: Its family, where it cannot be detected.
+        rules: See :class:`~ckptctl.formats.base.ReadOptions`.
 
     Raises:
         SourceNotFoundError: There is no such path.
@@ -61,7 +63,7 @@ def inspect(
         DamagedError: Its index cannot be read.
     """
     try:
-        catalog = formats.open_checkpoint(path, format, model_type)
+        catalog = formats.open_checkpoint(path, format, model_type, rules=rules)
     except FormatError:
         members = [] if format else formats.list_run(formats.existing(path))
         if not members:

@@ -20,6 +20,7 @@ class ConversionOptions:
         from_format: Format of the source; None: detect.
         weights: ``master`` or ``module``, where the source holds both; None: what it prefers.
         tag: Which of several saves in the source; None: the one that its pointer names.
+        rules: A file that says how ranks divide tensors, where theirs do not.
         model_type: Family; None: detect.
         converter: Python file that defines one more family.
         sizes: Axis sizes that no configuration states, by any of their names.
@@ -42,6 +43,10 @@ class ConversionOptions:
         jobs: Threads; None: one per core, at most four.
         memory: Bytes of buffers; None: 64 MiB.
         untie: Keep both of two tied tensors.
+        tied: ``drop`` all but one of the tensors that share memory, or ``copy`` each in full; None:
+            as the target format does.
+        allow_missing: Write what is whole of a source that is not, and say what is missing.
+        verify_replicas: Compare every copy of the same elements with the one that is used.
         vocab_size: Rows of the vocabulary: padded with zeros or cut; None: keep them.
         lora_alpha: The strength of an adapter, where nothing beside it says so.
     """
@@ -50,6 +55,7 @@ class ConversionOptions:
     from_format: str | None = None
     weights: Literal["master", "module"] | None = None
     tag: str | None = None
+    rules: Path | None = None
     model_type: str | None = None
     converter: Path | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -72,6 +78,9 @@ class ConversionOptions:
     jobs: int | None = None
     memory: int | None = None
     untie: bool = False
+    tied: Literal["drop", "copy"] | None = None
+    allow_missing: bool = False
+    verify_replicas: bool = False
     vocab_size: int | None = None
     lora_alpha: float | None = None
 

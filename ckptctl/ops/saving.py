@@ -17,7 +17,8 @@ from ckptctl.catalog import Blob, Box, Path, memory_name
 from ckptctl.errors import CoverageError, MappingError, listed
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp import DataFiles
-from ckptctl.formats.dcp_metadata import Item, encode
+from ckptctl.formats.dcp_metadata import Item
+from ckptctl.formats.dcp_metadata_writer import encode
 from ckptctl.planner.balance import assign
 from ckptctl.planner.boxes import coverage
 from ckptctl.planner.plan import Operand, Plan, Side, Transfer

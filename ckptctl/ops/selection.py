@@ -173,6 +173,32 @@ def chosen(
     return kept, (*left, *outer)
 
 
+def wanted(
+    catalog: Catalog,
+    name: str,
+    root: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    everything: bool,
+) -> bool:
+    """Return whether :func:`select` and :func:`chosen` would take a leaf that is not there.
+
+    Args:
+        catalog: What there is.
+        name: The leaf's name in the checkpoint.
+        root: The model's prefix.
+        include: Globs; none: all.
+        exclude: Globs.
+        everything: Whether what lies outside the model travels, too.
+    """
+    inside = name.startswith(root) and (bool(root) or not _outside(catalog, name))
+    return (
+        (inside or everything)
+        and (not include or _matches(name.removeprefix(root), root, include))
+        and not _matches(name.removeprefix(root), root, exclude)
+    )
+
+
 def _matches(name: str, root: str, patterns: Iterable[str]) -> bool:
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(root + name, pattern) for pattern in patterns

@@ -190,7 +190,7 @@ class _Follow:
 
     def _parameter(self, name: str) -> str | None:
         """The longest parameter name that stands in *name* between dots."""
-        return next((part for part in _parts(name) if part in self.mapped), None)
+        return next((part for part in name_parts(name) if part in self.mapped), None)
 
     def _targets(self, path: Path, found: str) -> list[Path]:
         return [_replaced(path, found, target) for target in self._renamed(found)]
@@ -199,14 +199,14 @@ class _Follow:
 def _replaced(path: Path, found: str, target: str) -> Path:
     """Replace the parameter's name in the one component, or the components, that spell it."""
     for position, key in enumerate(path):
-        if isinstance(key, str) and found in _parts(key):
+        if isinstance(key, str) and found in name_parts(key):
             new = f".{key}.".replace(f".{found}.", f".{target}.").strip(".")
             return (*path[:position], new, *path[position + 1 :])
     return (f".{join(path)}.".replace(f".{found}.", f".{target}.").strip("."),)
 
 
-def _parts(name: str) -> Iterator[str]:
-    """Every run of dotted components, longest first."""
+def name_parts(name: str) -> Iterator[str]:
+    """Yield every run of dotted components of *name*, the longest first."""
     pieces = name.split(".")
     for length in range(len(pieces), 0, -1):
         for start in range(len(pieces) - length + 1):

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from ckptctl.catalog import Finding
-from ckptctl.errors import CkptError
+from ckptctl.formats.findings import of_error as of_error
 
 Level = Literal["fast", "headers", "full"]
 LEVELS: tuple[Level, ...] = ("fast", "headers", "full")
-
-
-def of_error(error: CkptError, root: Path, tensor: str | None = None) -> Finding:
-    """Return what *error* says as a finding.
-
-    Args:
-        error: What a reader raised.
-        root: Directory of the checkpoint, which is left out of paths.
-        tensor: The tensor that was being looked at.
-    """
-    file = error.where.replace(f"{root}/", "") if error.where else None
-    return Finding(error.what, error.why, file=file, tensor=tensor)
 
 
 @dataclass(frozen=True, slots=True)

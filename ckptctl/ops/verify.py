@@ -14,6 +14,7 @@ from typing import Literal
 from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import (
+    CkptError,
     DamagedError,
     SourceNotFoundError,
     UsageError,
@@ -22,11 +23,11 @@ from ckptctl.errors import (
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops import digest_lists
 from ckptctl.ops.inspect import Watch, unwatched
+from ckptctl.ops.replicas import differing, with_copies
 from ckptctl.ops.verification import LEVELS, Level, Verification, of_error
 from ckptctl.ops.verify_data import listable, read_data, write_list
 from ckptctl.ops.verify_items import resolved
-from ckptctl.ops.verify_partial import partial
-from ckptctl.ops.verify_structure import Lost, root_of, structure
+from ckptctl.ops.verify_structure import root_of, structure
 from ckptctl.ops.verify_surroundings import surroundings
 
 UNUSED = f"{MANIFEST} describes other tensors"
@@ -44,6 +45,7 @@ class VerifyOptions:
         model_type: The family, for shards that only a family can join.
         weights: See :class:`~ckptctl.formats.base.ReadOptions`.
         tag: Likewise.
+        rules: Likewise.
         jobs: Threads; None: one per core, at most four.
     """
 
@@ -54,6 +56,7 @@ class VerifyOptions:
     model_type: str | None = None
     weights: Literal["master", "module"] | None = None
     tag: str | None = None
+    rules: Path | None = None
     jobs: int | None = None
 
 
@@ -65,7 +68,6 @@ class _State:
     format: str
     catalog: Catalog | None = None
     findings: list[Finding] = field(default_factory=list)
-    lost: Lost = field(default_factory=dict)
     proven: dict[str, int] = field(default_factory=dict)
     manifest: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -111,22 +113,36 @@ def _require_sense(options: VerifyOptions) -> None:
 def _opened(path: Path, options: VerifyOptions) -> _State:
     """Read the index; what a reader refuses becomes findings, and what is left is read."""
     try:
-        catalog = formats.open_checkpoint(
-            path, options.format, options.model_type, weights=options.weights, tag=options.tag
-        )
+        catalog = _read(path, options)
         return _State(path, catalog.format, catalog)
     except (DamagedError, SourceNotFoundError) as error:
         inside = None if options.format or formats.sniff(path) else formats.only_inside(path)
         real = inside or path
         name = options.format or formats.detect(real).name
-        found = partial(real, name)
-        if found is None or not found.findings:
+        try:
+            part = _read(path, options, partial=True)
+        except CkptError:
+            part = None
+        if part is None or not part.findings:
             return _State(real, name, findings=[of_error(error, root_of(real))])
-        return _State(real, name, found.catalog, found.findings, found.lost)
+        return _State(real, name, part, list(part.findings))
+
+
+def _read(path: Path, options: VerifyOptions, *, partial: bool = False) -> Catalog:
+    return formats.open_checkpoint(
+        path,
+        options.format,
+        options.model_type,
+        weights=options.weights,
+        tag=options.tag,
+        rules=options.rules,
+        partial=partial,
+        replicas=options.level == "full",
+    )
 
 
 def _verify(state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch) -> None:
-    state.findings += structure(catalog, state.lost)
+    state.findings += structure(catalog, catalog.lost)
     state.findings += [
         Finding("the manifest is not of these tensors", note, "warning", MANIFEST)
         for note in catalog.notes
@@ -135,13 +151,15 @@ def _verify(state: _State, catalog: Catalog, options: VerifyOptions, progress: W
     state.notes += [note for note in catalog.notes if not note.startswith(UNUSED)]
     if options.level == "fast" and not options.nan:
         return
-    known, wrong = resolved(catalog)
+    everything = with_copies(catalog)
+    known, wrong = resolved(everything)
     state.findings += wrong
     full = options.level == "full"
     if full or options.nan:
-        data = read_data(catalog, known, full, options.nan, options.jobs, progress)
+        data = read_data(everything, known, full, options.nan, options.jobs, progress)
         said = {(found.what, found.why, found.file) for found in state.findings}
         state.findings += [f for f in data.findings if (f.what, f.why, f.file) not in said]
+        state.findings += differing(catalog)
         state.proven = data.proven
 
 

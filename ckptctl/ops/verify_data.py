@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.ops import digest_lists
+from ckptctl.ops import digest_lists, hub_digests
 from ckptctl.ops.inspect import Watch
 from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_checksums import Recorded, check, recorded
@@ -55,7 +55,9 @@ def read_data(
         if full:
             ranges, bad = recorded(files, catalog, resolved)
             lines, odd = digest_lists.listed_digests(files)
-            data.findings += [*bad, *odd]
+            hub, strange = hub_digests.downloaded(files, catalog.files)
+            lines += hub
+            data.findings += [*bad, *odd, *strange]
         total = sum(one.nbytes for one in ranges) + sum(entry.nbytes for entry in floating)
         with progress(total + _sizes(files, [line.file for line in lines])) as advance:
             different, data.proven = check(files, ranges, jobs, advance)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.formats.deepspeed_tags import LATEST, LATEST_UNIVERSAL
+from ckptctl.ops.hub_digests import unfinished
 from ckptctl.storage.publish import staging_directory
 
 OWNED = (".distcp", ".safetensors")
@@ -16,7 +17,6 @@ LEFTOVER = re.compile(
     r"|.*-tmp-\d+",
     re.IGNORECASE,
 )
-HUB_DOWNLOADS = ".cache/huggingface/download"
 MAX_POINTER = 4096
 
 
@@ -58,8 +58,9 @@ def _unfinished(path: Path) -> Iterator[Finding]:
 
 
 def _downloads(root: Path) -> Iterator[Finding]:
-    for item in sorted((root / HUB_DOWNLOADS).rglob("*.incomplete")):
-        yield Finding("a download did not finish", None, "warning", str(item.relative_to(root)))
+    for item in unfinished(root):
+        name = str(item.relative_to(root)) if item.is_relative_to(root) else str(item)
+        yield Finding("a download did not finish", None, "warning", name)
 
 
 def _strays(root: Path, folder: Path, catalog: Catalog | None) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ that shrinks under one kills the process. Names that come from inside a checkpoi
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 from collections import OrderedDict
@@ -19,6 +20,9 @@ from ckptctl.planner.plan import FileIdentity
 
 MAX_OPEN = 256
 IOV_MAX = 1024
+AT_ONCE = 1 << 16
+MAX_OFFSET = (1 << 63) - 1 - AT_ONCE
+SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 Buffer = memoryview | bytearray
 
 
@@ -72,7 +76,8 @@ class SourceFiles:
         """Return the path of *name* after checking that it stays inside the root.
 
         Symbolic links may leave the root only the way the Hugging Face cache uses them: from
-        ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository.
+        ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository, and on to
+        the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
 
         Raises:
             DamagedError: It leads elsewhere or is not a regular file.
@@ -111,11 +116,24 @@ class SourceFiles:
         Raises:
             DamagedError: The file ends before that.
         """
+        if 0 <= nbytes <= AT_ONCE and 0 <= offset <= MAX_OFFSET:
+            found = self._pread(name, offset, nbytes)
+            if len(found) == nbytes:
+                return found
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size(name):
             raise _truncated(self.root / name, offset, nbytes, self.size(name))
         buffer = bytearray(nbytes)
         self.readv(name, [memoryview(buffer)], offset)
         return bytes(buffer)
+
+    def _pread(self, name: str, offset: int, nbytes: int) -> bytes:
+        descriptor = self._hold(name)
+        try:
+            return os.pread(descriptor, nbytes, offset)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
+        finally:
+            self._release(descriptor)
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
         """Fill *views*, one after the other, from *offset* on.
@@ -158,6 +176,14 @@ class SourceFiles:
 
     @contextmanager
     def _descriptor(self, name: str) -> Iterator[int]:
+        descriptor = self._hold(name)
+        try:
+            yield descriptor
+        finally:
+            self._release(descriptor)
+
+    def _hold(self, name: str) -> int:
+        """Return the descriptor of *name*, which stays open until it is released."""
         with self._lock:
             descriptor = self._open.get(name)
             if descriptor is None:
@@ -166,11 +192,11 @@ class SourceFiles:
             else:
                 self._open.move_to_end(name)
             self._users[descriptor] = self._users.get(descriptor, 0) + 1
-        try:
-            yield descriptor
-        finally:
-            with self._lock:
-                self._users[descriptor] -= 1
+            return descriptor
+
+    def _release(self, descriptor: int) -> None:
+        with self._lock:
+            self._users[descriptor] -= 1
 
     def _shrink(self) -> None:
         for name, descriptor in list(self._open.items()):
@@ -191,10 +217,19 @@ def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
     return []
 
 
+def hub_repository(root: Path) -> Path | None:
+    """Return the repository in a Hugging Face cache whose snapshot *root* is, or lies in."""
+    found = (parent.parent for parent in root.parents if parent.name == "snapshots")
+    return next(found, None)
+
+
 def _in_hub_blobs(root: Path, real: Path) -> bool:
-    return any(
-        parent.name == "snapshots" and real.parent == parent.parent / "blobs"
-        for parent in root.parents
+    repository = hub_repository(root)
+    if repository is None:
+        return False
+    shared = real.parent.parent == repository.parent / "blobs"
+    return real.parent == repository / "blobs" or (
+        shared and SHARED_BLOB.fullmatch(real.name) is not None
     )
 
 

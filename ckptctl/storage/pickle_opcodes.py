@@ -12,6 +12,20 @@ from ckptctl.storage.inert import Inert
 Stack = list[object]
 
 
+class Hook(Protocol):
+    """Takes opcodes off the machine's hands."""
+
+    def __call__(
+        self,
+        data: bytes,
+        pos: int,
+        stack: Stack,
+        outer: list[Stack],
+        memo: dict[int, object],
+    ) -> int:
+        """Do what the opcodes from *pos* on say, as far as it knows them; return where it ends."""
+
+
 class Machine(Protocol):
     """What the handlers use of the machine."""
 
@@ -19,6 +33,7 @@ class Machine(Protocol):
     where: str
     memo: dict[int, object]
     persistent_load: Callable[[object], object] | None
+    hook: Hook | None
 
     def find(self, module: str, name: str, pos: int) -> object:
         """Return what stands for a global."""
@@ -131,14 +146,22 @@ def _dup(_machine: Machine, stack: Stack, pos: int) -> int:
 
 def _get(machine: Machine, stack: Stack, pos: int) -> int:
     raw, pos = _line(machine, pos)
-    stack.append(machine.memo[int(raw)])
+    stack.append(machine.memo[_slot(raw)])
     return pos
 
 
 def _put(machine: Machine, stack: Stack, pos: int) -> int:
     raw, pos = _line(machine, pos)
-    machine.memo[int(raw)] = stack[-1]
+    machine.memo[_slot(raw)] = stack[-1]
+    machine.hook = None
     return pos
+
+
+def _slot(raw: bytes) -> int:
+    number = int(raw)
+    if number < 0:
+        raise DamagedError("malformed pickle", why=f"entry {number} of the memo")
+    return number
 
 
 def _global(machine: Machine, stack: Stack, pos: int) -> int:

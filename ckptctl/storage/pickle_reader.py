@@ -12,14 +12,14 @@ buffers are refused.
 
 from __future__ import annotations
 
-import gc
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError
+from ckptctl.storage.collection import no_collection
 from ckptctl.storage.inert import Builder, DictRecord, Global, Inert, check_key, check_tree, walk
-from ckptctl.storage.pickle_opcodes import CLOSERS, COLD, REFUSED
+from ckptctl.storage.pickle_opcodes import CLOSERS, COLD, REFUSED, Hook
 from ckptctl.storage.torch_globals import TORCH_TABLE
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Builder",
     "DictRecord",
     "Global",
+    "Hook",
     "Inert",
     "Table",
     "Unknown",
@@ -62,6 +63,7 @@ def loads(
     table: Table,
     unknown: Unknown = "refuse",
     persistent_load: Callable[[object], object] | None = None,
+    hook: Hook | None = None,
 ) -> object:
     """Read one pickle.
 
@@ -74,6 +76,7 @@ def loads(
         unknown: What to do with a global that is not in *table*: ``refuse``, or ``inert`` to make
             records of it.
         persistent_load: Called with each persistent id; None: there must be none.
+        hook: Called after each BUILD, as long as no entry of the memo is replaced.
 
     Returns:
         Plain values, containers and whatever the table made. Check it with :func:`check_tree`
@@ -84,10 +87,10 @@ def loads(
         DamagedError: The pickle is malformed.
     """
     machine = _Machine(data, where, table, unknown, persistent_load)
-    collecting = gc.isenabled()
-    gc.disable()
+    machine.hook = hook
     try:
-        return machine.run()
+        with no_collection():
+            return machine.run()
     except CkptError as error:
         error.where = error.where or where
         raise
@@ -97,17 +100,14 @@ def loads(
             where=where,
             why=f"{type(error).__name__} before byte {machine.pos:,}",
         ) from error
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _Machine:
     """The state of one run; rare opcodes live in :mod:`ckptctl.storage.pickle_opcodes`."""
 
     __slots__ = (
-        "allowance", "data", "globals", "memo", "persistent_load", "pos", "table", "tuple_keys",
-        "unknown", "where",
+        "allowance", "data", "globals", "hook", "memo", "persistent_load", "pos", "table",
+        "tuple_keys", "unknown", "where",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +123,7 @@ class _Machine:
         self.table = table
         self.unknown = unknown
         self.persistent_load = persistent_load
+        self.hook: Hook | None = None
         self.pos = 0
         self.memo: dict[int, object] = {}
         self.globals: dict[tuple[str, str], object] = {}
@@ -160,12 +161,14 @@ class _Machine:
                 elif op == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
                     pos += 1
+                    self.hook = None
                 elif op == 0x6A:  # LONG_BINGET
                     stack.append(memo[int.from_bytes(data[pos : pos + 4], "little")])
                     pos += 4
                 elif op == 0x72:  # LONG_BINPUT
                     memo[int.from_bytes(data[pos : pos + 4], "little")] = stack[-1]
                     pos += 4
+                    self.hook = None
                 elif op == 0x28:  # MARK
                     outer.append(stack)
                     stack = []
@@ -184,6 +187,8 @@ class _Machine:
                 elif op == 0x62:  # BUILD
                     state = stack.pop()
                     stack[-1].build(state)  # type: ignore[attr-defined]
+                    if self.hook is not None:
+                        pos = self.hook(data, pos, stack, outer, memo)
                 elif op == 0x7D:  # EMPTY_DICT
                     stack.append({})
                 elif op == 0x29:  # EMPTY_TUPLE

@@ -42,14 +42,18 @@ class Record:
         offset: First byte of its data, relative to the zip.
         nbytes: Bytes of its data.
         crc32: As recorded; meaningless when the archive has no checksums.
+        header: First byte of its local header, relative to the zip.
+        entry: First byte of its directory entry, likewise.
     """
 
-    __slots__ = ("crc32", "nbytes", "offset")
+    __slots__ = ("crc32", "entry", "header", "nbytes", "offset")
 
-    def __init__(self, offset: int, nbytes: int, crc32: int) -> None:
+    def __init__(self, offset: int, nbytes: int, crc32: int, header: int, entry: int) -> None:
         self.offset = offset
         self.nbytes = nbytes
         self.crc32 = crc32
+        self.header = header
+        self.entry = entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +157,14 @@ def read_directory(span: FileRange) -> Directory:
     records: dict[str, Record] = {}
     nearby = len(entries) * DENSE > start
     expected = 0
-    for position, (header, raw, flags, crc, nbytes) in enumerate(entries):
+    for position, (header, raw, flags, crc, nbytes, entry) in enumerate(entries):
         after = entries[position + 1][0] if position + 1 < len(entries) else start
         data = _local(span, header, raw, flags, crc, nbytes, nearby)
         gap = after - data - nbytes
         if header != expected or (gap and not (gap in _GAPS and flags & _DESCRIBED)):
             raise span.damaged(f"the entry at {header:,} overlaps another one or leaves a gap")
         expected = after
-        records[_text(raw, span)] = Record(data, nbytes, crc)
+        records[_text(raw, span)] = Record(data, nbytes, crc, header, entry)
     if len(records) != len(entries):
         raise span.damaged("two entries have the same name")
     checksums = any(r.crc32 for r in records.values()) or not any(
@@ -169,7 +173,7 @@ def read_directory(span: FileRange) -> Directory:
     return Directory(_folder(records, span), records, checksums)
 
 
-_Entry = tuple[int, bytes, int, int, int]
+_Entry = tuple[int, bytes, int, int, int, int]
 
 
 def _header_of(entry: _Entry) -> int:
@@ -255,7 +259,7 @@ def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry
             )
         if packed != nbytes or at + nbytes > start:
             raise span.damaged(f"the sizes of entry {name[:60]!r} do not fit")
-        entries.append((at, name, flags, crc, nbytes))
+        entries.append((at, name, flags, crc, nbytes, start + pos))
         pos = name_end + extras
     if pos != total:
         raise span.damaged("the directory has more bytes than entries")

@@ -237,6 +237,12 @@ def test_the_list_of_model_types_is_what_the_families_say() -> None:
         pytest.fail("families have changed: run `python docs/generate_models.py`")
 
 
+def test_what_formats_say_is_in_their_reference() -> None:
+    render: Callable[[], str] = runpy.run_path(str(DOCS / "generate_formats.py"))["render"]
+    written = (DOCS / "reference" / "formats.md").read_text()
+    assert written == render(), "run `python docs/generate_formats.py`"
+
+
 def test_the_command_reference_names_every_command_and_option() -> None:
     written = (DOCS / "reference" / "cli.md").read_text()
     group: Any = typer.main.get_command(app)
@@ -312,7 +318,7 @@ def test_every_field_of_the_json_is_documented(data: Path, tmp_path: Path) -> No
     found = {name for one in made for name in fields_of(one)}
     known = documented_fields("json.md", "ckptctl.convert/1")
     assert found <= known, sorted(found - known)
-    assert known <= found | {"candidates[]", "dropped.*"}, sorted(known - found)
+    assert known <= found | {"candidates[]", "dropped.*", "missing.*"}, sorted(known - found)
 
     key, options = (
         "layers.{i}.feed_forward.experts.{x}.w1.weight",
@@ -328,6 +334,9 @@ def test_every_field_of_the_json_is_documented(data: Path, tmp_path: Path) -> No
     shown = [document("models", name) for name in ("llama3", "phi3", "deepseek_v3")]
     found = {name for one in shown for name in fields_of(one)}
     assert found == documented_fields("json.md", "ckptctl.models/1")
+
+    found = set(fields_of(document("formats")))
+    assert found == documented_fields("json.md", "ckptctl.formats/1")
 
     failed = document("inspect", tmp_path / "nothing")
     found = set(fields_of(failed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from torch import nn
 
 import ckptctl
+from ckptctl import formats
 from ckptctl.errors import DamagedError, FormatError
+from ckptctl.formats.base import ReadOptions
 from tests.checkpoints.readers import differences
 from tests.gloo import run_on_ranks
+from tests.unit.formats.test_rank_gaps import only
 
 
 def save_parallel_model(rank: int, world: int, folder: str) -> None:
@@ -149,6 +153,23 @@ def test_the_full_tensors_of_the_live_model(saved: Path, tmp_path: Path, save: A
             ckptctl.inspect(source)
         assert missing.name in str(caught.value.why)
         kept.rename(missing)
+
+
+@pytest.mark.parametrize("save", FULL)
+@pytest.mark.parametrize("gone", [(0,), (1,), (2,), (3,), (1, 3), (2, 3)])
+def test_other_ranks_tell_what_a_missing_one_held(
+    saved: Path, tmp_path: Path, save: Any, gone: tuple[int, ...]
+) -> None:
+    source = tmp_path / "copy"
+    shutil.copytree(saved / save.__name__, source)
+    files = {f"checkpoint_{rank}.pt" for rank in gone}
+    own = only(formats.get("rank-files").read(source, ReadOptions(replicas=True)), files)
+    for file in files:
+        (source / file).unlink()
+    found = formats.get("rank-files").read(source, ReadOptions(partial=True))
+    assert {name: {box for box, _ in boxes} for name, boxes in found.lost.items()} == own
+    assert {name for boxes in found.lost.values() for _, name in boxes} <= files
+    assert {one.file for one in found.findings} == files
 
 
 def test_partial_tensors_are_refused_by_name(saved: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from ckptctl.errors import UsageError
+
 DATA = Path(__file__).parents[2] / "data"
 RANKS = DATA / "dcp-rank-local" / "w2" / "ckpt"
 ZERO = DATA / "deepspeed" / "z3_fp32" / "ckpt"
@@ -37,6 +39,59 @@ def test_optimizer_goes_to_dcp(run, tmp_path):
     assert (tmp_path / "out" / ".metadata").is_file()
 
 
+@pytest.fixture
+def torn(ranks: Path) -> Path:
+    """Return a directory of which rank 1's data is missing."""
+    (ranks / "__1_0.distcp").unlink()
+    return ranks
+
+
+def test_what_is_missing_is_listed_after_the_rest_is_written(run, torn, tmp_path):
+    target = str(tmp_path / "out")
+    assert run("consolidate", str(torn), target).exit_code == 4
+    result = run("consolidate", str(torn), target, "--allow-missing")
+    assert result.exit_code == 7
+    rows = [line.split("\t") for line in result.stdout.splitlines()]
+    missing = {row[1]: row[2] for row in rows if row[0] == "missing"}
+    assert "model.l1.weight" in missing and all("__1_0.distcp" in why for why in missing.values())
+    assert f"{len(missing)} items not in {target}" in result.stderr
+    written = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert written and not {name.removeprefix("model.") for name in missing} & written
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_what_is_missing_as_json(run, torn, tmp_path, dry):
+    arguments = ["--allow-missing", "--json", *(["--dry-run"] if dry else [])]
+    result = run("consolidate", str(torn), str(tmp_path / "out"), *arguments)
+    assert result.exit_code == 7
+    document, error = json.loads(result.stdout), json.loads(result.stderr)["error"]
+    assert document["dry_run"] is dry and "model.l1.weight" in document["missing"]
+    assert (error["code"], error["exit_code"]) == ("partial", 7)
+    assert (tmp_path / "out").exists() is not dry
+
+
+def test_nothing_missing_exits_with_0(run, ranks, tmp_path):
+    flags = ("--allow-missing", "--verify-replicas", "--tied", "drop")
+    result = run("consolidate", str(ranks), str(tmp_path / "out"), *flags, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["missing"] == {}
+
+
+def test_options_arrive(run, ranks, tmp_path, monkeypatch):
+    seen = []
+
+    def planned(src, dst, **options):
+        seen.append(options)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("ckptctl.api.plan_conversion", planned)
+    flags = ("--allow-missing", "--verify-replicas", "--tied", "copy")
+    assert run("consolidate", str(ranks), str(tmp_path / "out"), *flags).exit_code == 2
+    assert run("consolidate", str(ranks), str(tmp_path / "out")).exit_code == 2
+    chosen = [(o["allow_missing"], o["verify_replicas"], o["tied"]) for o in seen]
+    assert chosen == [(True, True, "copy"), (False, False, None)]
+
+
 def test_metadata_only(run, ranks):
     before = {file.name for file in ranks.iterdir()}
     planned = run("consolidate", str(ranks), "--metadata-only", "--dry-run", "--json")
@@ -54,6 +109,7 @@ def test_metadata_only(run, ranks):
         ([str(ZERO)], "DST is missing"),
         ([str(ZERO), "out", "--metadata-only"], "takes no DST"),
         ([str(ZERO), "out", "--weights", "both"], "neither"),
+        ([str(ZERO), "out", "--tied", "both"], "neither"),
         ([str(RANKS), "out", "--weights", "master"], "no meaning"),
     ],
 )

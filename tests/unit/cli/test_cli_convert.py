@@ -16,6 +16,7 @@ DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
 
 
 LEFT_OUT = {"step\x1b": "not a tensor"}
+MISSING: dict[str, str] = {}
 
 
 class Plan:
@@ -25,6 +26,7 @@ class Plan:
     mapped = 2
     dropped = DROPPED
     left_out = LEFT_OUT
+    missing = MISSING
     files = (("a.safetensors", 3 << 30), ("config.json", 12))
     nbytes = (3 << 30) + 12
     free_bytes = 400 << 30
@@ -80,6 +82,7 @@ def test_options_arrive(run, calls):
         "--assets", "c",
         "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
         "--memory", "1MiB", "--untie", "--vocab-size", "32", "--weights", "master", "--tag", "t",
+        "--rules", "r.toml",
         "--set", "n_heads=4", "--set", "k=2",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
@@ -92,8 +95,9 @@ def test_options_arrive(run, calls):
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "like": Path("d"), "overwrite": True, "resume": True, "verify": True, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
-        "weights": "master", "tag": "t",
+        "weights": "master", "tag": "t", "rules": Path("r.toml"),
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
+        "tied": None, "allow_missing": False, "verify_replicas": False,
     }  # fmt: skip
 
 

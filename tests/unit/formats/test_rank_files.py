@@ -156,6 +156,35 @@ def test_the_form_with_a_trainer_state(data: Path, tmp_path: Path) -> None:
     assert "optimizer.state.0.exp_avg" in found
 
 
+def test_the_configuration_of_verl_comes_to_lie_beside_the_weights(
+    data: Path, tmp_path: Path
+) -> None:
+    source, expected = sample(data, "verl")
+    actor = tmp_path / "global_step_5" / "actor"
+    shutil.copytree(source, actor)
+    (actor / "huggingface").mkdir()
+    papers = {"config.json": '{"model_type": "mine"}', "tokenizer.json": "{}"}
+    for name, content in {**papers, "model.safetensors": "old"}.items():
+        (actor / "huggingface" / name).write_text(content)
+    (tmp_path / "global_step_5" / "data.pt").write_bytes(b"")
+    ckptctl.convert(tmp_path / "global_step_5", tmp_path / "out", to="hf")
+    written = {item.name for item in (tmp_path / "out").iterdir()}
+    assert written == {*papers, "model.safetensors", "ckptctl.manifest.json"}
+    for name, content in papers.items():
+        assert (tmp_path / "out" / name).read_text() == content
+    assert not differences(load_file(tmp_path / "out" / "model.safetensors"), expected)
+    assert not any("huggingface" in note for note in ckptctl.inspect(actor).notes)
+
+
+def test_two_models_of_one_step_are_listed(data: Path, tmp_path: Path) -> None:
+    source, _ = sample(data, "verl")
+    for name in ("actor", "critic"):
+        shutil.copytree(source, tmp_path / "global_step_5" / name)
+    with pytest.raises(FormatError, match="2 checkpoints") as caught:
+        formats.open_checkpoint(tmp_path / "global_step_5")
+    assert caught.value.why == "`actor`, `critic`"
+
+
 def test_files_of_two_worlds_are_refused(data: Path, tmp_path: Path) -> None:
     source, _ = sample(data, "verl")
     copy = tmp_path / "copy"
@@ -163,6 +192,16 @@ def test_files_of_two_worlds_are_refused(data: Path, tmp_path: Path) -> None:
     shutil.copy(copy / "model_world_size_2_rank_0.pt", copy / "model_world_size_4_rank_2.pt")
     with pytest.raises(DamagedError, match="two saves"):
         ckptctl.inspect(copy)
+
+
+def test_more_files_than_ranks_are_refused(data: Path, tmp_path: Path) -> None:
+    source, _ = sample(data, "verl")
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    shutil.copy(copy / "model_world_size_2_rank_1.pt", copy / "model_world_size_2_rank_2.pt")
+    with pytest.raises(DamagedError, match="more ranks than the 2") as caught:
+        ckptctl.inspect(copy)
+    assert caught.value.why == "`model_world_size_2_rank_2.pt`"
 
 
 def test_a_single_file_says_that_it_is_one_of_many(data: Path) -> None:
@@ -177,6 +216,13 @@ def test_nothing_is_run(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return print, ("ran",)
 
-    source = save_ranks(tmp_path / "x", {"w": torch.ones(1)}, {"w": Hostile()})
+    state = {"w": torch.ones(1), "x": Hostile()}
+    source = save_ranks(tmp_path / "x", state, state)
+    assert any("`x: builtins.print`" in note for note in ckptctl.inspect(source).notes)
+    assert converted(source, tmp_path, exclude=("x",)).keys() == {"w"}
     with pytest.raises(UnsafePickleError):
-        ckptctl.inspect(source)
+        ckptctl.convert(source, tmp_path / "out.pt", to="torch")
+    with pytest.raises(UnsafePickleError):
+        ckptctl.inspect(save_ranks(tmp_path / "y", Hostile(), Hostile()))
+    with pytest.raises(DamagedError):
+        ckptctl.inspect(save_ranks(tmp_path / "z", {"w": torch.ones(1)}, {"w": Hostile()}))

@@ -11,7 +11,6 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, RefusedError, StorageError
-from ckptctl.formats.dcp_rank_local import replicas
 from ckptctl.ops import consolidate_metadata
 from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
 from tests.checkpoints import differences, load_any_reference
@@ -136,8 +135,9 @@ def test_other_directories_are_refused(tmp_path: Path) -> None:
 
 
 def test_replicas_are_all_there(source: Path) -> None:
-    found = replicas(source)
-    entry = formats.resolve(found).tensors["model.count"]
-    assert [extent.file for extent in entry.extents] == ["__0_0.distcp", "__1_0.distcp"]
-    assert {extent.codec for extent in entry.extents} == {"raw"}
-    assert "model.emb.weight" not in found.tensors
+    assert not formats.open_checkpoint(source).replicas
+    found = formats.resolve(formats.open_checkpoint(source, replicas=True))
+    (used,), (copy,) = found.tensors["model.count"].extents, found.replicas["model.count"]
+    assert [extent.file for extent in (used, copy)] == ["__0_0.distcp", "__1_0.distcp"]
+    assert (used.box, used.codec) == (copy.box, copy.codec)
+    assert "model.emb.weight" not in found.replicas

@@ -1,0 +1,119 @@
+"""``ckptctl formats [NAME]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+
+if TYPE_CHECKING:
+    from ckptctl.formats.base import Format
+    from ckptctl.ops.known_formats import KnownFormat, Written
+
+SCHEMA = "ckptctl.formats/1"
+EPILOG = opt.examples(
+    "ckptctl formats",
+    "ckptctl formats dcp",
+    "ckptctl formats deepspeed",
+    "ckptctl formats -q",
+    "ckptctl formats --json | jq '.formats[] | select(.written).name'",
+)
+
+
+def formats(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            autocompletion=opt.readable_formats,
+            show_default=False,
+            help="Show all about this format.",
+        ),
+    ] = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """List the formats that are read and written, or show one.
+
+    With NAME: what it is recognised by, what tells that it is whole, what a written one holds,
+    and with whose code it was compared.
+    """
+    from ckptctl.ops import known_formats as op
+
+    output = Output(json, quiet)
+    found = op.known_formats(name)
+    if output.mode == "json":
+        output.document(SCHEMA, {"formats": [one.to_json() for one in found]})
+    elif output.mode == "quiet":
+        for one in found:
+            output.line(one.format.name)
+    elif name is not None:
+        _show(output, found[0])
+    else:
+        rows = [(o.format.name, access(o), layout(o.format), _title(o)) for o in found]
+        head = [("format", "access", "layout", "what it is")] if output.mode == "human" else []
+        output.table([*head, *rows], wrap=(3,))
+        output.hint("`ckptctl formats NAME` shows all about one")
+
+
+def _title(known: KnownFormat) -> str:
+    added = f" (added by {known.package})" if known.package else ""
+    return f"{known.format.title}{added}"
+
+
+def access(known: KnownFormat) -> str:
+    """Return what can be done with a format, for people."""
+    return "read, written" if known.written else "read only"
+
+
+def layout(known: Format) -> str:
+    """Return the layout of a format, for people."""
+    return (known.layout or "any") + (", others" if known.layout and known.other_layouts else "")
+
+
+def _show(output: Output, known: KnownFormat) -> None:
+    pairs = list(_facts(known))
+    if output.mode == "plain":
+        output.table([("format", known.format.name), ("what it is", _title(known)), *pairs])
+        return
+    output.line(f"{known.format.name}   {_title(known)}", "bold")
+    labels = ["", *(label for label, _ in pairs)]
+    shown = [
+        (f"  {'' if label == before else label}", text)
+        for before, (label, text) in zip(labels, pairs, strict=False)
+    ]
+    output.table(shown, wrap=(1,))
+
+
+def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:
+    texts = known.format
+    yield "access", access(known)
+    yield "layout", layout(texts) + (" (adapters only)" if texts.adapters else "")
+    yield "recognised by", texts.recognised or "not stated"
+    yield "whole", texts.wholeness or "not stated"
+    for choice in known.choices:
+        yield "choices", f"{choice.option}  {choice.meaning}"
+    for text in written(known.written) if known.written else ():
+        yield "written", text
+    yield "proof", texts.proof or "none"
+
+
+def written(known: Written) -> Iterator[str]:
+    """Yield what a written checkpoint is like, for people."""
+    yield "a directory, with the side files" if known.directory else "one file, no side files"
+    yield f"leaves that are not tensors: {'kept' if known.leaves else 'left out'}"
+    if known.ties:
+        yield f"tensors that share memory: {known.ties}"
+    if known.cut_by:
+        yield f"cut into files by {', '.join(known.cut_by)}"
+    if known.lacks:
+        yield f"cannot hold {', '.join(known.lacks)}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("formats", epilog=EPILOG)(formats)

@@ -1,0 +1,37 @@
+"""Fields of inert records: what objects of classes that are not imported were given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptctl.storage.pickle_reader import Inert
+from ckptctl.storage.torch_globals import MAX_INT, MAX_RANK
+
+Ints = tuple[int, ...]
+
+
+def attributes(record: object) -> Mapping[str, object]:
+    """Return the attributes of an inert record, from its dict or its slots.
+
+    Raises:
+        TypeError: It has none.
+    """
+    state = record.state if isinstance(record, Inert) else record
+    if isinstance(state, tuple) and len(state) == 2:
+        state = {**(state[0] or {}), **(state[1] or {})}
+    if not isinstance(state, dict):
+        raise TypeError(f"a {type(record).__name__} without attributes")
+    return state
+
+
+def integers(value: object) -> Ints:
+    """Return a short sequence of numbers from 0 on.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
+        raise TypeError("a size is not a short sequence")
+    if any(type(item) is not int or not 0 <= item < MAX_INT for item in value):
+        raise TypeError("a size is not made of numbers from 0 on")
+    return tuple(value)

@@ -1,0 +1,121 @@
+"""Ranks' files that are missing or cannot be read: refused, or noted where a part was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptctl.catalog import Finding
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import (
+    SHOWN,
+    CkptError,
+    DamagedError,
+    FormatError,
+    SourceNotFoundError,
+    UnsafePickleError,
+    listed,
+)
+
+MAX_MISSING = 1024
+_NEXT = "values that this rank has for itself are taken from the lowest rank that can be read"
+Leaves = Iterable[tuple[KeyPath, object]]
+
+
+class Gap(NamedTuple):
+    """A file of a rank that cannot be used.
+
+    Attributes:
+        rank: The rank.
+        head: Where in the checkpoint what it holds lies.
+        file: Its name.
+    """
+
+    rank: int
+    head: KeyPath
+    file: str
+
+
+@dataclass(slots=True)
+class Gaps:
+    """What cannot be used.
+
+    Attributes:
+        root: The directory.
+        partial: Whether to note what cannot be used, instead of refusing it.
+        found: The files.
+        findings: What is wrong, once for each of them.
+    """
+
+    root: Path
+    partial: bool
+    found: list[Gap] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def require(
+        self,
+        head: KeyPath,
+        present: Collection[int],
+        wanted: Collection[int],
+        named: Callable[[int], str],
+        of: str = "",
+    ) -> None:
+        """Refuse, or note, that ranks' files are missing.
+
+        Args:
+            head: Where in the checkpoint what they hold lies.
+            present: The ranks whose files are there.
+            wanted: Those that have one.
+            named: Returns the name of a rank's file.
+            of: Which of a rank's files are meant, for people.
+
+        Raises:
+            DamagedError: Some are missing; or too many, where a part was asked for.
+        """
+        missing = list(islice((rank for rank in wanted if rank not in present), MAX_MISSING + 1))
+        if not missing:
+            return
+        if not self.partial or len(missing) > MAX_MISSING:
+            count = len(wanted) - sum(rank in wanted for rank in present)
+            few = listed([named(rank) for rank in missing[:SHOWN]])
+            raise DamagedError(
+                f"{count:,} of {len(wanted):,} ranks' files{of} are missing",
+                where=str(self.root),
+                why=few + (f" and {count - SHOWN:,} more" if count > SHOWN else ""),
+                hint="every rank writes its own file; copy them from the nodes they are on",
+            )
+        for rank in missing:
+            self._add(Gap(rank, head, named(rank)), "a rank's file is missing")
+
+    def usable(self, gap: Gap, leaves: Iterator[tuple[KeyPath, object]]) -> Leaves:
+        """Return the *leaves* of a file, or nothing where it cannot be read and that is noted.
+
+        Raises:
+            CkptError: It cannot be read, and everything was asked for; or it is of another kind.
+        """
+        if not self.partial:
+            return leaves
+        try:
+            return list(leaves)
+        except UnsafePickleError:
+            raise
+        except (DamagedError, SourceNotFoundError) as error:
+            self._unusable(gap, error)
+        except FormatError as error:
+            if (self.root / gap.file).stat().st_size:
+                raise
+            self._unusable(gap, error)
+        return ()
+
+    def _unusable(self, gap: Gap, error: CkptError) -> None:
+        self._add(gap, error.what, error.why)
+
+    def _add(self, gap: Gap, what: str, why: str | None = None) -> None:
+        if gap in self.found:
+            return
+        self.found.append(gap)
+        why = "; ".join(filter(None, (why, None if gap.rank else _NEXT)))
+        self.findings.append(Finding(what, why or None, file=gap.file))

@@ -1,0 +1,146 @@
+"""veScale's checkpoints: ``model/`` and, for each pipeline stage, ``optimizer/pp_N/``.
+
+Source: ``vescale/checkpoint/api/vescale_checkpointer.py`` of vescale 0.0.1. Each of the folders is
+a directory of ``torch.distributed.checkpoint``, with a storage class of veScale's own in its
+metadata; alone, it is read as such.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import CkptError, DamagedError
+from ckptctl.formats import dcp
+from ckptctl.formats.assets import documents, side_files
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
+from ckptctl.formats.dcp_metadata import METADATA
+from ckptctl.formats.findings import of_error
+from ckptctl.formats.structure import join
+
+MODEL, OPTIMIZER = "model", "optimizer"
+_STAGE = re.compile(r"pp_(\d{1,6})", re.ASCII)
+
+
+class VeScaleFormat(Format):
+    """The model and the optimizers of all pipeline stages in one folder."""
+
+    name = "vescale"
+    title = "veScale: model/ and optimizer/pp_N/ of every pipeline stage"
+    recognised = "`model/.metadata` and `optimizer/pp_N` beside it"
+    wholeness = (
+        "the chunks of each `.metadata` tile every tensor, and stages are numbered from 0 without "
+        "a gap; how many there were is recorded nowhere, so that a missing last one is not noticed"
+    )
+    proof = (
+        "what the storage of vescale 0.0.1 wrote on 2 ranks, with torch's planner in place of its "
+        "own, has the bytes of the live tensors (tests/unit/formats/test_vescale.py); the rest of "
+        "veScale needs CUDA and was not run"
+    )
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if not (path / MODEL / METADATA).is_file():
+            return None
+        found = _stages(path)
+        return Sniff(f"`{MODEL}/{METADATA}` and {len(found)} of `pp_N`") if found else None
+
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+        """See :meth:`Format.read`."""
+        stages = _stages(path)
+        joined = _Joined(path, asked)
+        joined.require(stages)
+        joined.add(MODEL, (MODEL,))
+        for _, name in sorted(stages.items()):
+            joined.add(f"{OPTIMIZER}/{name}", (OPTIMIZER, name))
+        return Catalog(
+            root=str(path),
+            path=str(path),
+            format=self.name,
+            files=joined.files,
+            tensors=joined.tensors,
+            blobs=joined.blobs,
+            assets=side_files(path),
+            documents=documents(path),
+            notes=tuple(dict.fromkeys(joined.notes)),
+            findings=tuple(joined.findings),
+            lost=joined.lost,
+        )
+
+    def resolve(self, catalog: Catalog) -> Catalog:
+        """See :meth:`Format.resolve`."""
+        return dcp.FORMAT.resolve(catalog)
+
+
+def _stages(path: Path) -> dict[int, str]:
+    """Return the folders of pipeline stages by number."""
+    folder = path / OPTIMIZER
+    names = [item.name for item in folder.iterdir() if item.is_dir()] if folder.is_dir() else []
+    return {int(match[1]): match[0] for name in names if (match := _STAGE.fullmatch(name))}
+
+
+@dataclass(slots=True)
+class _Joined:
+    root: Path
+    asked: ReadOptions
+    files: dict[str, int] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    lost: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
+
+    def require(self, stages: dict[int, str]) -> None:
+        """Refuse a gap between the stages."""
+        count, names = absent(stages, 0, max(stages, default=-1), lambda n: f"{OPTIMIZER}/pp_{n}")
+        if count and not self.asked.partial:
+            raise DamagedError(
+                "the optimizers of pipeline stages are missing", where=str(self.root), why=names
+            )
+        if count:
+            self.findings.append(
+                Finding("the optimizers of pipeline stages are missing", names, file=OPTIMIZER)
+            )
+
+    def add(self, folder: str, path: KeyPath) -> None:
+        """Add what is in one folder, below *path*."""
+        try:
+            found = dcp.FORMAT.read(self.root / folder, self.asked)
+        except CkptError as error:
+            if not self.asked.partial:
+                raise
+            self.findings.append(of_error(error, self.root))
+            return
+        self.files |= {f"{folder}/{name}": size for name, size in found.files.items()}
+        for entry in found.tensors.values():
+            extents = tuple(_moved(extent, folder) for extent in entry.extents)
+            name = join((*path, *entry.path))
+            self.tensors[name] = replace(
+                entry, name=name, path=(*path, *entry.path), extents=extents
+            )
+            gone = found.lost.get(entry.name)
+            if gone:
+                self.lost[name] = tuple((box, f"{folder}/{file}") for box, file in gone)
+        for blob in found.blobs.values():
+            key = (*path, *blob.path)
+            file = f"{folder}/{blob.file}" if blob.file is not None else None
+            self.blobs[join(key)] = replace(blob, name=join(key), path=key, file=file)
+        self.notes += (f"`{folder}`: {note}" for note in found.notes)
+        self.findings += self._named(found, folder, path)
+
+    def _named(self, found: Catalog, folder: str, path: KeyPath) -> Iterator[Finding]:
+        for one in found.findings:
+            file = f"{folder}/{one.file}" if one.file is not None else folder
+            tensor = join((*path, one.tensor)) if one.tensor is not None else None
+            yield replace(one, file=file, tensor=tensor)
+
+
+def _moved(extent: Extent, folder: str) -> Extent:
+    return replace(extent, file=f"{folder}/{extent.file}")
+
+
+FORMAT = VeScaleFormat()

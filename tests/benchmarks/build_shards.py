@@ -1,0 +1,170 @@
+"""Write what two ranks leave behind, in every form that ``ckptctl consolidate`` reads.
+
+Run as ``python -m tests.benchmarks.build_shards FORM FOLDER BYTES``, with a Python that has the
+form's own library. Models and tensors are those of :mod:`tests.benchmarks.build`.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.build import Shapes, _nbytes, _tensor, _write_template, spec_for
+from tests.gloo import run_on_ranks
+
+WORLD = 2
+
+
+def build(form: str, folder: Path, size: str) -> None:
+    """Write one source.
+
+    Args:
+        form: One of :data:`FORMS`.
+        folder: Created.
+        size: See :func:`tests.benchmarks.build.spec_for`.
+    """
+    shapes = dict(spec_for(size).shapes())
+    template = folder.parent / f"{folder.name}.template"
+    largest = max(_nbytes({name: shape}) for name, shape in shapes.items())
+    _write_template(template, 2 * largest)
+    folder.mkdir(parents=True)
+    writer = FORMS[form]
+    arguments = (str(folder), shapes, str(template))
+    if writer in (_zero, _snapshot):
+        writer(0, 1, form, *arguments)
+    else:
+        place = f"{__spec__.name if __spec__ else __name__}:{writer.__name__}"
+        run_on_ranks(place, [WORLD], form, *arguments, timeout=1800)
+    template.unlink()
+
+
+def _sharded(form: str, world: int, shapes: Shapes, template: str) -> dict[str, Any]:
+    """Return this rank's DTensors; ``-columns`` divides matrices on their last dimension."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    state = {}
+    for name, shape in shapes.items():
+        dim = len(shape) - 1 if form.endswith("-columns") else 0
+        local = list(shape)
+        local[dim] //= world
+        part = _tensor(tuple(local), Path(template))
+        stride = torch.empty(shape, device="meta").stride()
+        state[name] = DTensor.from_local(
+            part, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
+        )
+    return state
+
+
+def _dcp(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = _sharded(form, world, shapes, template)
+    save(state, checkpoint_id=folder, use_collectives=not form.startswith("dcp-rank-local"))
+
+
+def _hf(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(folder, dict.fromkeys(shapes, 1), save_distributed=True)
+    save(_sharded(form, world, shapes, template), storage_writer=writer)
+
+
+def _files(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:
+    state = _sharded(form, world, shapes, template)
+    torch.save(state, f"{folder}/model_world_size_{world}_rank_{rank}.pt")
+
+
+def _torch_checkpointing(
+    rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str
+) -> None:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+
+    manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig()))
+    manager.save(f"{folder}/step-1", {"model": _sharded(form, world, shapes, template)})
+    manager.close()
+
+
+def _snapshot(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:
+    from torchsnapshot import Snapshot, StateDict
+
+    state = StateDict(**{name: _tensor(shape, Path(template)) for name, shape in shapes.items()})
+    Snapshot.take(f"{folder}/snap", {"app": state})
+
+
+def _zero(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:
+    """Write fp32 master weights without moments, with the keys that ``zero_to_fp32`` reads."""
+    step = Path(folder, "global_step1")
+    step.mkdir()
+    Path(folder, "latest").write_text("global_step1")
+    sizes = OrderedDict((name, torch.Size(shape)) for name, shape in shapes.items())
+    numel = sum(size.numel() for size in sizes.values())
+    model = {
+        "module": OrderedDict(),
+        "buffer_names": [],
+        "param_shapes": [sizes],
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "frozen_param_fragments": None,
+        "ds_version": "0.19.8",
+        "ds_config": {"zero_optimization": {"stage": int(form[-1])}},
+        "dp_world_size": WORLD,
+        "mp_world_size": 1,
+    }
+    if form == "zero3":
+        numel = sum(-(-size.numel() // WORLD) for size in sizes.values())
+    part = numel if form == "zero3" else -(-numel // (2 * WORLD)) * 2
+    flat = torch.from_file(f"{folder}.flat", shared=True, size=part, dtype=torch.float32)
+    flat.copy_(torch.arange(part, dtype=torch.float32))
+    names = [f"zero_pp_rank_{r}_mp_rank_00" for r in range(WORLD)]
+    for name in names if form == "zero3" else ["mp_rank_00"]:
+        torch.save(model, step / f"{name}_model_states.pt")
+    for name in names:
+        torch.save(_optimizer(form, flat, part * WORLD - numel), step / f"{name}_optim_states.pt")
+    Path(f"{folder}.flat").unlink()
+
+
+def _optimizer(form: str, flat: torch.Tensor, padding: int) -> dict[str, Any]:
+    stage = int(form[-1])
+    state: dict[str, Any] = {"zero_stage": stage, "loss_scaler": None, "overflow": False}
+    if stage == 3:
+        state |= {"partition_count": WORLD, "fp32_flat_groups": [flat]}
+        state["optimizer_state_dict"] = {"state": {}, "param_groups": []}
+    else:
+        state |= {
+            "base_optimizer_state": {"state": {}, "param_groups": []},
+            "single_partition_of_fp32_groups": [flat],
+            "group_paddings": [0],
+            "partition_count": [WORLD],
+            "ds_version": "0.19.8",
+        }
+    return {"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"}
+
+
+FORMS: dict[str, Callable[..., None]] = {
+    "dcp": _dcp,
+    "dcp-columns": _dcp,
+    "dcp-rank-local": _dcp,
+    "hf-rank-shards": _hf,
+    "hf-rank-shards-columns": _hf,
+    "rank-files": _files,
+    "rank-files-columns": _files,
+    "zero1": _zero,
+    "zero3": _zero,
+    "torch-checkpointing": _torch_checkpointing,
+    "torchsnapshot": _snapshot,
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    build(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,102 @@
+"""Every format says how it is recognised, what makes it whole and what proves it, and it is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ckptctl import formats
+from ckptctl.errors import FormatError
+from ckptctl.formats.base import WritableFormat
+from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
+
+REPOSITORY = Path(__file__).parents[2]
+TEXTS = ("recognised", "wholeness", "proof")
+TEST = re.compile(r"tests/[\w/]+\.py")
+SAMPLES = (REPOSITORY / "tests/data/README.md").read_text()
+PEERS = {
+    "DeepSpeed's": "deepspeed 0.19.8",
+    "Lightning": "Lightning 2.6.6",
+    "Megatron-Core": "Megatron-Core",
+    "accelerate": "accelerate 1.15.0",
+    "bytecheckpoint": "bytecheckpoint 0.0.2",
+    "deepspeed": "deepspeed 0.19.8",
+    "llama-models": "llama_models",
+    "mistral-inference": "mistral_inference",
+    "peft": "peft",
+    "safetensors": "safetensors",
+    "torch": "torch 2.13.0",
+    "torch_checkpointing": "torch_checkpointing 0.1.1",
+    "torchsnapshot": "torchsnapshot 0.1.0",
+    "torchtitan": "torchtitan 0.3.0",
+    "torchtune": "torchtune",
+    "transformers": "transformers",
+    "verl": "verl 0.9.1",
+}
+"""Programs that proofs name, each with what shows in a test, or in the list of samples, that it was
+used."""
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_every_format_has_texts_of_its_own(name: str) -> None:
+    known = formats.get(name)
+    for text in TEXTS:
+        assert vars(type(known)).get(text), f"{name} says nothing about `{text}`"
+        assert not getattr(known, text).endswith((".", " "))
+    if isinstance(known, WritableFormat):
+        assert known.ties
+    assert not known.title.rstrip(")").endswith("read only")
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_the_tests_that_prove_it_exist_and_use_the_peers(name: str) -> None:
+    proof = formats.get(name).proof
+    named = TEST.findall(proof)
+    assert named, "a proof names the tests that make it"
+    texts = [SAMPLES, *((REPOSITORY / test).read_text() for test in named)]
+    said = {peer for peer in PEERS if re.search(rf"(?<![\w.-]){re.escape(peer)}(?![\w/-])", proof)}
+    assert said, "a proof names other people's programs"
+    for peer in said:
+        assert any(PEERS[peer] in text for text in texts), peer
+
+
+def test_what_is_recognised_is_what_the_text_says(tmp_path: Path) -> None:
+    """The exceptions that the texts name: other formats' files are not ``hf``."""
+    state, config = tiny_llama("llama3", layers=1)
+    model = save_hf(tmp_path / "model", state, config) / "model.safetensors"
+    for name, expected in (
+        ("anything.safetensors", ["hf"]),
+        ("adapter_model.safetensors", ["peft"]),
+        ("consolidated.safetensors", ["mistral"]),
+        ("model0-mp1.safetensors", ["deepseek"]),
+        ("shard-00001-model-00001-of-00001.safetensors", ["hf-rank-shards"]),
+    ):
+        folder = tmp_path / name.partition(".")[0] / "in"
+        folder.mkdir(parents=True)
+        (folder / name).write_bytes(model.read_bytes())
+        assert list(formats.sniff(folder)) == expected
+
+
+def test_checkpoints_further_down_are_named(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3", layers=1)
+    for name in ("step-2", "step-10", "optimizer"):
+        save_hf(tmp_path / "checkpoint" / name, state, config)
+    with pytest.raises(FormatError) as caught:
+        formats.detect(tmp_path)
+    assert caught.value.why == "there are some below: `checkpoint/step-2`, `checkpoint/step-10`"
+    assert f"`{tmp_path / 'checkpoint' / 'step-10'}`" in str(caught.value.hint)
+
+
+def test_what_torch_made_of_shards_is_not_taken_for_exact(data: Path) -> None:
+    """Its 0-d tensor is wrong in this sample; the shards beside it are right."""
+    folder = data / "hf-rank-shards" / "hf_consolidated" / "ckpt"
+    notes = formats.open_checkpoint(folder).notes
+    assert [note for note in notes if "name that folder to be exact" in note]
+    wrong, right = (
+        load_any_reference(folder),
+        load_any_reference(folder.parent / "expected.safetensors"),
+    )
+    assert differences(wrong, right) == ["scalar: other bytes"]
+    assert not [n for n in formats.open_checkpoint(folder / "sharded").notes if "exact" in n]

@@ -1,0 +1,199 @@
+"""All samples bit for bit, and what becomes of each when one of its files is damaged.
+
+``python -m tests.contract.test_sample_damage [--all]`` prints the table.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import DamagedError, FormatError
+from tests.checkpoints.readers import differences, load_any_reference
+from tests.contract.sample_damage import Damage, Damaged, Outcome, damages
+from tests.contract.samples import SAMPLES, expected
+
+KINDS = ("missing", "cut", "flip", "swapped", "copied", "surplus", "stale")
+FINE = ("refused", "harmless", "no checksum")
+
+
+class Exempt(NamedTuple):
+    """Damage whose outcome is not what it should be.
+
+    Attributes:
+        sample: Pattern of the sample's name.
+        kind: Pattern of the kind of damage.
+        file: Pattern of the file's name.
+        outcome: What comes of it.
+        reason: Why.
+    """
+
+    sample: str
+    kind: str
+    file: str
+    outcome: str
+    reason: str
+
+    def fits(self, sample: str, damage: Damage) -> bool:
+        """Return whether it is about *damage*."""
+        found = ((self.sample, sample), (self.kind, damage.kind), (self.file, damage.file))
+        return all(re.fullmatch(pattern, text) for pattern, text in found)
+
+
+NO_MARK = "neither the file nor the index says of which save the file is"
+UNKNOWABLE = (
+    Exempt("torchtitan/.*|lightning_fsdp1/pl", "stale", r"__\d_0\.distcp", "wrong", NO_MARK),
+    Exempt("bytecheckpoint/.*", "stale", r"model/__\d_0\.distcp", "wrong", NO_MARK),
+    Exempt("lightning_fsdp1/pl", "stale", r"meta\.pt", "wrong", NO_MARK),
+    Exempt("lightning_fsdp.*", "missing", r"meta\.pt", "wrong", "nothing names it"),
+    Exempt(
+        "megatron_torch_dist/crashed",
+        "missing",
+        r".*common\.pt",
+        "wrong",
+        "without its last two files it is a DCP directory like any other",
+    ),
+    Exempt(
+        "dcp_hf_sharded/hf_sharded",
+        "missing",
+        "shard-00002-.*",
+        "wrong",
+        "neither the number of ranks nor the size of a tensor is recorded",
+    ),
+    Exempt(
+        "verl_dtensor/verl2",
+        "swapped|copied",
+        "extra_state_.*",
+        "wrong",
+        "a random-number state does not say of which rank it is",
+    ),
+)
+"""What no reader can notice."""
+
+OPEN = (
+    Exempt(
+        "lightning_deepspeed/stage2",
+        "stale",
+        ".*model_states.*",
+        "wrong",
+        "global_steps is not compared with the step of the optimizer's states",
+    ),
+    Exempt("dcp_ranklocal/w2", "flip", ".*metadata", "nameless", "the file is not named"),
+    Exempt(
+        "torch_checkpointing/single",
+        "missing",
+        r"(config|raw|step|train_state)_0\..*",
+        "wrong",
+        "items without tensors are in no index",
+    ),
+    Exempt(
+        "torch_checkpointing/.*", "cut", r"raw_\d\.bin", "wrong", "the size is recorded nowhere"
+    ),
+)
+"""What a reader could notice and does not yet; this list is meant to become empty."""
+
+
+# ------------------------------------------------------------------------------------ whole ones
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_sample_is_exact_or_refused(data: Path, tmp_path: Path, name: str) -> None:
+    sample, target = SAMPLES[name], tmp_path / "out"
+    source = sample.path(data)
+    if sample.refused:
+        with pytest.raises((DamagedError, FormatError)) as caught:
+            ckptctl.convert(source, target, to="hf")
+        assert sample.refused in f"{caught.value.what} {caught.value.why}"
+        assert not target.exists()
+        return
+    assert formats.open_checkpoint(source).format == sample.format
+    ckptctl.convert(source, target, to="hf", root=sample.root)
+    assert not differences(load_any_reference(target), expected(data, name))
+    assert ckptctl.verify(source, level="full").whole
+
+
+def test_the_samples_are_all_there() -> None:
+    assert len(SAMPLES) == 31
+    assert sorted(name for name, sample in SAMPLES.items() if sample.refused) == [
+        "fsdp1_rankfiles/local",
+        "megatron_torch_dist/crashed",
+    ]
+
+
+# ------------------------------------------------------------------------------------ damaged ones
+
+
+def outcomes(name: str, scratch: Path, thorough: bool) -> Iterator[tuple[Damage, Outcome]]:
+    """Yield each way to damage a sample, and what came of it."""
+    damaged = Damaged(name, scratch)
+    for damage in damages(damaged, thorough):
+        yield damage, damaged.outcome(damage)
+
+
+def check(name: str, scratch: Path, thorough: bool) -> None:
+    """Expect an error that names something, or the right result."""
+    known = [one for one in (*UNKNOWABLE, *OPEN) if re.fullmatch(one.sample, name)]
+    used, count = set(), 0
+    for damage, outcome in outcomes(name, scratch, thorough):
+        fitting = [one for one in known if one.fits(name, damage)]
+        allowed = {*FINE, *(one.outcome for one in fitting)}
+        assert outcome.word in allowed, (name, str(damage), outcome)
+        used |= {one for one in fitting if one.outcome == outcome.word}
+        count += outcome.word == "refused"
+    assert count > 3
+    assert used == set(known), "some exceptions are none any more: take them out of the list"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_damage_is_never_a_silently_wrong_result(tmp_path: Path, name: str) -> None:
+    """The last file of each kind: cut, flipped, swapped, of another save, or not there."""
+    check(name, tmp_path / "scratch", thorough=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
+def test_no_file_may_be_damaged(tmp_path: Path, name: str) -> None:
+    """Every file, in many places."""
+    check(name, tmp_path / "scratch", thorough=True)
+
+
+# ---------------------------------------------------------------------------------------- table
+
+
+def table(thorough: bool) -> Iterator[str]:
+    """Yield the lines of the table: for each format and damage how often what found it."""
+    cells: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for name, sample in SAMPLES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            for damage, outcome in outcomes(name, Path(folder) / "scratch", thorough):
+                cells[sample.format, damage.kind][_word(name, damage, outcome)] += 1
+    yield "| form | " + " | ".join(KINDS) + " |"
+    yield "| --- " * (len(KINDS) + 1) + "|"
+    for form in sorted({form for form, _ in cells}):
+        yield f"| `{form}` | " + " | ".join(_cell(cells[form, kind]) for kind in KINDS) + " |"
+
+
+def _word(name: str, damage: Damage, outcome: Outcome) -> str:
+    if outcome.word in FINE:
+        return outcome.by or outcome.word
+    if any(one.fits(name, damage) for one in UNKNOWABLE):
+        return "unknowable"
+    return "OPEN" if any(one.fits(name, damage) for one in OPEN) else outcome.word.upper()
+
+
+def _cell(found: Counter[str]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in found.most_common()) or "–"
+
+
+if __name__ == "__main__":
+    for line in table(thorough="--all" in sys.argv[1:]):
+        print(line)

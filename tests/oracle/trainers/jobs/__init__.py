@@ -1,0 +1,1 @@
+"""What runs on the ranks. Only the children of ``tests.gloo`` import these modules."""

@@ -1,0 +1,153 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import UsageError
+from ckptctl.formats import plugins
+from ckptctl.formats.base import GB
+from tests.contract.support import WRITABLE
+from tests.fakes import FakeFormat
+
+
+def document(result):
+    assert result.exit_code == 0, result.stderr
+    return {one["name"]: one for one in json.loads(result.stdout)["formats"]}
+
+
+def test_all_formats(run):
+    found = document(run("formats", "--json"))
+    assert list(found) == list(formats.names())
+    assert [name for name, one in found.items() if one["written"]] == list(formats.writable())
+    assert run("formats", "-q").stdout.split() == list(formats.names())
+
+
+def test_a_row_for_each_in_a_pipe(run):
+    rows = [line.split("\t") for line in run("formats").stdout.splitlines()]
+    assert [row[0] for row in rows] == list(formats.names())
+    assert {row[0]: row[1:3] for row in rows}["torch"] == ["read, written", "any"]
+    assert {row[0]: row[1:3] for row in rows}["deepspeed"] == ["read only", "any"]
+
+
+def test_all_about_one(run):
+    found = document(run("formats", "deepspeed", "--json"))["deepspeed"]
+    assert [one["option"] for one in found["choices"]] == [
+        "--tag NAME",
+        "--weights master|module",
+    ]
+    rows = [line.split("\t") for line in run("formats", "deepspeed").stdout.splitlines()]
+    assert ["format", "deepspeed"] in rows
+    assert [row[0] for row in rows].count("choices") == 2
+    assert "written" not in [row[0] for row in rows]
+    assert run("formats", "hf", "-q").stdout == "hf\n"
+
+
+def test_unknown(run):
+    result = run("formats", "deepsped")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "did you mean `deepspeed`?" in result.stderr
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_what_is_said_about_written_ones_holds(run, tmp_path, tiny_llama3_hf, name):
+    """What options do and refuse is what the format says."""
+    said = document(run("formats", name, "--json"))[name]["written"]
+    source = tiny_llama3_hf
+    done = ckptctl.convert(source, tmp_path / "out", to=name)
+    assert done.target.is_dir() == said["directory"]
+    carried = done.target.is_dir() and (done.target / "tokenizer.json").exists()
+    assert carried == said["side_files"]
+    whole = ckptctl.convert if said["leaves"] else refused
+    whole(source, tmp_path / "all", to=name, only="all")
+    for option, value in (("max_shard_size", 10**5), ("mp", 2)):
+        if f"--{option.replace('_', '-')}" in said["cut_by"]:
+            cut = ckptctl.convert(source, tmp_path / option, to=name, **{option: value})
+            assert len(cut.plan.files) > len(done.plan.files)
+        else:
+            refused(source, tmp_path / option, to=name, **{option: value})
+
+
+def refused(*args, **options):
+    with pytest.raises(UsageError):
+        ckptctl.plan_conversion(*args, **options)
+
+
+def test_an_adapter_is_never_cut(tmp_path, tiny_llama3_hf):
+    with pytest.raises(UsageError, match="--max-shard-size has no meaning for --to peft"):
+        ckptctl.plan_conversion(tiny_llama3_hf, tmp_path / "o", to="peft", max_shard_size=GB)
+
+
+class Acme(FakeFormat):
+    name = "acme"
+    title = "one file of Acme's"
+
+
+class Point:
+    """What stands for the entry point of an installed package."""
+
+    class dist:
+        name = "acme-checkpoints"
+
+    def __init__(self, found):
+        self.load = lambda: found
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(**points):
+        monkeypatch.setattr(plugins, "entry_points", lambda: points)
+        plugins.load.cache_clear()
+
+    yield install
+    plugins.load.cache_clear()
+
+
+def test_formats_of_other_packages_are_marked(run, installed, terminal):
+    installed(acme=Point(Acme()))
+    found = document(run("formats", "--json"))
+    assert list(found)[-1] == "acme" and found["acme"]["package"] == "acme-checkpoints"
+    assert {one["package"] for name, one in found.items() if name != "acme"} == {None}
+    assert run("formats").stdout.endswith("one file of Acme's (added by acme-checkpoints)\n")
+    assert ["proof", "none"] in [
+        line.split("\t") for line in run("formats", "acme").stdout.splitlines()
+    ]
+
+
+def test_formats_of_other_packages_can_be_named(run, installed, tmp_path):
+    installed(acme=Point(Acme()))
+    assert run("inspect", tmp_path, "--from", "acme").exit_code == 4
+    refused = run("inspect", tmp_path, "--from", "acne")
+    assert refused.exit_code == 2 and "Did you mean 'acme'?" in refused.stderr
+
+
+@pytest.mark.parametrize("found", [object(), FakeFormat()])
+def test_a_package_that_adds_no_format_is_named(run, installed, found):
+    installed(acme=Point(found))
+    result = run("formats")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "cannot load format `acme`" in result.stderr and "acme-checkpoints" in result.stderr
+
+
+def test_built_in_formats_win(run, installed):
+    installed(hf=Point(object()))
+    assert document(run("formats", "--json"))["hf"]["package"] is None
+
+
+def test_on_a_terminal(terminal):
+    shown = terminal("formats", COLUMNS="80").splitlines()
+    assert max(map(len, shown)) <= 80 and shown[0].startswith("format ")
+    assert [line.split()[0] for line in shown[1:-1] if line[0] != " "] == list(formats.names())
+    one = terminal("formats", "dcp", COLUMNS="80")
+    assert one.count("recognised by") == one.count("  written ") == 1
+    assert max(map(len, one.splitlines())) <= 80
+
+
+def test_torch_is_not_imported():
+    code = (
+        "from ckptctl.ops.known_formats import known_formats; import sys; known_formats();"
+        "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,354 @@
+"""Megatron's legacy format: what its ranks saved, damaged in every way, and contradictory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError, DamagedError, FormatError, MappingError, UsageError
+from tests.checkpoints.readers import differences
+from tests.unit.formats.damage import converted
+
+RULES = "megatron-core"
+SAMPLES = ("tp2_pp2_vp2", "tp2_ep2")
+SAVE = "iter_0000010"
+FILE = "model_optim_rng.pt"
+
+
+def sample(data: Path, name: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = data / "megatron" / name
+    return folder / "ckpt", load_file(folder / "expected.safetensors")
+
+
+def bare(found: Mapping[str, object]) -> dict[str, object]:
+    return {key.removeprefix("model."): value for key, value in found.items()}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_samples_are_exact(data: Path, tmp_path: Path, name: str, to: str) -> None:
+    source, expected = sample(data, name)
+    for path in (source, source / SAVE):
+        assert not differences(bare(converted(path, tmp_path, to, rules=RULES)), expected)
+        assert list(formats.sniff(path)) == ["megatron"]
+
+
+def test_the_rest_is_carried_or_named(data: Path) -> None:
+    source, _ = sample(data, "tp2_ep2")
+    found = formats.open_checkpoint(source, rules=Path(RULES))
+    assert found.blobs["iteration"].value == 10
+    assert found.blobs["opt_param_scheduler.num_steps"].value == 80
+    assert not any(name.startswith(("optimizer", "rng_state")) for name in found.tensors)
+    assert [note.split(",")[0] for note in found.notes] == [
+        "not carried along: `optimizer`",
+        "not carried along: `rng_state`",
+    ]
+
+
+def test_verify_and_inspect_take_rules(data: Path) -> None:
+    source, expected = sample(data, "tp2_ep2")
+    assert ckptctl.verify(source, level="full", rules=RULES).whole
+    found = ckptctl.inspect(source, rules=RULES)
+    assert found.complete
+    assert {entry.name.removeprefix("model.") for entry in found.tensors} == expected.keys()
+
+
+def test_rules_are_asked_for(data: Path) -> None:
+    source, _ = sample(data, "tp2_ep2")
+    with pytest.raises(MappingError) as caught:
+        formats.open_checkpoint(source)
+    assert "`--rules megatron-core` has a rule for every tensor" in str(caught.value.hint)
+
+
+# ---------------------------------------------------------------------------------------- damage
+
+
+def damages(source: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
+    names = sorted(item.name for item in (source / SAVE).iterdir())
+    copy = scratch / "copy"
+    content = {name: (source / SAVE / name / FILE).read_bytes() for name in names}
+    changes: list[tuple[str, dict[str, bytes | None]]] = []
+    for name, data in content.items():
+        changes += [(f"{name} missing", {name: None})]
+        changes += [(f"{name} cut to {n}", {name: data[:n]}) for n in (0, 1, 5000, len(data) - 1)]
+        flips = range(70, len(data), len(data) // 7)
+        changes += [
+            (f"{name} flipped at {at}", {name: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]})
+            for at in flips
+        ]
+    for one, other in permutations(names, 2):
+        changes.append((f"{one} is {other}", {one: content[other]}))
+        changes.append((f"{one} <-> {other}", {one: content[other], other: content[one]}))
+    for what, files in changes:
+        shutil.copytree(source, copy)
+        for name, changed in files.items():
+            (copy / SAVE / name / FILE).unlink()
+            if changed is not None:
+                (copy / SAVE / name / FILE).write_bytes(changed)
+        yield what, copy
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_damage_is_refused(data: Path, tmp_path: Path, name: str) -> None:
+    source, expected = sample(data, name)
+    for what, copy in damages(source, tmp_path):
+        try:
+            found = converted(copy, tmp_path, rules=RULES)
+        except CkptError as error:
+            assert error.exit_code in (3, 4), (what, error.to_json())
+            assert "mp_rank_" in f"{error.what} {error.where} {error.why}", (what, error.to_json())
+        else:
+            assert "flipped" in what, what
+            assert not differences(bare(found), expected), what
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_left_without_a_file(data: Path, tmp_path: Path, name: str) -> None:
+    source, expected = sample(data, name)
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    gone = f"{SAVE}/mp_rank_01_001/{FILE}"
+    (copy / gone).unlink()
+    catalog = formats.open_checkpoint(copy, rules=Path(RULES), partial=True)
+    assert [one.file for one in catalog.findings] == [gone]
+    assert {file for boxes in catalog.lost.values() for _, file in boxes} == {gone}
+    found = bare(converted(copy, tmp_path, rules=RULES, allow_missing=True))
+    assert found.keys() == expected.keys() - {key.removeprefix("model.") for key in catalog.lost}
+    assert found
+    assert not differences(found, {key: expected[key] for key in found})
+    assert not ckptctl.verify(copy, rules=RULES).whole
+
+
+# --------------------------------------------------------------------------------- made here
+
+
+def save(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Write what *files* say into folders of ranks of one save."""
+    for name, content in files.items():
+        target = folder / SAVE / name
+        target.mkdir(parents=True)
+        torch.save(dict(content), target / FILE)
+    (folder / "latest_checkpointed_iteration.txt").write_text("10\n")
+    return folder
+
+
+def content(model: object, **arguments: object) -> dict[str, Any]:
+    return {"args": Namespace(**arguments), "iteration": 10, "checkpoint_version": 3.0} | {
+        "model": model
+    }
+
+
+def two(tmp_path: Path, *models: object, **arguments: object) -> Path:
+    """Write a checkpoint of two tensor-parallel ranks."""
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, **arguments}
+    files = {f"mp_rank_0{n}": content(model, **sizes) for n, model in enumerate(models)}
+    return save(tmp_path / "source", files)
+
+
+def rules_file(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "rules.toml"
+    file.write_text(text)
+    return file
+
+
+def test_one_rank_needs_no_rules(tmp_path: Path) -> None:
+    model = {"language_model": {"encoder": {"layers.0.w": torch.randn(3, 2)}, "n": torch.ones(2)}}
+    source = save(tmp_path / "source", {"mp_rank_00": content(model)})
+    found = converted(source, tmp_path)
+    assert not differences(
+        found,
+        {
+            "language_model.encoder.layers.0.w": model["language_model"]["encoder"]["layers.0.w"],
+            "language_model.n": torch.ones(2),
+        },
+    )
+
+
+def test_rules_of_ones_own(tmp_path: Path) -> None:
+    """Parts of different lengths that are divided each by itself, along any dimension."""
+    whole = torch.arange(60.0).reshape(2, 15, 2)[:, :14]
+    heads, rest = whole[:, :6], whole[:, 6:]
+    models = [
+        {"mix": torch.cat([heads[:, 3 * n : 3 * n + 3], rest[:, 4 * n : 4 * n + 4]], 1).clone(),
+         "flat": whole[:1].clone(), "same": torch.ones(2)}
+        for n in range(2)
+    ]  # fmt: skip
+    text = """
+    [[rule]]
+    names = ["mix"]
+    dim = 1
+    parts = [3, 4]
+    size = "mixed"
+    [[rule]]
+    names = ["f*", "same"]
+    replicated = true
+    """
+    source = two(tmp_path, *models, mixed=14)
+    found = converted(source, tmp_path, rules=rules_file(tmp_path, text))
+    assert not differences(found, {"mix": whole, "flat": whole[:1], "same": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "error", "said"),
+    [
+        ("", {}, MappingError, "`a.w [2, 4]`, `layers.*.b [3]`"),
+        ('[[rule]]\nnames=["*.w"]\ndim=0\n', {}, MappingError, "`layers.*.b [3]`"),
+        ('[[rule]]\nnames=["*"]\ndim=1\n', {}, MappingError, "dimension 1 of [3]"),
+        ('[[rule]]\nnames=["*"]\ndim=0\nparts=2\n', {}, MappingError, "3 is to have 2 equal"),
+        ('[[rule]]\nnames=["*"]\ndim=0\nparts=[1,2]\n', {}, MappingError, "do not make 2"),
+        ('[[rule]]\nnames=["*"]\ndim=0\nparts="gated"\n', {}, MappingError, "is gated"),
+        ('[[rule]]\nnames=["*"]\ndim=0\nsize="v"\n', {"v": 5}, DamagedError, "adds up to 4"),
+        ('[[rule]]\nnames=["*"]\nreplicated=true\n', {}, DamagedError, "not the same"),
+        ('[layers]\n"layers"="n"\n[[rule]]\nnames=["*"]\ndim=0\n', {"n": 2}, DamagedError, "is 2"),
+    ],
+)
+def test_rules_that_do_not_fit(
+    tmp_path: Path, text: str, arguments: dict[str, int], error: type[CkptError], said: str
+) -> None:
+    models = [{"a.w": torch.randn(2, 4), "layers.0.b": torch.randn(3)} for _ in range(2)]
+    with pytest.raises(error) as caught:
+        formats.open_checkpoint(
+            two(tmp_path, *models, **arguments), rules=rules_file(tmp_path, text)
+        )
+    assert said in f"{caught.value.what} {caught.value.why}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rule = 1", "[[rule]]", '[[rule]]\nnames=["*"]', '[[rule]]\nnames=["*"]\ndim=-1',
+        '[[rule]]\nnames=["*"]\ndim=0\nreplicated=true', '[[rule]]\nnames="*"\ndim=0',
+        '[[rule]]\nnames=["*"]\ndim=0\nparts=0', '[[rule]]\nnames=["*"]\ndim=0\nparts="half"',
+        '[[rule]]\nname=["*"]\ndim=0', '[experts]\nnames=["x"]', "[layers]\nx=1", "= 3",
+        '[[rule]]\nnames=["*"]\ndim=true', "\x00", '[[rule]]\nnames=["*"]\ndim=64',
+    ],
+)  # fmt: skip
+def test_malformed_rules(tmp_path: Path, text: str) -> None:
+    source = two(tmp_path, {"w": torch.ones(2)}, {"w": torch.ones(2)})
+    with pytest.raises(UsageError) as caught:
+        formats.open_checkpoint(source, rules=rules_file(tmp_path, text))
+    assert "rules.toml" in str(caught.value.where)
+
+
+DIVIDED = '[[rule]]\nnames=["*"]\ndim=0\n'
+
+
+def refused(tmp_path: Path, source: Path, error: type[CkptError], said: str) -> None:
+    with pytest.raises(error) as caught:
+        formats.open_checkpoint(source, rules=rules_file(tmp_path, DIVIDED))
+    assert said in f"{caught.value.what} {caught.value.why}"
+
+
+def models() -> list[dict[str, torch.Tensor]]:
+    return [{"w": torch.randn(2, 4)} for _ in range(2)]
+
+
+def test_ranks_that_disagree(tmp_path: Path) -> None:
+    first, second = models()
+    lacking = two(tmp_path / "a", first, {})
+    refused(tmp_path, lacking, DamagedError, f"`{SAVE}/mp_rank_01/{FILE}` has not")
+    other = two(tmp_path / "b", first, {"w": second["w"].half()})
+    refused(tmp_path, other, DamagedError, "float16 [2, 4]")
+    refused(tmp_path, two(tmp_path / "c", first, first), DamagedError, "holds the same as")
+
+
+def test_arguments_and_folders_that_disagree(tmp_path: Path) -> None:
+    sizes = {"tensor_model_parallel_size": 3}
+    refused(tmp_path, two(tmp_path / "a", *models(), **sizes), DamagedError, "1 of 3 ranks' files")
+    sizes = {"tensor_model_parallel_size": 1}
+    refused(tmp_path, two(tmp_path / "b", *models(), **sizes), DamagedError, "several saves")
+    sizes = {"pipeline_model_parallel_size": 2}
+    refused(tmp_path, two(tmp_path / "c", *models(), **sizes), DamagedError, "2 numbers")
+    stages = {"virtual_pipeline_model_parallel_size": 2}
+    refused(tmp_path, two(tmp_path / "d", *models(), **stages), DamagedError, "virtual pipeline")
+    huge = {"tensor_model_parallel_size": 2**60}
+    refused(tmp_path, two(tmp_path / "e", *models(), **huge), DamagedError, "how many ranks")
+
+
+def test_files_of_two_iterations(tmp_path: Path) -> None:
+    one, other = (content(model, tensor_model_parallel_size=2) for model in models())
+    source = save(tmp_path / "source", {"mp_rank_00": one, "mp_rank_01": other | {"iteration": 9}})
+    refused(tmp_path, source, DamagedError, "mp_rank_01/model_optim_rng.pt` of 9")
+
+
+def test_what_a_second_number_means_has_to_be_recorded(tmp_path: Path) -> None:
+    files = {f"mp_rank_00_00{n}": {"model": model} for n, model in enumerate(models())}
+    source = save(tmp_path / "source", files)
+    refused(tmp_path, source, FormatError, "second number")
+
+
+def test_a_stage_that_is_lost_hides_the_numbers_after_it(tmp_path: Path) -> None:
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+    files = {
+        f"mp_rank_00_00{n}": content({"layers.0.w": torch.randn(2)}, **sizes) for n in range(2)
+    }
+    source = save(tmp_path / "source", files)
+    rules = rules_file(tmp_path, '[layers]\nlayers = ""\n[[rule]]\nnames=["*"]\ndim=0\n')
+    last, first = source / SAVE / "mp_rank_00_001", source / SAVE / "mp_rank_00_000"
+    assert set(formats.open_checkpoint(source, rules=rules).tensors) == {
+        "model.layers.0.w",
+        "model.layers.1.w",
+    }
+    shutil.move(last, tmp_path / "last")
+    found = formats.open_checkpoint(source, rules=rules, partial=True)
+    assert list(found.tensors) == ["model.layers.0.w"]
+    assert len(found.findings) == 1
+    shutil.move(first, tmp_path / "first")
+    shutil.move(tmp_path / "last", last)
+    with pytest.raises(DamagedError, match="numbers of layers are not known"):
+        formats.open_checkpoint(source, rules=rules, partial=True)
+
+
+def test_the_pointer_and_tags(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", {"mp_rank_00": content({"w": torch.ones(2)})})
+    shutil.copytree(source / SAVE, source / "release")
+    pointer = source / "latest_checkpointed_iteration.txt"
+    assert list(formats.open_checkpoint(source).files) == [f"{SAVE}/mp_rank_00/{FILE}"]
+    assert list(formats.open_checkpoint(source, tag="release").files) == [
+        f"release/mp_rank_00/{FILE}"
+    ]
+    pointer.write_text("release")
+    assert list(formats.open_checkpoint(source).files) == [f"release/mp_rank_00/{FILE}"]
+    for text in ("11", "", "../source", "9" * 5000):
+        pointer.write_text(text)
+        with pytest.raises(DamagedError):
+            formats.open_checkpoint(source)
+
+
+def test_state_of_layers_is_left_out(tmp_path: Path) -> None:
+    model = {"w": torch.ones(2), "a._extra_state": torch.ones(9), "b._extra_state": None}
+    source = save(tmp_path / "source", {"mp_rank_00": content(model)})
+    found = formats.open_checkpoint(source)
+    assert list(found.tensors) == ["model.w"]
+    assert any("_extra_state" in note for note in found.notes)
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch hostile",)
+
+
+def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = content({"w": torch.ones(2)}) | {"args": Hostile(), "rerun_state_machine": Hostile()}
+    source = save(tmp_path / "source", {"mp_rank_00": one})
+    assert list(formats.open_checkpoint(source).tensors) == ["model.w"]
+    assert not Path("hostile").exists()
+
+
+def test_one_file_of_many(data: Path) -> None:
+    source, _ = sample(data, "tp2_ep2")
+    with pytest.raises(FormatError, match="one file of many"):
+        formats.open_checkpoint(source / SAVE / "mp_rank_00_000" / FILE, "megatron")
