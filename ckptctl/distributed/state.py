@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Path
+from ckptctl.catalog import Box, Index, Path
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.errors import RefusedError
-from ckptctl.ops.saving import Described
+from ckptctl.ops.holdings import Described
 from ckptctl.planner.placements import Part, local_part
 from ckptctl.planner.placements import Shard as Cut
 
@@ -91,7 +91,7 @@ def state_of(state_dict: StateDict) -> State:
     tensors: dict[str, Held] = {}
     values: dict[str, Value] = {}
     for name, leaf in flat.items():
-        path = tuple(paths[name])
+        path = tuple(Index(key) if isinstance(key, int) else key for key in paths[name])
         if isinstance(leaf, torch.Tensor | ShardedTensor):
             tensors[name] = _held(name, leaf, path)
         else:

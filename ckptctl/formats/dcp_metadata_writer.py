@@ -8,6 +8,7 @@ them have one shape; within an entry the opcodes are those of the C pickler (``M
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from itertools import chain
 
@@ -51,8 +52,69 @@ def encode(
         writer.path(leaf)
     writer.section("storage_data")
     for (name, offsets), item in items.items():
-        writer.item(name, offsets, item)
+        writer.item(name, offsets, *item)
     return writer.finish()
+
+
+class TensorMetadata:
+    """A ``.metadata`` that lacks nothing but the leaves that are no tensors.
+
+    Args:
+        writer: Has written all the rest.
+
+    Attributes:
+        nbytes: How long it is so far.
+    """
+
+    def __init__(self, writer: _Writer) -> None:
+        self._content = bytes(writer.out)
+        writer.out = bytearray()
+        self._writer = writer
+        self.nbytes = len(self._content)
+
+    def complete(self, values: Sequence[tuple[Blob, Item]]) -> tuple[bytes, bytes]:
+        """Return the ``.metadata`` in two parts.
+
+        Args:
+            values: The other leaves, and where they lie.
+        """
+        writer = copy(self._writer)
+        writer.out, writer.strings = bytearray(), dict(writer.strings)
+        writer.again("state_dict_metadata")
+        for blob, _ in values:
+            writer.blob(blob)
+        writer.again("planner_data")
+        for blob, _ in values:
+            writer.path(blob)
+        writer.again("storage_data")
+        for blob, item in values:
+            writer.item(blob.name, None, *item)
+        return self._content, writer.finish()
+
+
+def encode_tensors(
+    tensors: Sequence[OutputTensor],
+    boxes: Sequence[Sequence[Box]],
+    items: Iterable[tuple[str, tuple[int, ...], str, int, int]],
+) -> TensorMetadata:
+    """Return a ``.metadata`` of tensors, to which other leaves can be added.
+
+    Args:
+        tensors: In the order of the state dict.
+        boxes: The chunks of each tensor.
+        items: Name, offsets, file, first byte and length of every chunk.
+    """
+    writer = _Writer(tensors)
+    writer.section("state_dict_metadata")
+    for tensor, chunks in zip(tensors, boxes, strict=True):
+        writer.tensor(tensor, chunks)
+    writer.section("planner_data")
+    for tensor in tensors:
+        writer.path(tensor)
+    writer.section("storage_data")
+    for item in items:
+        writer.item(*item)
+    return TensorMetadata(writer)
 
 
 class _Writer:
@@ -62,14 +124,18 @@ class _Writer:
         out: The pickle so far.
         count: Entries of the memo.
         strings: What refers to each string.
+        dicts: What refers to each dict of the metadata.
         pairs: Pairs of the dict that is being filled, in this batch.
+        filling: What ends it.
     """
 
     def __init__(self, tensors: Iterable[OutputTensor]) -> None:
         self.out = bytearray(b"\x80\x04")
         self.count = 0
         self.strings: dict[str, bytes] = {}
+        self.dicts: dict[str, bytes] = {}
         self.pairs = 0
+        self.filling = b""
         known = {name: self._global(_HOME, name) for name in _RECORDS}
         size, info = self._global("torch", "Size"), self._global(_STORAGE, "_StorageInfo")
         self.empty = self._global(_HOME, "BytesStorageMetadata") + _RECORD
@@ -95,7 +161,14 @@ class _Writer:
         """Begin the next dict of the metadata."""
         self._close()
         self.out += self.text(name) + b"}\x94("
-        self.count += 1
+        self.dicts[name] = self._next()
+        self.filling = b"u"
+
+    def again(self, name: str) -> None:
+        """Add to a dict that was ended, after the one that is being filled."""
+        self._close()
+        self.out += self.dicts[name] + b"("
+        self.filling = b"u0"
 
     def tensor(self, tensor: OutputTensor, boxes: Sequence[Box]) -> None:
         """Write a ``TensorStorageMetadata`` under its name."""
@@ -130,21 +203,21 @@ class _Writer:
         self.out += name + _tuple(keys)
         self.count += bool(keys)
 
-    def item(self, name: str, offsets: _Offsets, item: Item) -> None:
+    def item(self, name: str, offsets: _Offsets, path: str, start: int, nbytes: int) -> None:
         """Write a ``MetadataIndex`` and its ``_StorageInfo``."""
         self._pair()
         position = b"N" if offsets is None else _size(self.size, offsets)
-        file = self.strings.get(item.file)
+        file = self.strings.get(path)
         self.count += 2 if offsets is None else 4 + bool(offsets)
         self.out += self.index + self.strings[name] + self.position + position
         self.count += 2
         self.out += (
             self.info
-            + (file or self.text(item.file))
+            + (file or self.text(path))
             + self.start
-            + _integer(item.offset)
+            + _integer(start)
             + self.length
-            + _integer(item.nbytes)
+            + _integer(nbytes)
             + b"ub"
         )
 
@@ -179,9 +252,8 @@ class _Writer:
 
     def _close(self) -> None:
         """End the dict that is being filled, if any."""
-        if "state_dict_metadata" in self.strings:
-            self.out += b"u"
-        self.pairs = 0
+        self.out += self.filling
+        self.filling, self.pairs = b"", 0
 
     def _next(self) -> bytes:
         """Return what will refer to the object that is remembered next."""

@@ -14,13 +14,14 @@ from ckptctl.errors import FormatError, listed
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.deepspeed_faults import Faults
-from ckptctl.formats.deepspeed_optimizer import Leaves
+from ckptctl.formats.deepspeed_leaves import Leaves
 from ckptctl.formats.megatron_files import OPTIMIZER, POINTER, evidence, is_run, save_folder
 from ckptctl.formats.megatron_grid import Grid, read_grid
 from ckptctl.formats.megatron_join import Joined, join_tensors
 from ckptctl.formats.megatron_rules import load
 from ckptctl.formats.megatron_state import is_model
 from ckptctl.formats.torch_file import NO_CHECKSUMS
+from ckptctl.formats.unknown_classes import unknown_notes
 from ckptctl.storage.files import SourceFiles
 
 _LEFT_OUT = {
@@ -48,8 +49,9 @@ class MegatronFormat(Format):
     proof = (
         "with the built-in rules, on 2, 4 and 8 ranks: the tensors of GPT models of Megatron-Core "
         "0.16 lie where its own sharded state dict says, and one rank loads them strictly under "
-        "their names (tests/oracle/test_megatron.py); Megatron-LM's own program was not run, its "
-        "files are laid out as its source says"
+        "their names (tests/oracle/test_megatron.py); Megatron-LM's own program and Transformer "
+        "Engine's layers (fused norms, grouped experts) were not run: files are laid out, and "
+        "these are named, as the sources say"
     )
     choices = frozenset({"tag", "rules"})
 
@@ -88,7 +90,12 @@ class MegatronFormat(Format):
             blobs=others.blobs,
             assets=side_files(path, exclude=own),
             documents=documents(path),
-            notes=(*_notes(grid, model, path), *others.notes, *left_behind(path, exclude=own)),
+            notes=(
+                *_notes(grid, model, path),
+                *others.notes,
+                *unknown_notes(others.blobs.values()),
+                *left_behind(path, exclude=own),
+            ),
             replicas=model.replicas if asked.replicas else {},
             findings=tuple(faults.findings) if faults else (),
             lost=model.lost,

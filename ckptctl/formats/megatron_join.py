@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import DamagedError, MappingError
+from ckptctl.errors import DamagedError
 from ckptctl.formats.dtensor import Piece
 from ckptctl.formats.megatron_copies import Copies
 from ckptctl.formats.megatron_coverage import require_rules
@@ -115,15 +115,9 @@ class _Join:
         if rule.parts == GATED and partner_of(key) in self.names.chunks[chunk]:
             partners = self.grid.held(chunk, partner_of(key)).values()
             second = next(one.tensor.shape for one in partners if one is not None)
-        division = divide(key, like.shape, rule, self.grid.sizes.tensor, second)
-        if rule.parts == GATED and len(division.parts) == 1:
-            if self.grid.first.arguments.get("swiglu") is True:
-                raise MappingError(
-                    f"the rule for `{key}` does not fit it",
-                    where=self.names.rules.where,
-                    why="the argument `swiglu` is set, and it has no two halves",
-                )
-        return division
+        swiglu = self.grid.first.arguments.get("swiglu") is True
+        ranks = self.grid.sizes.tensor
+        return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
 
     def _require_size(self, name: str, rule: Rule, division: Division) -> None:
         said = self.grid.first.argument(rule.size) if rule.size else None

@@ -65,7 +65,9 @@ def partner_of(key: str) -> str:
     return key.replace(FIRST, SECOND).replace(".bias", ".weight")
 
 
-def divide(key: str, local: Shape, rule: Rule, ranks: int, second: Shape | None) -> Division:
+def divide(
+    key: str, local: Shape, rule: Rule, ranks: int, second: Shape | None, *, swiglu: bool
+) -> Division:
     """Return how a tensor is divided.
 
     Args:
@@ -74,6 +76,7 @@ def divide(key: str, local: Shape, rule: Rule, ranks: int, second: Shape | None)
         rule: The rule for it.
         ranks: The number of tensor-parallel ranks.
         second: The shape of :func:`partner_of` it on one rank, where there is one.
+        swiglu: Whether the arguments say that layers are gated.
 
     Raises:
         MappingError: The rule does not fit its shape.
@@ -83,7 +86,7 @@ def divide(key: str, local: Shape, rule: Rule, ranks: int, second: Shape | None)
     if rule.dim >= len(local):
         raise _unfit(key, f"dimension {rule.dim} of {list(local)} is to be divided")
     length = local[rule.dim]
-    count = _halves(key, length, second) if rule.parts == GATED else rule.parts
+    count = _halves(key, length, second, swiglu) if rule.parts == GATED else rule.parts
     if isinstance(count, tuple):
         if sum(count) != length:
             raise _unfit(key, f"parts of {list(count)} do not make {length}")
@@ -94,12 +97,14 @@ def divide(key: str, local: Shape, rule: Rule, ranks: int, second: Shape | None)
     return Division(local, rule.dim, (length // count,) * count, ranks)
 
 
-def _halves(key: str, rows: int, second: Sequence[int] | None) -> int:
+def _halves(key: str, rows: int, second: Sequence[int] | None, swiglu: bool) -> int:
     """Return 2 where the first layer is twice as wide as the second takes, else 1."""
     if second is None or len(second) != 2 or FIRST not in key:
         raise _unfit(key, f"`{partner_of(key)}`, which would tell whether it is gated, is missing")
     if rows not in (second[1], 2 * second[1]):
         raise _unfit(key, f"it has {rows} rows, `{partner_of(key)}` {second[1]} columns")
+    if swiglu and rows == second[1]:
+        raise _unfit(key, "the argument `swiglu` is set, and it has no two halves")
     return 1 if rows == second[1] else 2
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar, cast
 from ckptctl.errors import CkptError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Coordinator(Protocol):
@@ -119,3 +120,55 @@ def _sendable(error: BaseException | None) -> CkptError | None:
     if error is None or isinstance(error, CkptError):
         return error
     return CkptError(f"{type(error).__name__}: {error}")
+
+
+def through_first(
+    ranks: Coordinator, work: Callable[[], T], answer: Callable[[list[T]], Sequence[R]]
+) -> R:
+    """Do *work* on every rank and let rank 0 answer; when anything fails, raise on all.
+
+    Args:
+        ranks: The group.
+        work: Uses no collective itself.
+        answer: Called on rank 0 only, with what the work returned on all of them; returns
+            something for each.
+
+    Returns:
+        What is for this rank.
+
+    Raises:
+        CkptError: What this rank raised.
+        RankError: What another did.
+    """
+    result, error = _attempt(work)
+    found = ranks.gather((result, _sendable(error)))
+    answers: list[tuple[R | None, int, CkptError | None]] | None = None
+    own: BaseException | None = None
+    if found is not None:
+        answers, own = _answers(found, answer)
+    mine, failed, other = ranks.scatter(answers)
+    if error is not None or own is not None:
+        raise error or own or AssertionError
+    if other is not None:
+        raise RankError(failed, other)
+    return cast(R, mine)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as failure:
+        return None, failure
+
+
+def _answers(
+    found: Sequence[tuple[T | None, CkptError | None]], answer: Callable[[list[T]], Sequence[R]]
+) -> tuple[list[tuple[R | None, int, CkptError | None]], BaseException | None]:
+    """Return what each rank is told, and what failed on rank 0 itself."""
+    for rank, (_, failure) in enumerate(found):
+        if failure is not None:
+            return [(None, rank, failure)] * len(found), None
+    parts, error = _attempt(lambda: answer([cast(T, result) for result, _ in found]))
+    if parts is None:
+        return [(None, 0, _sendable(error))] * len(found), error
+    return [(part, 0, None) for part in parts], None

@@ -1,191 +1,59 @@
-"""Saving what ranks hold in memory as one DCP directory: which rank writes what, and where.
+"""Saving what ranks hold in memory as one DCP directory: the files of each rank, the metadata.
 
-Every rank says what it holds (:class:`Holding`), one of them decides (:func:`decide`), each lays
-out and writes its own files (:func:`rank_files`), one writes the metadata (:func:`metadata`). No
-torch here: memory has names.
+Every rank says what it holds (:mod:`ckptctl.ops.holdings`), one of them decides
+(:mod:`ckptctl.ops.save_decision`), each lays out and writes its own files (:func:`tensor_files`,
+:func:`with_values`), one writes the metadata (:func:`metadata`). No torch here: memory has names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Box, Path, memory_name
-from ckptctl.errors import CoverageError, MappingError, listed
-from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.catalog import Box, memory_name
+from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp import DataFiles
 from ckptctl.formats.dcp_metadata import Item
-from ckptctl.formats.dcp_metadata_writer import encode
+from ckptctl.formats.dcp_metadata_writer import TensorMetadata, encode_tensors
+from ckptctl.ops.holdings import Chunk, Holding
+from ckptctl.ops.save_decision import Decision, Share, output_tensor
 from ckptctl.planner.balance import assign
-from ckptctl.planner.boxes import coverage
-from ckptctl.planner.plan import Operand, Plan, Side, Transfer
+from ckptctl.planner.plan import CrcOf, Operand, OutputFile, Plan, Side, Transfer
+from ckptctl.storage.collection import no_collection
 from ckptctl.storage.compare import row_major
 
-ItemKey = tuple[str, tuple[int, ...] | None]
 
-
-class Described(NamedTuple):
-    """What every rank says alike of a tensor.
-
-    Attributes:
-        dtype: torch's name.
-        shape: Global shape.
-        path: Keys from the root of the state dict down to it.
-        requires_grad: Whether it is a parameter that is trained.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    requires_grad: bool
-
-
-class Chunk(NamedTuple):
-    """A box of a tensor that a rank holds in memory.
+@dataclass(frozen=True, slots=True)
+class RankItems:
+    """Where a rank writes its boxes, in the order of its share.
 
     Attributes:
-        name: The tensor.
-        offsets: Where the box begins in it.
-        sizes: Its extent.
+        files: Names of its files.
+        file: Of each item the index into these.
+        offset: Its first byte.
+        nbytes: How many it has.
     """
 
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    files: tuple[str, ...]
+    file: Sequence[int]
+    offset: Sequence[int]
+    nbytes: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """What one rank holds.
+class TensorFiles:
+    """What one rank writes, leaves apart that are no tensors.
 
     Attributes:
-        tensors: The tensors that it holds something of, by name.
-        chunks: Their boxes in its memory.
-        values: Digest of each leaf that is no tensor, by name.
-        paths: Keys from the root down to each of these.
+        plan: For the executor; its memory is called after the index of each chunk.
+        items: Where each box lies.
     """
 
-    tensors: Mapping[str, Described]
-    chunks: Sequence[Chunk]
-    values: Mapping[str, bytes] = field(default_factory=dict)
-    paths: Mapping[str, Path] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank writes of what it holds.
-
-    Attributes:
-        chunks: Indices of its chunks.
-        values: The leaves that are no tensors, with the names under which it writes them.
-    """
-
-    chunks: tuple[int, ...]
-    values: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Who writes what.
-
-    Attributes:
-        tensors: All tensors, in the order of the lowest rank that has them.
-        shares: What each rank writes.
-        paths: Keys of every leaf that is no tensor, by the name that it gets.
-    """
-
-    tensors: tuple[OutputTensor, ...]
-    shares: tuple[Share, ...]
-    paths: Mapping[str, Path]
-
-
-def decide(holdings: Sequence[Holding]) -> Decision:
-    """Say which rank writes which of the chunks that several of them hold.
-
-    Args:
-        holdings: Of all ranks, in order.
-
-    Raises:
-        MappingError: Two ranks disagree on what a tensor is.
-        CoverageError: The chunks do not tile a tensor.
-    """
-    known: dict[str, Described] = {}
-    said: dict[str, int] = {}
-    holders: dict[Chunk, list[int]] = {}
-    for rank, holding in enumerate(holdings):
-        for name, described in holding.tensors.items():
-            if known.setdefault(name, described) != described:
-                raise _disagree(name, known[name], said[name], described, rank)
-            said.setdefault(name, rank)
-        for chunk in holding.chunks:
-            holders.setdefault(chunk, []).append(rank)
-    _require_tiled(known, holders)
-    sized = [(_nbytes(chunk, known), ranks) for chunk, ranks in holders.items()]
-    chosen = dict(zip(holders, assign(sized, len(holdings)), strict=True))
-    values, paths = _values(holdings)
-    shares = tuple(
-        Share(
-            tuple(index for index, chunk in enumerate(holding.chunks) if chosen[chunk] == rank),
-            values[rank],
-        )
-        for rank, holding in enumerate(holdings)
-    )
-    tensors = tuple(_tensor(name, one) for name, one in known.items())
-    return Decision(tensors, shares, paths)
-
-
-def _values(
-    holdings: Sequence[Holding],
-) -> tuple[tuple[Mapping[str, str], ...], dict[str, Path]]:
-    """What differs between ranks is kept for each: below ``rank_N.``, but for the first."""
-    first: dict[str, bytes] = {}
-    paths: dict[str, Path] = {}
-    found: list[dict[str, str]] = []
-    for rank, holding in enumerate(holdings):
-        own: dict[str, str] = {}
-        for name, digest in holding.values.items():
-            if name not in first:
-                first[name], own[name], paths[name] = digest, name, holding.paths[name]
-            elif first[name] != digest:
-                apart = f"rank_{rank}.{name}"
-                own[name], paths[apart] = apart, (f"rank_{rank}", *holding.paths[name])
-        found.append(own)
-    return tuple(found), paths
-
-
-def _tensor(name: str, one: Described) -> OutputTensor:
-    return OutputTensor(name, one.dtype, one.shape, one.path, requires_grad=one.requires_grad)
-
-
-def _nbytes(chunk: Chunk, known: Mapping[str, Described]) -> int:
-    return math.prod(chunk.sizes) * dtypes.itemsize(known[chunk.name].dtype)
-
-
-def _require_tiled(known: Mapping[str, Described], chunks: Mapping[Chunk, Sequence[int]]) -> None:
-    boxes: dict[str, list[Box]] = {name: [] for name in known}
-    for chunk in chunks:
-        boxes[chunk.name].append(Box(chunk.offsets, chunk.sizes))
-    for name, described in known.items():
-        found = coverage(described.shape, boxes[name])
-        if not found.exact:
-            wrong = found.outside or found.holes or found.overlaps
-            raise CoverageError(
-                f"the ranks' chunks of `{name}` do not tile it",
-                where=f"tensor `{name}`, shape {list(described.shape)}",
-                why=f"{listed([str(box) for box in wrong])} "
-                + ("are held by no rank" if wrong is found.holes else "are held in several ways"),
-            )
-
-
-def _disagree(name: str, one: Described, first: int, other: Described, second: int) -> MappingError:
-    return MappingError(
-        f"ranks {first} and {second} disagree on `{name}`",
-        where=f"tensor `{name}`",
-        why=f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}",
-    )
+    plan: Plan
+    items: RankItems
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,50 +61,51 @@ class RankFiles:
     """What one rank writes.
 
     Attributes:
-        plan: For the executor; its memory is called after the index of each chunk.
-        items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
+        plan: For the executor.
+        values: Where the leaves that are no tensors lie, by the names under which they are written.
     """
 
     plan: Plan
-    items: Mapping[ItemKey, Item]
+    values: Mapping[str, Item]
 
 
-def rank_files(
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is written as one item: *box*, of the chunk *index*."""
+
+    index: int
+    box: Box
+    nbytes: int
+
+
+def tensor_files(
     rank: int,
     holding: Holding,
     share: Share,
     steps: Sequence[tuple[int, ...]],
-    values: Mapping[str, bytes],
     files: int = 1,
-) -> RankFiles:
-    """Lay out the files of *rank*.
+) -> TensorFiles:
+    """Lay out the tensors in the files of *rank*.
 
     Args:
         rank: The rank.
         holding: What it holds.
         share: What it writes of that.
         steps: Elements between neighbours in memory along each dimension, for each chunk.
-        values: Content of its leaves that are no tensors, as ``torch.save`` writes them.
-        files: Among how many files its tensors are spread.
+        files: Among how many files they are spread.
     """
-    sized = [(_nbytes(holding.chunks[i], holding.tensors), range(files)) for i in share.chunks]
-    homes = assign(sized, files, small=0)
+    pieces = list(_pieces(holding, share))
+    homes = assign([(piece.nbytes, range(files)) for piece in pieces], files, small=0)
     writer = DataFiles()
     transfers: list[Transfer] = []
-    for number in range(files):
-        mine = [index for index, home in zip(share.chunks, homes, strict=True) if home == number]
-        own = share.values if number == 0 else {}
-        if not mine and not own:
-            continue
-        writer.begin(f"__{rank}_{number}.distcp")
-        for index in mine:
-            chunk = holding.chunks[index]
-            tensor = _tensor(chunk.name, holding.tensors[chunk.name])
-            writer.add_tensor(tensor, Box(chunk.offsets, chunk.sizes))
-            record = len(writer.records) - 1
-            transfers.append(_transfer(chunk, tensor, steps[index], index, record, writer))
-        for name, written in own.items():
-            writer.add_value(written, values[name])
+    for number in sorted(set(homes)):
+        writer.begin(data_file(rank, number))
+        for piece, home in zip(pieces, homes, strict=True):
+            if home == number:
+                chunk = holding.chunks[piece.index]
+                tensor = output_tensor(chunk.name, holding.tensors[chunk.name])
+                writer.add_tensor(tensor, piece.box)
+                transfers.append(_transfer(chunk, tensor, steps[piece.index], piece, writer))
         writer.finish()
     plan = Plan(
         source_root="/",
@@ -249,33 +118,57 @@ def rank_files(
         raw_copies=(),
         digest="",
     )
-    return RankFiles(plan, writer.items)
+    return TensorFiles(plan, _items(holding, pieces, writer))
+
+
+def data_file(rank: int, number: int) -> str:
+    """Return the name of a data file, as stock ``dcp.save`` calls it."""
+    return f"__{rank}_{number}.distcp"
+
+
+def _pieces(holding: Holding, share: Share) -> Iterator[_Piece]:
+    for position, index in enumerate(share.chunks):
+        chunk = holding.chunks[index]
+        box = share.parts.get(position) or Box(chunk.offsets, chunk.sizes)
+        size = dtypes.itemsize(holding.tensors[chunk.name].dtype)
+        yield _Piece(index, box, math.prod(box.sizes) * size)
+
+
+def _items(holding: Holding, pieces: Sequence[_Piece], writer: DataFiles) -> RankItems:
+    names = tuple(file.path for file in writer.files)
+    number = {name: index for index, name in enumerate(names)}
+    found = [
+        writer.items[holding.chunks[piece.index].name, piece.box.offsets] for piece in pieces
+    ]
+    return RankItems(
+        names,
+        array("H", [number[item.file] for item in found]),
+        array("Q", [item.offset for item in found]),
+        array("Q", [item.nbytes for item in found]),
+    )
 
 
 def _transfer(
-    chunk: Chunk,
-    tensor: OutputTensor,
-    steps: tuple[int, ...],
-    index: int,
-    record: int,
-    writer: DataFiles,
+    chunk: Chunk, tensor: OutputTensor, steps: tuple[int, ...], piece: _Piece, writer: DataFiles
 ) -> Transfer:
+    sizes = piece.box.sizes
     size = dtypes.itemsize(tensor.dtype)
-    start = (0,) * len(chunk.sizes)
+    start = (0,) * len(sizes)
+    record = len(writer.records) - 1
     place = writer.records[record]
     strides = tuple(step * size for step in steps)
-    span = sum((n - 1) * s for n, s in zip(chunk.sizes, strides, strict=True)) + size
-    empty = 0 in chunk.sizes
-    dense = tuple(step * size for step in row_major(chunk.sizes))
-    dims = tuple((axis,) for axis in range(len(chunk.sizes)))
-    source = Operand(memory_name(str(index)), 0, start, chunk.sizes, strides, 0 if empty else span)
-    target = Operand(
-        place.file, place.offset, start, chunk.sizes, dense, place.nbytes, record=record
-    )
+    inside = zip(piece.box.offsets, chunk.offsets, strides, strict=True)
+    first = sum((low - base) * stride for low, base, stride in inside)
+    span = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + size
+    dims = tuple((axis,) for axis in range(len(sizes)))
+    memory = memory_name(str(piece.index))
+    source = Operand(memory, first, start, sizes, strides, 0 if 0 in sizes else span)
+    dense = tuple(step * size for step in row_major(sizes))
+    target = Operand(place.file, place.offset, start, sizes, dense, place.nbytes, record=record)
     return Transfer(
         chunk.name,
         chunk.name,
-        chunk.sizes,
+        sizes,
         Side(dims, (source,)),
         Side(dims, (target,)),
         tensor.dtype,
@@ -283,21 +176,74 @@ def _transfer(
     )
 
 
-def metadata(
-    decision: Decision, holdings: Sequence[Holding], items: Sequence[Mapping[ItemKey, Item]]
-) -> bytes:
-    """Return the global ``.metadata``.
+def with_values(
+    rank: int, files: TensorFiles, written: Mapping[str, str], values: Mapping[str, bytes]
+) -> RankFiles:
+    """Add the leaves that are no tensors at the end of the rank's first file.
+
+    Args:
+        rank: The rank.
+        files: Its tensors; they lie where they do whatever the values are.
+        written: The leaves that it writes, with the names under which it does.
+        values: Their content, as ``torch.save`` writes it.
+    """
+    if not written:
+        return RankFiles(files.plan, {})
+    known = files.plan.files[0] if files.plan.files else None
+    first = known or OutputFile(data_file(rank, 0), 0, lambda _: iter(()))
+    items: dict[str, Item] = {}
+    contents: list[tuple[int, bytes]] = []
+    size = first.size
+    for name, under in written.items():
+        items[under] = Item(first.path, size, len(values[name]))
+        contents.append((size, values[name]))
+        size += len(values[name])
+
+    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield from first.frame(crc_of)
+        yield from contents
+
+    longer = OutputFile(first.path, size, frame)
+    plan = replace(files.plan, files=(longer, *files.plan.files[1:]))
+    return RankFiles(plan, items)
+
+
+def rank_files(
+    rank: int,
+    holding: Holding,
+    share: Share,
+    steps: Sequence[tuple[int, ...]],
+    values: Mapping[str, bytes],
+    files: int = 1,
+) -> RankFiles:
+    """Lay out all files of *rank*; see :func:`tensor_files` and :func:`with_values`."""
+    return with_values(
+        rank, tensor_files(rank, holding, share, steps, files), share.values, values
+    )
+
+
+def metadata(decision: Decision, items: Sequence[RankItems]) -> TensorMetadata:
+    """Return the global ``.metadata``, to which the leaves that are no tensors are added.
 
     Args:
         decision: Who wrote what.
-        holdings: Of all ranks.
-        items: What each rank wrote, and where.
+        items: Where each rank did.
     """
-    boxes: dict[str, list[Place]] = {tensor.name: [] for tensor in decision.tensors}
-    for holding, share in zip(holdings, decision.shares, strict=True):
-        for index in share.chunks:
-            chunk = holding.chunks[index]
-            boxes[chunk.name].append(Place(Box(chunk.offsets, chunk.sizes), 0))
-    blobs = [Blob(name, path) for name, path in decision.paths.items()]
-    everything = {key: item for some in items for key, item in some.items()}
-    return encode(decision.tensors, blobs, boxes, everything)
+    with no_collection():
+        return encode_tensors(decision.tensors, decision.boxes, _located(decision, items))
+
+
+def _located(
+    decision: Decision, items: Sequence[RankItems]
+) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
+    places = [_placed(one) for one in items]
+    for tensor, boxes, writers in zip(
+        decision.tensors, decision.boxes, decision.writers, strict=True
+    ):
+        for box, rank in zip(boxes, writers, strict=True):
+            yield tensor.name, box.offsets, *next(places[rank])
+
+
+def _placed(items: RankItems) -> Iterator[tuple[str, int, int]]:
+    names = [items.files[index] for index in items.file]
+    return zip(names, items.offset, items.nbytes, strict=True)

@@ -2,43 +2,120 @@
 
 Longest processing time first (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969):
 the largest chunk goes to the candidate with the least to do so far, what only one rank has counted
-from the start. Small chunks stay together on the first candidate that has room for them.
+from the start. Small chunks stay together on the first candidate that has room for them: what
+saves a file to be opened is worth more than what they weigh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
+
+from ckptctl.catalog import Box
+from ckptctl.planner.boxes import split_rows
 
 SMALL = 64 << 10
+LEAST_PIECE = 16 << 20
+PIECES_PER_RANK = 32
 
 
 def assign(
-    chunks: Sequence[tuple[int, Sequence[int]]], ranks: int, small: int = SMALL
+    chunks: Sequence[tuple[int, Sequence[int]]],
+    ranks: int,
+    small: int = SMALL,
+    load: Sequence[int] = (),
 ) -> list[int]:
     """Return for each chunk the rank that writes it.
 
     Args:
         chunks: Bytes of each, and the ranks that hold it, in order.
         ranks: How many there are.
-        small: Chunks below so many bytes stay together: what saves a file to be opened is worth
-            more than what they weigh.
+        small: Chunks below so many bytes stay together.
+        load: Bytes that each rank has to write anyway; empty: none.
     """
-    load = [0] * ranks
+    loads = list(load) or [0] * ranks
     chosen = [-1] * len(chunks)
     shared: list[int] = []
     for index, (nbytes, holders) in enumerate(chunks):
         if len(holders) == 1:
             chosen[index] = holders[0]
-            load[holders[0]] += nbytes
+            loads[holders[0]] += nbytes
         else:
             shared.append(index)
+    fair = -(-(sum(loads) + sum(chunks[index][0] for index in shared)) // max(ranks, 1))
     shared.sort(key=lambda index: (-chunks[index][0], index))
+    candidates: dict[tuple[int, ...], _Candidates] = {}
     for index in shared:
         nbytes, holders = chunks[index]
-        if nbytes < small:
-            rank = min(holders)
-        else:
-            rank = min(holders, key=lambda holder: (load[holder], holder))
+        key = tuple(holders)
+        found = candidates.get(key)
+        if found is None:
+            found = candidates[key] = _Candidates(key, loads)
+        rank = found.first(nbytes, fair) if nbytes < small else found.least()
         chosen[index] = rank
-        load[rank] += nbytes
+        loads[rank] += nbytes
     return chosen
+
+
+class _Candidates:
+    """The ranks that hold the same chunks; others add to their loads, too, which only grow."""
+
+    def __init__(self, ranks: tuple[int, ...], loads: list[int]) -> None:
+        self._ranks = sorted(ranks)
+        self._loads = loads
+        self._heap = [(loads[rank], rank) for rank in ranks]
+        self._full = 0
+        heapify(self._heap)
+
+    def least(self) -> int:
+        """Return the rank with the least to do, the lowest of several."""
+        heap, loads = self._heap, self._loads
+        while heap[0][0] != loads[heap[0][1]]:
+            rank = heap[0][1]
+            heapreplace(heap, (loads[rank], rank))
+        return heap[0][1]
+
+    def first(self, nbytes: int, fair: int) -> int:
+        """Return the first rank that stays within *fair*; the one with the least if none does."""
+        while self._full < len(self._ranks):
+            rank = self._ranks[self._full]
+            if self._loads[rank] + nbytes <= fair:
+                return rank
+            self._full += 1
+        return self.least()
+
+
+def piece_limit(nbytes: int, ranks: int) -> int:
+    """Return above how many bytes a replicated chunk is cut so that ranks can share it.
+
+    Args:
+        nbytes: Of everything that is written.
+        ranks: How many write it.
+    """
+    return max(LEAST_PIECE, nbytes // max(ranks, 1) // PIECES_PER_RANK)
+
+
+def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
+    """Return *box* in pieces of about *limit* bytes, cut where it lies contiguously.
+
+    Args:
+        box: Of a tensor.
+        nbytes: How many it has.
+        limit: See :func:`piece_limit`.
+    """
+    dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
+    count = -(-nbytes // limit)
+    if dim is None or count < 2:
+        return [box]
+    before, size = box.sizes[:dim], box.sizes[dim]
+    return [
+        Box(
+            (
+                *box.offsets[:dim],
+                box.offsets[dim] + rows.offsets[0],
+                *box.offsets[dim + 1 :],
+            ),
+            (*before, rows.sizes[0], *box.sizes[dim + 1 :]),
+        )
+        for rows in split_rows((size,), min(count, size))
+    ]

@@ -114,13 +114,16 @@ class _Work:
     prefix: int
     item: int
     out: int
+    lo: Ints
+    sizes: Ints
 
 
 def lower(transfer: Transfer, records: Sequence[Record], limits: Limits) -> Iterator[Tile]:
     """Yield the tiles that do *transfer*.
 
     Args:
-        transfer: The copy. Both sides tile the tensor exactly.
+        transfer: The copy. The source tiles the tensor exactly; so does the target, or it is those
+            boxes of it that are wanted.
         records: Those of the plan.
         limits: Sizes of tiles.
 
@@ -218,17 +221,31 @@ def _work(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> _Work:
     other = tuple(axis for group in frame.source for axis in group)
     same = (a == b for a, b in zip(order, other, strict=True))
     prefix = next((index for index, equal in enumerate(same) if not equal), len(order))
+    targets = runs.pieces(transfer.target, frame.target, frame.sizes)
     return _Work(
         transfer,
         frame,
         records,
         Index(runs.pieces(transfer.source, frame.source, frame.sizes)),
-        Index(runs.pieces(transfer.target, frame.target, frame.sizes)),
+        Index(targets),
         order,
         prefix,
         dtypes.itemsize(transfer.source_dtype),
         dtypes.itemsize(transfer.target_dtype),
+        *_bounds(targets, frame.sizes),
     )
+
+
+def _bounds(targets: Sequence[Piece], sizes: Ints) -> tuple[Ints, Ints]:
+    """Return the box that all *targets* lie in: less than the tensor where a part is wanted."""
+    if not targets:
+        return (0,) * len(sizes), sizes
+    lo = tuple(min(starts) for starts in zip(*(piece.lo for piece in targets), strict=True))
+    ends = (
+        max(start + count for start, count in axis)
+        for axis in zip(*(zip(p.lo, p.sizes, strict=True) for p in targets), strict=True)
+    )
+    return lo, tuple(end - start for end, start in zip(ends, lo, strict=True))
 
 
 def domains(sizes: Ints, order: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]:
@@ -256,9 +273,18 @@ def domains(sizes: Ints, order: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]
             yield tuple(lo), tuple(count)
 
 
+def _domains(work: _Work, limit: int) -> Iterator[tuple[list[Piece], dict[int, list[Block]]]]:
+    """Yield what of the targets lies in each domain, and what fills it; nothing is left out."""
+    for start, count in domains(work.sizes, work.order, limit):
+        lo = tuple(first + offset for first, offset in zip(start, work.lo, strict=True))
+        parts, blocks = _meet(work, lo, count)
+        if parts:
+            yield parts, blocks
+
+
 def _limit(work: _Work, limits: Limits) -> int:
     """Return the elements of a tile: enough for one step of the common prefix if that fits."""
-    sizes, order = work.frame.sizes, work.order
+    sizes, order = work.sizes, work.order
     step = math.prod(sizes[axis] for axis in order[work.prefix :]) * work.item
     size = max(limits.tile, min(step, limits.widest))
     return max(1, size // max(work.item, work.out))
@@ -266,13 +292,15 @@ def _limit(work: _Work, limits: Limits) -> int:
 
 def _scattered(work: _Work, limits: Limits) -> bool:
     """Return whether runs are so short that elements are better permuted in memory."""
-    item, sizes = work.item, work.frame.sizes
-    lo, count = next(domains(sizes, work.order, _limit(work, limits)))
-    _, blocks = _meet(work, lo, count)
+    item, sizes = work.item, work.sizes
+    first = next(_domains(work, _limit(work, limits)), None)
+    if first is None:
+        return False
+    parts, blocks = first
     total = sum(block.runs for some in blocks.values() for block in some)
     if any(s % item for o in work.transfer.source.operands for s in o.strides):
         return False
-    size = math.prod(count) * item
+    size = sum(math.prod(part.sizes) for part in parts) * item
     return size < SHORT_RUN * total and math.prod(sizes) * item * total > FEW_RUNS * size
 
 
@@ -296,13 +324,11 @@ def _tiled(work: _Work, limits: Limits) -> Iterator[Tile]:
     operands = work.transfer.source.operands
     inline: bool | None = None
     gaps = any(_gaps(o, work.item) for o in operands if o.crc32 is not None)
-    if permuted or gaps or not limits.check:
+    partial = work.sizes != work.frame.sizes
+    if permuted or gaps or partial or not limits.check:
         inline = False
-    for lo, count in domains(work.frame.sizes, work.order, limit):
-        parts, blocks = _meet(work, lo, count)
-        if not parts:
-            continue  # only a part of the tensor is wanted
-        nbytes = math.prod(count) * work.item
+    for parts, blocks in _domains(work, limit):
+        nbytes = sum(math.prod(part.sizes) for part in parts) * work.item
         writes = _writes(work, parts)
         if permuted:
             yield Tile(nbytes, (), _moves(work, blocks, limits), writes, False)
@@ -312,7 +338,7 @@ def _tiled(work: _Work, limits: Limits) -> Iterator[Tile]:
             inline = len(found) <= FEW_READS
         reads = found if inline else [read._replace(operand=DISCARD) for read in found]
         yield Tile(nbytes, tuple(reads), (), writes, False)
-    if limits.check and not inline:
+    if limits.check and not inline and not partial:
         yield from _checks(operands, limits.tile)
 
 

@@ -88,11 +88,14 @@ class Execution:
         crcs: CRC-32 of each record of the plan; all 0 without checksums.
         bytes_written: Bytes of records and raw copies that this run wrote.
         resumed_bytes: Those that an earlier run had written.
+        bytes_read: Bytes read into memory from source files, what computed tensors are made of
+            apart.
     """
 
     crcs: list[int]
     bytes_written: int
     resumed_bytes: int
+    bytes_read: int = 0
 
 
 def execute(
@@ -151,6 +154,7 @@ class _Run:
         self._errors: list[BaseException] = []
         self._working = 0
         self._reported = 0
+        self._read = 0
         self._torch = False
 
     # Output files
@@ -290,6 +294,7 @@ class _Run:
         worker.close()
         with self._changed:
             self._working -= 1
+            self._read += worker.bytes_read
         self._end(failure)
 
     def _arithmetic(self) -> ModuleType:
@@ -375,7 +380,7 @@ class _Run:
             self._ledger.crc(index) if checksum and not is_memory(record.file) else 0
             for index, record in enumerate(self._plan.records)
         ]
-        return Execution(crcs, self._ledger.written, self._ledger.resumed)
+        return Execution(crcs, self._ledger.written, self._ledger.resumed, self._read)
 
 
 def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:

@@ -82,6 +82,7 @@ class Worker:
     Attributes:
         alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
             lock while it reads, too: with two writers it is slower than reading and writing.
+        bytes_read: Bytes that it has read from source files, those of virtual ones apart.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Worker:
         self._computed = computed
         self._memory = memory
         self.alone = True
+        self.bytes_read = 0
         self._descriptors = Descriptors(root)
         self._kernel_copy = not checksum
         self._buffers: dict[str, memoryview] = {}
@@ -229,6 +231,7 @@ class Worker:
                 view[:] = memory[offset : offset + len(view)]
                 offset += len(view)
             return
+        self.bytes_read += nbytes
         if descriptor is None:
             descriptor = self._descriptors.source(files, name)
         try:

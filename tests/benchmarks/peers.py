@@ -44,6 +44,28 @@ def dcp_hf(source: Path, target: Path) -> None:
     save(state, storage_writer=writer, no_dist=True)
 
 
+def shards_hf(source: Path, target: Path) -> None:
+    """``torch.distributed.checkpoint._consolidate_hf_safetensors``, with two threads."""
+    from safetensors import safe_open
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        consolidate_safetensors_files,
+    )
+
+    names: set[str] = set()
+    for file in source.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names |= set(opened.keys())
+    target.mkdir()
+    consolidate_safetensors_files(str(source), str(target), dict.fromkeys(names, 1), 2)
+
+
+def zero_hf(source: Path, target: Path) -> None:
+    """``deepspeed.utils.zero_to_fp32``, to safetensors."""
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(str(source), str(target), safe_serialization=True)
+
+
 def _load(reader: Any) -> dict[str, Any]:
     import torch
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -62,6 +84,8 @@ WAYS: dict[str, Callable[[Path, Path], None]] = {
     "torch-dcp": torch_dcp,
     "hf-dcp": hf_dcp,
     "dcp-hf": dcp_hf,
+    "shards-hf": shards_hf,
+    "zero-hf": zero_hf,
 }
 
 if __name__ == "__main__":

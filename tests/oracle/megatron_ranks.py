@@ -63,7 +63,14 @@ CASES = {
     "tp2_pp2_vp2": Case(2, 2, 2, options=GATED),
     "pp4_uneven": Case(1, 4, layers=5, options={**GATED, "num_layers_in_first_pipeline_stage": 2}),
     "ep2": Case(1, 1, 1, 2, 2, EXPERTS),
-    "tp2_ep2": Case(2, 1, 1, 2, 2, {**EXPERTS, "moe_shared_expert_intermediate_size": 8}),
+    "tp2_ep2": Case(
+        2,
+        1,
+        1,
+        2,
+        2,
+        {**EXPERTS, "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
+    ),
     "tp2_pp2_ep2": Case(2, 2, 1, 2, 4, {**EXPERTS, "moe_layer_freq": [0, 1, 0, 1]}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from argparse import Namespace
@@ -12,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, MappingError, UsageError
+from ckptctl.formats.megatron_parts import divide
+from ckptctl.formats.megatron_rules import Rule
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted
 
@@ -53,6 +58,7 @@ def test_the_rest_is_carried_or_named(data: Path) -> None:
     assert [note.split(",")[0] for note in found.notes] == [
         "not carried along: `optimizer`",
         "not carried along: `rng_state`",
+        "objects of classes that are not known can be read",
     ]
 
 
@@ -164,13 +170,14 @@ def rules_file(tmp_path: Path, text: str) -> Path:
 
 
 def test_one_rank_needs_no_rules(tmp_path: Path) -> None:
-    model = {"language_model": {"encoder": {"layers.0.w": torch.randn(3, 2)}, "n": torch.ones(2)}}
+    weight = torch.randn(3, 2)
+    model = {"language_model": {"encoder": {"layers.0.w": weight}, "n": torch.ones(2)}}
     source = save(tmp_path / "source", {"mp_rank_00": content(model)})
     found = converted(source, tmp_path)
     assert not differences(
         found,
         {
-            "language_model.encoder.layers.0.w": model["language_model"]["encoder"]["layers.0.w"],
+            "language_model.encoder.layers.0.w": weight,
             "language_model.n": torch.ones(2),
         },
     )
@@ -240,6 +247,54 @@ def test_malformed_rules(tmp_path: Path, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         formats.open_checkpoint(source, rules=rules_file(tmp_path, text))
     assert "rules.toml" in str(caught.value.where)
+
+
+def test_gated_layers_have_two_halves(tmp_path: Path) -> None:
+    gate, up, down = torch.randn(4, 3), torch.randn(4, 3), torch.randn(3, 4)
+    halves = [
+        {"linear_fc1.weight": torch.cat([gate[s], up[s]]), "linear_fc2.weight": down[:, s].clone()}
+        for s in (slice(0, 2), slice(2, 4))
+    ]
+    rules = rules_file(
+        tmp_path,
+        '[[rule]]\nnames=["*fc1*"]\ndim=0\nparts="gated"\n[[rule]]\nnames=["*fc2*"]\ndim=1\n',
+    )
+    source = two(tmp_path / "a", *halves, swiglu=True)
+    found = converted(source, tmp_path, rules=rules)
+    expected = {"linear_fc1.weight": torch.cat([gate, up]), "linear_fc2.weight": down}
+    assert not differences(found, expected)
+    plain = [
+        {**half, "linear_fc1.weight": half["linear_fc1.weight"][:2].clone()} for half in halves
+    ]
+    source = two(tmp_path / "b", *plain, swiglu=False)
+    expected["linear_fc1.weight"] = gate
+    assert not differences(converted(source, tmp_path, rules=rules), expected)
+    with pytest.raises(MappingError) as caught:
+        formats.open_checkpoint(two(tmp_path / "c", *plain, swiglu=True), rules=rules)
+    assert "`swiglu` is set" in str(caught.value.why)
+
+
+@given(data=st.data())
+def test_any_division_is_that_of_slices(data: Any) -> None:
+    """Against torch: each part of the whole tensor cut by itself, the cuts put together."""
+    ranks = data.draw(st.integers(1, 4))
+    parts = tuple(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))
+    rank_shape = data.draw(st.lists(st.integers(1, 3), max_size=2))
+    dim = data.draw(st.integers(0, len(rank_shape)))
+    local = (*rank_shape[:dim], sum(parts), *rank_shape[dim:])
+    division = divide("x", local, Rule(("x",), dim, parts), ranks, None, swiglu=False)
+    whole = torch.arange(math.prod(division.shape)).reshape(division.shape)
+    found = torch.full(division.shape, -1)
+    cuts = torch.split(whole, [part * ranks for part in parts], dim)
+    for rank in range(ranks):
+        mine = torch.cat([torch.tensor_split(cut, ranks, dim)[rank] for cut in cuts], dim)
+        assert mine.shape == local
+        for box, start in division.pieces(rank):
+            spans = [slice(s, s + n) for s, n in zip(start, box.sizes, strict=True)]
+            there = [slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
+            assert (found[tuple(there)] == -1).all() or ranks == 1
+            found[tuple(there)] = mine[tuple(spans)]
+    assert torch.equal(found, whole)
 
 
 DIVIDED = '[[rule]]\nnames=["*"]\ndim=0\n'

@@ -62,7 +62,7 @@ def save_all(rank: int, world: int, folder: str) -> None:
 def fabric(rank: int, world: int, case: Path) -> None:
     """Train with Fabric under FSDP2; the folder is a DCP directory with ``meta.pt``."""
     torch.manual_seed(0)
-    strategy = FabricParallel(_sharded)
+    strategy = FabricParallel(_sharded, data_parallel_size=world, tensor_parallel_size=1)
     fabric = lightning.Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
     model = fabric.setup(Model(tied=True, frozen=True))
@@ -93,7 +93,8 @@ def _consolidated(case: Path) -> dict[str, Any]:
 
 def trainer(rank: int, world: int, case: Path) -> None:
     module = Module(tied=True, shard=True)
-    _fitted(module, world, ModelParallelStrategy(), case)
+    strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    fit(module, world, strategy, case)
     live = full(module.state_dict())
     if rank == 0:
         keep(case, "live", live)
@@ -102,12 +103,12 @@ def trainer(rank: int, world: int, case: Path) -> None:
 
 def replicated(rank: int, world: int, case: Path, tied: bool) -> None:
     module = Module(tied, shard=False)
-    _fitted(module, world, "ddp", case)
+    fit(module, world, "ddp", case)
     if rank == 0:
         keep(case, "live", module.state_dict())
 
 
-def _fitted(module: Module, world: int, strategy: Any, case: Path) -> None:
+def fit(module: Module, world: int, strategy: Any, case: Path) -> None:
     torch.manual_seed(0)
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -1,0 +1,85 @@
+"""Plans of earlier saves, for states that are structured as they were then."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptctl.catalog import Path
+from ckptctl.formats.dcp_metadata_writer import TensorMetadata
+from ckptctl.ops.save_values import Groups
+from ckptctl.ops.saving import TensorFiles
+
+ENTRIES = 8
+NBYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class SavedPlan:
+    """What a rank keeps of a plan that it has carried out; no position depends on a value.
+
+    Attributes:
+        generation: The plan that all ranks made together.
+        files: Its tensors in its files.
+        chunks: Indices of the chunks that it writes.
+        groups: Its values by the groups in which ranks compare them.
+        paths: Keys of its values.
+        metadata: Rank 0 only: of the tensors.
+    """
+
+    generation: bytes
+    files: TensorFiles
+    chunks: frozenset[int]
+    groups: Groups
+    paths: Mapping[str, Path]
+    metadata: TensorMetadata | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how much memory it takes."""
+        return 1000 * len(self.files.plan.records) + (self.metadata.nbytes if self.metadata else 0)
+
+
+class PlanCache:
+    """The plans used last, by the key of what a rank holds; safe to use from several threads.
+
+    Args:
+        entries: How many.
+        nbytes: How much memory they take in all; the newest one is kept whatever it takes.
+    """
+
+    def __init__(self, entries: int = ENTRIES, nbytes: int = NBYTES) -> None:
+        self._entries = entries
+        self._nbytes = nbytes
+        self._plans: OrderedDict[bytes, SavedPlan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> SavedPlan | None:
+        """Return the plan for *key* and take note that it was used."""
+        with self._lock:
+            found = self._plans.get(key)
+            if found:
+                self._plans.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, plan: SavedPlan) -> None:
+        """Keep *plan*, and let those go that were not used for longest."""
+        with self._lock:
+            self._plans[key] = plan
+            self._plans.move_to_end(key)
+            while len(self._plans) > 1 and (
+                len(self._plans) > self._entries
+                or sum(one.nbytes for one in self._plans.values()) > self._nbytes
+            ):
+                self._plans.popitem(last=False)
+
+    def clear(self) -> None:
+        """Let all plans go."""
+        with self._lock:
+            self._plans.clear()
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._plans)

@@ -1,0 +1,139 @@
+"""What ranks say that they hold, small enough to be sent by thousands of them.
+
+Ranks that shard the same model say the same names, shapes and paths: only the first of them sends
+them (:class:`Structure`). Tensors of the same shape have the same boxes on a rank: those are sent
+once, and of each tensor which of them it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from ckptctl.catalog import Box, Path
+from ckptctl.errors import CkptError
+
+DIGEST = 16
+"""Bytes of a digest of a value or of a structure."""
+
+
+class Described(NamedTuple):
+    """What every rank says alike of a tensor.
+
+    Attributes:
+        dtype: torch's name.
+        shape: Global shape.
+        path: Keys from the root of the state dict down to it.
+        requires_grad: Whether it is a parameter that is trained.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    requires_grad: bool
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor that a rank holds in memory.
+
+    Attributes:
+        name: The tensor.
+        offsets: Where the box begins in it.
+        sizes: Its extent.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank holds.
+
+    Attributes:
+        tensors: The tensors that it holds something of, by name.
+        chunks: Their boxes in its memory, in the order of the tensors.
+        values: Digest of each leaf that is no tensor, by name.
+        paths: Keys from the root down to each of these.
+    """
+
+    tensors: Mapping[str, Described]
+    chunks: Sequence[Chunk]
+    values: Mapping[str, bytes] = field(default_factory=dict)
+    paths: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What ranks say alike when they shard the same model in the same way.
+
+    Attributes:
+        tensors: See :class:`Holding`.
+        paths: See :class:`Holding`.
+    """
+
+    tensors: Mapping[str, Described]
+    paths: Mapping[str, Path]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Return a digest of all of it, in its order."""
+        return digest((list(self.tensors.items()), list(self.paths.items())))
+
+
+Boxes = tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A :class:`Holding` as it is sent.
+
+    Attributes:
+        identity: Digest of the structure.
+        structure: None where a lower rank sends the same.
+        boxes: The different sets of boxes that its tensors have.
+        which: Of each tensor the index into these: compressed 32-bit numbers.
+        values: Digests of the values, one after the other.
+    """
+
+    identity: bytes
+    structure: Structure | None
+    boxes: tuple[Boxes, ...]
+    which: bytes
+    values: bytes
+
+    def indices(self) -> Sequence[int]:
+        """Return of each tensor the index into the boxes."""
+        return array("I", zlib.decompress(self.which))
+
+
+def digest(what: object) -> bytes:
+    """Return a digest of strings, numbers and tuples; equal for equal ones on all machines."""
+    return hashlib.blake2b(repr(what).encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
+
+
+def pack(holding: Holding) -> Packed:
+    """Return *holding* as it is sent.
+
+    Raises:
+        CkptError: Its chunks are not in the order of its tensors: a bug.
+    """
+    found: dict[str, list[Box]] = {name: [] for name in holding.tensors}
+    for chunk in holding.chunks:
+        found[chunk.name].append(Box(chunk.offsets, chunk.sizes))
+    order = [name for name, boxes in found.items() for _ in boxes]
+    if order != [chunk.name for chunk in holding.chunks]:
+        raise CkptError("the chunks of a rank are not in the order of its tensors")
+    known: dict[Boxes, int] = {}
+    which = array("I", [known.setdefault(tuple(own), len(known)) for own in found.values()])
+    structure = Structure(holding.tensors, holding.paths)
+    values = b"".join(holding.values[name] for name in holding.paths)
+    return Packed(
+        structure.digest, structure, tuple(known), zlib.compress(which.tobytes(), 1), values
+    )

@@ -1,0 +1,40 @@
+"""Train with Lightning's strategy for DeepSpeed, which asks for CUDA and works without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators.cpu import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import deepspeed as strategies
+
+from tests.oracle.trainers.jobs.environment import announce
+from tests.oracle.trainers.jobs.lightning_saves import Module, fit
+from tests.oracle.trainers.outcome import keep
+
+
+def save_all(rank: int, world: int, folder: str) -> None:
+    announce(rank, world)
+    deepspeed.comm.torch.build_shm_op = lambda: None
+    strategies.CUDAAccelerator = CPUAccelerator
+    strategies._validate_device_index_selection = lambda _: None
+    for stage in (1, 2, 3):
+        case = Path(folder) / str(world) / f"z{stage}"
+        case.mkdir(parents=True, exist_ok=True)
+        module = Module(tied=False, shard=False)
+        fit(module, world, DeepSpeedStrategy(stage=stage), case)
+        live = {name: _master(one) for name, one in module.named_parameters()}
+        live |= dict(module.named_buffers())
+        if rank == 0:
+            keep(case, "live", live)
+        dist.barrier()
+
+
+def _master(one: torch.nn.Parameter) -> torch.Tensor:
+    if one.requires_grad:
+        return deepspeed.utils.safe_get_full_fp32_param(one)
+    with deepspeed.zero.GatheredParameters([one], enabled=hasattr(one, "ds_id")):
+        return one.detach().clone()

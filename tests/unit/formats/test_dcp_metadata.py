@@ -1,0 +1,125 @@
+"""``.metadata`` read entry by entry or opcode by opcode, and what is written, read by torch."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from ckptctl.catalog import Blob, Box, Index
+from ckptctl.errors import CkptError
+from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.formats.dcp_metadata import TABLE, Item, decode, leaves_of
+from ckptctl.formats.dcp_metadata_scan import Scanner
+from ckptctl.formats.dcp_metadata_writer import encode
+from ckptctl.storage.pickle_reader import loads
+
+FILES = ("dcp-rank-local/w2/ckpt/__1.metadata", "dcp/dcp_2d/ckpt/.metadata")
+
+
+def slowly(raw: bytes) -> object:
+    return leaves_of(loads(raw, where="here", table=TABLE), "here")
+
+
+def outcome(read: Any, *arguments: Any) -> object:
+    """Return what is read, or all that the error says."""
+    try:
+        return read(*arguments)
+    except CkptError as error:
+        return type(error), error.what, error.where, error.why, error.hint
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str) -> None:
+    raw = (data / name).read_bytes()
+    scanner = Scanner()
+    loads(raw, where="here", table=TABLE, hook=scanner)
+    assert sum(map(len, scanner.stored.values())) > 30
+    assert decode(raw, "here") == slowly(raw)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_has_the_same_outcome_either_way(data: Path, name: str) -> None:
+    raw = (data / name).read_bytes()
+    chance = random.Random(5)
+    for _ in range(1500):
+        broken = bytearray(raw)
+        for _ in range(chance.choice((1, 1, 2))):
+            broken[chance.randrange(len(raw))] = chance.choice((chance.randrange(256), *b"hK)\x94"))
+        assert outcome(decode, bytes(broken), "here") == outcome(slowly, bytes(broken))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_entries_out_of_place_have_the_same_outcome_either_way(data: Path, name: str) -> None:
+    raw = (data / name).read_bytes()
+    ends = [at + 2 for at in range(len(raw)) if raw[at : at + 2] == b"ub"]
+    chance = random.Random(6)
+    for _ in range(300):
+        start, end, to = sorted(chance.sample(ends, 2)) + [chance.choice(ends)]
+        for moved in (raw[:start] + raw[end:], raw[:to] + raw[start:end] + raw[to:]):
+            assert outcome(decode, moved, "here") == outcome(slowly, moved)
+
+
+SHAPES = {
+    "model.scalar": (),
+    "model.vector": (7,),
+    "model.empty": (0, 3),
+    "model.cube": (2, 3, 70_000),
+    "model.four": (1, 2, 3, 4),
+    "model.große": (1 << 33, 2),
+    "n" * 300: (5, 5),
+}
+
+
+def written(count: int = 1) -> tuple[bytes, dict[str, list[Box]]]:
+    """Return metadata of tensors and other leaves, and the boxes in it."""
+    tensors = [
+        OutputTensor(name, "bfloat16", shape, ("model", name[6:]), None, name.endswith("r"))
+        for name, shape in SHAPES.items()
+    ]
+    tensors += [OutputTensor(f"t.{n}", "float32", (count,), ("t", Index(n))) for n in range(3)]
+    boxes = {t.name: [Box.whole(t.shape)] for t in tensors[:-3]}
+    boxes |= {t.name: [Box((row,), (1,)) for row in range(count)] for t in tensors[-3:]}
+    items = {
+        (name, box.offsets): Item(f"__{n % 3}_0.distcp", n << 20, 1000 + n)
+        for name, found in boxes.items()
+        for n, box in enumerate(found)
+    }
+    blob = Blob("step", ("step",))
+    items["step", None] = Item("__0_1.distcp", 0, 1 << 40)
+    places = {name: [Place(box, 0) for box in found] for name, found in boxes.items()}
+    return encode(tensors, [blob], places, items), boxes
+
+
+@pytest.mark.parametrize("count", [1, 2, 1000, 2001])
+def test_torch_reads_what_is_written(count: int) -> None:
+    raw, boxes = written(count)
+    read = pickle.loads(raw)
+    assert isinstance(read, Metadata)
+    for name, found in boxes.items():
+        entry = read.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert entry.chunks == [ChunkStorageMetadata(b.offsets, b.sizes) for b in found]
+        assert tuple(entry.size) == SHAPES.get(name, (count,))
+        assert entry.properties.requires_grad == name.endswith("r")
+    assert read.planner_data is not None
+    assert read.planner_data["t.1"] == ("t", 1)
+    assert len(read.storage_data) == 1 + sum(map(len, boxes.values()))
+    assert next(iter(read.storage_data)).fqn == "model.scalar"
+
+
+@pytest.mark.parametrize("count", [1, 2001])
+def test_what_is_written_is_read_either_way(count: int) -> None:
+    raw, boxes = written(count)
+    leaves = decode(raw, "here")
+    assert leaves == slowly(raw)
+    assert {n: [box for box, _ in leaf.items] for n, leaf in leaves.items() if leaf.dtype} == boxes
+    assert leaves["step"].items[0][1].nbytes == 1 << 40
