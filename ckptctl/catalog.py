@@ -7,7 +7,7 @@ a conversion. It holds no tensor data, imports no torch and is never changed aft
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -184,6 +184,11 @@ def memory_name(key: str) -> str:
     return MEMORY + key
 
 
+def memory_key(name: str) -> str:
+    """Return the key that :func:`memory_name` made *name* of."""
+    return name.removeprefix(MEMORY)
+
+
 def is_memory(file: str) -> bool:
     """Return whether *file* is the name of memory of this process."""
     return file.startswith(MEMORY)
@@ -198,6 +203,19 @@ def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[str, str]]:
         for extent in found.entry.extents
         if not is_computed(extent.file)
     )
+
+
+def reached(computed: Mapping[str, Computed], files: Iterable[str]) -> dict[str, Computed]:
+    """Return the virtual files among *files*, and those that these are made of, by name."""
+    names = list(files)
+    found: dict[str, Computed] = {}
+    while names:
+        name = names.pop()
+        if is_computed(name) and name not in found:
+            found[name] = one = computed[name]
+            inputs = one.inputs.values()
+            names += [extent.file for item in inputs for extent in item.entry.extents]
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)

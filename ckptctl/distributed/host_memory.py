@@ -7,20 +7,20 @@ saving never doubles the state in host memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from ckptctl.catalog import memory_name
+from ckptctl.catalog import memory_key
 from ckptctl.distributed.state import memory
+from ckptctl.planner.plan import Plan
 
 
 class DeviceMemory:
     """The bytes from the first to the last element of a tensor on a device; read by slices.
 
     Args:
-        tensor: Dense and in row-major order there; otherwise it is made so, on the device, for as
-            long as it is being read.
+        tensor: On any device; one that is not dense there takes as many copies as it has runs.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -36,22 +36,22 @@ class DeviceMemory:
 def owned(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a host tensor that lives as long as the view does."""
     view = memory(tensor)
-    if view.obj is not None and tensor.numel():
-        view.obj._tensor = tensor
+    if tensor.numel():
+        cast(Any, view.obj).tensor = tensor
     return view
 
 
-def host_views(pieces: Sequence[torch.Tensor], chunks: frozenset[int]) -> Mapping[str, memoryview]:
+def host_views(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, memoryview]:
     """Return what the names in a plan of :mod:`ckptctl.ops.saving` stand for.
 
     Args:
-        pieces: The boxes in this rank's memory; they have to outlive what is returned.
-        chunks: Indices of those that are read.
+        plan: The plan.
+        pieces: Memory of each chunk; it has to outlive what is returned.
     """
-    found: dict[str, memoryview] = {}
-    for index in chunks:
-        tensor = pieces[index]
-        on_host = tensor.device.type == "cpu"
-        view = memory(tensor) if on_host else cast(memoryview, DeviceMemory(tensor))
-        found[memory_name(str(index))] = view
-    return found
+    names = {one.file for copy in plan.transfers for one in copy.source.operands}
+    return {name: _view(pieces[int(memory_key(name))]) for name in names}
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    on_host = tensor.device.type == "cpu"
+    return memory(tensor) if on_host else cast(memoryview, DeviceMemory(tensor))

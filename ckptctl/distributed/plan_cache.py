@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptctl.catalog import Path
 from ckptctl.formats.dcp_metadata_writer import TensorMetadata
 from ckptctl.ops.save_values import Groups
 from ckptctl.ops.saving import TensorFiles
@@ -23,17 +21,13 @@ class SavedPlan:
     Attributes:
         generation: The plan that all ranks made together.
         files: Its tensors in its files.
-        chunks: Indices of the chunks that it writes.
         groups: Its values by the groups in which ranks compare them.
-        paths: Keys of its values.
         metadata: Rank 0 only: of the tensors.
     """
 
     generation: bytes
     files: TensorFiles
-    chunks: frozenset[int]
     groups: Groups
-    paths: Mapping[str, Path]
     metadata: TensorMetadata | None = None
 
     @property

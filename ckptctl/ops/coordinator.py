@@ -95,7 +95,7 @@ def together(ranks: Coordinator, work: Callable[[], T]) -> T:
         result.append(work())
     except BaseException as failure:
         error = failure
-    failures = ranks.all_gather(_sendable(error))
+    failures = ranks.all_gather(sendable(error))
     if error is not None:
         raise error
     for rank, other in enumerate(failures):
@@ -116,7 +116,8 @@ def on_first(ranks: Coordinator, work: Callable[[], T]) -> T | None:
     return together(ranks, lambda: work() if ranks.rank == 0 else None)
 
 
-def _sendable(error: BaseException | None) -> CkptError | None:
+def sendable(error: BaseException | None) -> CkptError | None:
+    """Return an error in a form in which other ranks can be told of it."""
     if error is None or isinstance(error, CkptError):
         return error
     return CkptError(f"{type(error).__name__}: {error}")
@@ -141,7 +142,7 @@ def through_first(
         RankError: What another did.
     """
     result, error = _attempt(work)
-    found = ranks.gather((result, _sendable(error)))
+    found = ranks.gather((result, sendable(error)))
     answers: list[tuple[R | None, int, CkptError | None]] | None = None
     own: BaseException | None = None
     if found is not None:
@@ -170,5 +171,5 @@ def _answers(
             return [(None, rank, failure)] * len(found), None
     parts, error = _attempt(lambda: answer([cast(T, result) for result, _ in found]))
     if parts is None:
-        return [(None, 0, _sendable(error))] * len(found), error
+        return [(None, 0, sendable(error))] * len(found), error
     return [(part, 0, None) for part in parts], None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.catalog import Blob, Catalog, Computed, TensorEntry, is_computed, made_of
+from ckptctl.catalog import Blob, Catalog, Computed, TensorEntry, is_computed, made_of, reached
 from ckptctl.errors import DamagedError, MappingError, listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.formats.unknown_classes import require_known
@@ -367,15 +367,8 @@ class Draft:
 
     def _computed(self, copies: Sequence[Transfer]) -> dict[str, Computed]:
         """The virtual files that transfers read, and those that these are made of."""
-        names = [operand.file for copy in copies for operand in copy.source.operands]
-        found: dict[str, Computed] = {}
-        while names:
-            name = names.pop()
-            if is_computed(name) and name not in found:
-                found[name] = one = self.catalog.computed[name]
-                inputs = one.inputs.values()
-                names += [extent.file for item in inputs for extent in item.entry.extents]
-        return dict(sorted(found.items()))
+        names = (operand.file for copy in copies for operand in copy.source.operands)
+        return reached(self.catalog.computed, names)
 
     def _sources(
         self,

@@ -11,7 +11,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -107,6 +107,10 @@ class Packed:
     boxes: tuple[Boxes, ...]
     which: bytes
     values: bytes
+
+    def shortened(self) -> Packed:
+        """Return it as a rank sends it when a lower one has sent the structure."""
+        return replace(self, structure=None)
 
     def indices(self) -> Sequence[int]:
         """Return of each tensor the index into the boxes."""

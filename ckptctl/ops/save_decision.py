@@ -192,14 +192,14 @@ def _pattern(column: Sequence[int], held: Sequence[Packed]) -> _Pattern:
     holders: dict[Box, tuple[list[int], list[int]]] = {}
     for rank, index in enumerate(column):
         for place, box in enumerate(held[rank].boxes[index] if index >= 0 else ()):
-            ranks, places = holders.setdefault(box, ([], []))
-            ranks.append(rank)
-            places.append(place)
-    ranks = [tuple(ranks) for ranks, _ in holders.values()]
-    places = [places for _, places in holders.values()]
-    pattern = _Pattern(list(holders), ranks, list(places), [False] * len(holders))
-    if all(len(one) == 1 for one in ranks):
-        pattern.alone = array("I", [one[0] for one in ranks])
+            found = holders.setdefault(box, ([], []))
+            found[0].append(rank)
+            found[1].append(place)
+    held_by = [tuple(ranks) for ranks, _ in holders.values()]
+    places: list[Places] = [own for _, own in holders.values()]
+    pattern = _Pattern(list(holders), held_by, places, [False] * len(holders))
+    if all(len(one) == 1 for one in held_by):
+        pattern.alone = array("I", [one[0] for one in held_by])
     return pattern
 
 

@@ -39,9 +39,7 @@ class DividedValues:
     groups: Sequence[bytes]
 
 
-def divide_values(
-    held: Sequence[Packed], structures: Mapping[bytes, Structure]
-) -> DividedValues:
+def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> DividedValues:
     """Say who writes which value.
 
     Args:
@@ -72,6 +70,18 @@ def divide_values(
     return DividedValues(written, paths, [groups[one.identity] for one in held])
 
 
+def path_of(rank: int, name: str, under: str, paths: Mapping[str, Path]) -> Path:
+    """Return the keys of a value as it is written.
+
+    Args:
+        rank: Who writes it.
+        name: Its name there.
+        under: The name that it gets.
+        paths: Keys of that rank's values.
+    """
+    return paths[name] if under == name else below_rank(rank, paths[name])
+
+
 def name_apart(rank: int, path: Path) -> str:
     """Return the name under which *rank* writes a value that differs from the lowest rank's."""
     return join(below_rank(rank, path))
@@ -88,8 +98,7 @@ def _groups(structures: Mapping[bytes, Structure], apart: set[str]) -> dict[byte
             holders.setdefault(name, []).append(identity)
     numbers: dict[tuple[bytes, ...], int] = {}
     number = {
-        name: numbers.setdefault(tuple(found), len(numbers) + 1)
-        for name, found in holders.items()
+        name: numbers.setdefault(tuple(found), len(numbers) + 1) for name, found in holders.items()
     }
     number |= {name: -1 - index for index, name in enumerate(sorted(apart))}
     return {

@@ -62,11 +62,15 @@ class RankFiles:
 
     Attributes:
         plan: For the executor.
-        values: Where the leaves that are no tensors lie, by the names under which they are written.
+        tensors: Its part without other leaves.
+        values: The leaves that are no tensors, with the names under which they are written.
+        items: Where these lie, by the latter.
     """
 
     plan: Plan
-    values: Mapping[str, Item]
+    tensors: TensorFiles
+    values: Mapping[str, str]
+    items: Mapping[str, Item]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +141,7 @@ def _pieces(holding: Holding, share: Share) -> Iterator[_Piece]:
 def _items(holding: Holding, pieces: Sequence[_Piece], writer: DataFiles) -> RankItems:
     names = tuple(file.path for file in writer.files)
     number = {name: index for index, name in enumerate(names)}
-    found = [
-        writer.items[holding.chunks[piece.index].name, piece.box.offsets] for piece in pieces
-    ]
+    found = [writer.items[holding.chunks[piece.index].name, piece.box.offsets] for piece in pieces]
     return RankItems(
         names,
         array("H", [number[item.file] for item in found]),
@@ -188,7 +190,7 @@ def with_values(
         values: Their content, as ``torch.save`` writes it.
     """
     if not written:
-        return RankFiles(files.plan, {})
+        return RankFiles(files.plan, files, {}, {})
     known = files.plan.files[0] if files.plan.files else None
     first = known or OutputFile(data_file(rank, 0), 0, lambda _: iter(()))
     items: dict[str, Item] = {}
@@ -205,7 +207,7 @@ def with_values(
 
     longer = OutputFile(first.path, size, frame)
     plan = replace(files.plan, files=(longer, *files.plan.files[1:]))
-    return RankFiles(plan, items)
+    return RankFiles(plan, files, written, items)
 
 
 def rank_files(
@@ -217,9 +219,7 @@ def rank_files(
     files: int = 1,
 ) -> RankFiles:
     """Lay out all files of *rank*; see :func:`tensor_files` and :func:`with_values`."""
-    return with_values(
-        rank, tensor_files(rank, holding, share, steps, files), share.values, values
-    )
+    return with_values(rank, tensor_files(rank, holding, share, steps, files), share.values, values)
 
 
 def metadata(decision: Decision, items: Sequence[RankItems]) -> TensorMetadata:

@@ -46,7 +46,7 @@ def _write_items(path: Path, count: int, elements: int) -> list[tuple[int, int]]
     with path.open("wb") as file:
         for number in range(count):
             start = number * len(item)
-            for part in (slice(0, EDGE), slice(len(item) - EDGE, len(item))):
+            for part in (slice(0, EDGE), slice(max(0, len(item) - EDGE), len(item))):
                 file.seek(start + part.start)
                 file.write(item[part])
     return [(number * len(item), len(item)) for number in range(count)]
@@ -55,6 +55,7 @@ def _write_items(path: Path, count: int, elements: int) -> list[tuple[int, int]]
 def _metadata(rank: int, world: int, places: list[tuple[int, int]], elements: int) -> object:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
         ChunkStorageMetadata,
         Metadata,
         MetadataIndex,
@@ -64,7 +65,8 @@ def _metadata(rank: int, world: int, places: list[tuple[int, int]], elements: in
 
     offsets, sizes = torch.Size((4 * rank, 0)), torch.Size((4, elements // 4))
     size = torch.Size((4 * world, elements // 4))
-    entries, storage = {}, {}
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage = {}
     for number, (start, length) in enumerate(places):
         name = f"model.layers.{number // 9}.part.{number % 9}.weight"
         entries[name] = TensorStorageMetadata(

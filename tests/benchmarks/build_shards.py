@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +87,17 @@ def _files(rank: int, world: int, form: str, folder: str, shapes: Shapes, templa
 def _torch_checkpointing(
     rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str
 ) -> None:
-    from torch_checkpointing import CheckpointManager
-    from torch_checkpointing.config import SyncCheckpointSaverConfig
-
-    manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig()))
+    library = import_module("torch_checkpointing")
+    saver = import_module("torch_checkpointing.config").SyncCheckpointSaverConfig()
+    manager = library.CheckpointManager(library.CheckpointManager.Config(save=saver))
     manager.save(f"{folder}/step-1", {"model": _sharded(form, world, shapes, template)})
     manager.close()
 
 
 def _snapshot(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:
-    from torchsnapshot import Snapshot, StateDict
-
-    state = StateDict(**{name: _tensor(shape, Path(template)) for name, shape in shapes.items()})
-    Snapshot.take(f"{folder}/snap", {"app": state})
+    library = import_module("torchsnapshot")
+    state = {name: _tensor(shape, Path(template)) for name, shape in shapes.items()}
+    library.Snapshot.take(f"{folder}/snap", {"app": library.StateDict(**state)})
 
 
 def _zero(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ def shards_hf(source: Path, target: Path) -> None:
 
 def zero_hf(source: Path, target: Path) -> None:
     """``deepspeed.utils.zero_to_fp32``, to safetensors."""
-    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-
-    convert_zero_checkpoint_to_fp32_state_dict(str(source), str(target), safe_serialization=True)
+    peer = import_module("deepspeed.utils.zero_to_fp32")
+    peer.convert_zero_checkpoint_to_fp32_state_dict(
+        str(source), str(target), safe_serialization=True
+    )
 
 
 def _load(reader: Any) -> dict[str, Any]:

@@ -19,7 +19,8 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import DamagedError, FormatError
 from tests.checkpoints.readers import differences, load_any_reference
-from tests.contract.sample_damage import Damage, Damaged, Outcome, damages
+from tests.contract.sample_changes import Damage, damages
+from tests.contract.sample_damage import Damaged, Outcome
 from tests.contract.samples import SAMPLES, expected
 
 KINDS = ("missing", "cut", "flip", "swapped", "copied", "surplus", "stale")
@@ -135,7 +136,7 @@ def test_the_samples_are_all_there() -> None:
 def outcomes(name: str, scratch: Path, thorough: bool) -> Iterator[tuple[Damage, Outcome]]:
     """Yield each way to damage a sample, and what came of it."""
     damaged = Damaged(name, scratch)
-    for damage in damages(damaged, thorough):
+    for damage in damages(damaged.sample, damaged.files, damaged.tensors, thorough):
         yield damage, damaged.outcome(damage)
 
 

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from ckptctl.distributed.loading import load
-from ckptctl.distributed.saving import SaveOptions, save
+from ckptctl.distributed.saving import save
 from tests.checkpoints.dcp import distribute
 from tests.integration.dcp_ranks import SHARDINGS
-
-UNSYNCED = SaveOptions(sync=False)
 
 
 def state() -> dict[str, Any]:
@@ -38,7 +36,7 @@ def save_everywhere(rank: int, world: int, root: Path) -> None:
         save(
             {"model": placed, "step": 5, "rank": rank},
             root / f"w{world}-{number}",
-            options=UNSYNCED,
+            sync=False,
         )
 
 

@@ -42,16 +42,19 @@ def error(folder: Path, name: str) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def check(case: Path, scratch: Path, expected: str = "live", **options: object) -> None:
+def check(
+    case: Path, scratch: Path, expected: str = "live", inside: str = "", **options: object
+) -> None:
     """Convert the checkpoint of *case* and expect what a job kept, bit for bit.
 
     Args:
         case: Folder of the checkpoint and of what was kept beside it.
         scratch: An existing folder.
         expected: Name under which it was kept.
+        inside: Folder of the checkpoint that is meant.
         **options: For ``ckptctl.convert``.
     """
-    source = case / CHECKPOINT
+    source = case / CHECKPOINT / inside
     for to in ("torch", "hf"):
         found = converted(source, scratch, to, **options)
         assert not differences(found, kept(case, expected)), (case.name, to)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -50,7 +51,7 @@ def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str)
 def test_damage_has_the_same_outcome_either_way(data: Path, name: str) -> None:
     raw = (data / name).read_bytes()
     chance = random.Random(5)
-    for _ in range(1500):
+    for _ in range(400):
         broken = bytearray(raw)
         for _ in range(chance.choice((1, 1, 2))):
             broken[chance.randrange(len(raw))] = chance.choice((chance.randrange(256), *b"hK)\x94"))
@@ -62,8 +63,9 @@ def test_entries_out_of_place_have_the_same_outcome_either_way(data: Path, name:
     raw = (data / name).read_bytes()
     ends = [at + 2 for at in range(len(raw)) if raw[at : at + 2] == b"ub"]
     chance = random.Random(6)
-    for _ in range(300):
-        start, end, to = sorted(chance.sample(ends, 2)) + [chance.choice(ends)]
+    for _ in range(100):
+        start, end = sorted(chance.sample(ends, 2))
+        to = chance.choice(ends)
         for moved in (raw[:start] + raw[end:], raw[:to] + raw[start:end] + raw[to:]):
             assert outcome(decode, moved, "here") == outcome(slowly, moved)
 
@@ -88,7 +90,7 @@ def written(count: int = 1) -> tuple[bytes, dict[str, list[Box]]]:
     tensors += [OutputTensor(f"t.{n}", "float32", (count,), ("t", Index(n))) for n in range(3)]
     boxes = {t.name: [Box.whole(t.shape)] for t in tensors[:-3]}
     boxes |= {t.name: [Box((row,), (1,)) for row in range(count)] for t in tensors[-3:]}
-    items = {
+    items: dict[tuple[str, tuple[int, ...] | None], Item] = {
         (name, box.offsets): Item(f"__{n % 3}_0.distcp", n << 20, 1000 + n)
         for name, found in boxes.items()
         for n, box in enumerate(found)
@@ -107,7 +109,9 @@ def test_torch_reads_what_is_written(count: int) -> None:
     for name, found in boxes.items():
         entry = read.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
-        assert entry.chunks == [ChunkStorageMetadata(b.offsets, b.sizes) for b in found]
+        assert entry.chunks == [
+            ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in found
+        ]
         assert tuple(entry.size) == SHAPES.get(name, (count,))
         assert entry.properties.requires_grad == name.endswith("r")
     assert read.planner_data is not None

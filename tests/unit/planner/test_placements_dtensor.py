@@ -108,4 +108,5 @@ def _piece(held: torch.Tensor, one: Shard, ranks: int, at: int) -> torch.Tensor:
     if one.split_factor > 1:
         kind = _StridedShard(one.dim, split_factor=one.split_factor)
     pieces, _ = kind._split_tensor(held, ranks, with_padding=False, contiguous=False)
-    return pieces[at]
+    found: torch.Tensor = pieces[at]
+    return found

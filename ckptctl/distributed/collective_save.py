@@ -1,0 +1,204 @@
+"""One save of all ranks together, as one of them goes through it.
+
+Where plans hold there is one exchange before a byte is written, in which ranks agree that they do,
+and one afterwards, in which rank 0 learns that all are done and publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptctl.catalog import Blob
+from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
+from ckptctl.distributed.rank_output import Held, SaveOptions, add_file, fill, held
+from ckptctl.distributed.state import State, StateDict, state_of
+from ckptctl.errors import StorageError
+from ckptctl.formats.dcp_metadata import METADATA, Item
+from ckptctl.ops.agreement import Statement, first_to_say, generation, require_agreement, unchanged
+from ckptctl.ops.coordinator import Coordinator, sendable, through_first
+from ckptctl.ops.holdings import Packed, digest, pack
+from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.save_decision import Decision, Share, decide
+from ckptctl.ops.save_values import group_digests, path_of, unpack_groups, written_now
+from ckptctl.ops.saving import RankFiles, RankItems, metadata, tensor_files, with_values
+from ckptctl.storage.publish import Staging, destination, staging, staging_directory
+
+VERSION = 1
+"""Of what the key of a plan is made of."""
+
+
+class Written(NamedTuple):
+    """What a rank says when it is done.
+
+    Attributes:
+        sizes: Of its files.
+        values: Its leaves that are no tensors, and where they lie.
+        items: Where its tensors lie; None: where they did the last time.
+    """
+
+    sizes: dict[str, int]
+    values: list[tuple[Blob, Item]]
+    items: RankItems | None
+
+
+class CollectiveSave:
+    """One save.
+
+    Args:
+        ranks: The group.
+        path: Where the checkpoint will appear.
+        options: How.
+        plans: Where plans are kept.
+        stack: Removes what was staged when it closes.
+    """
+
+    _held: Held
+    _packed: Packed
+    _key: bytes
+    _stage: Staging
+    _decision: Decision
+
+    def __init__(
+        self,
+        ranks: Coordinator,
+        path: Path,
+        options: SaveOptions,
+        plans: PlanCache,
+        stack: ExitStack,
+    ) -> None:
+        self._ranks = ranks
+        self._target = path
+        self._options = options
+        self._plans = plans
+        self._stack = stack
+        self._plan: SavedPlan | None = None
+        self._error: BaseException | None = None
+
+    def prepare(self, state: State | StateDict) -> Statement:
+        """Find out what this rank holds; on rank 0 also make room beside the destination."""
+        try:
+            self._target = destination(self._target.expanduser().absolute())
+            self._hold(state if isinstance(state, State) else state_of(state))
+            if self._ranks.rank == 0:
+                self._make_room()
+            return self._statement()
+        except BaseException as error:
+            self._error = error
+            return Statement(str(self._target), problem=sendable(error))
+
+    def agree(self, said: Sequence[Statement]) -> None:
+        """Go on only if all ranks do, and mean the same.
+
+        Raises:
+            CkptError: They do not; on every rank.
+        """
+        if self._error is not None:
+            raise self._error
+        require_agreement(said, self._ranks.rank)
+
+    def planned(self, said: Sequence[Statement]) -> RankFiles:
+        """Return what this rank writes, by the plan that all ranks have or by a new one."""
+        rank, paths = self._ranks.rank, self._held.holding.paths
+        if self._plan and unchanged(said):
+            groups = [one.groups for one in said]
+            written = written_now(rank, self._plan.groups, paths, groups)
+            return with_values(rank, self._plan.files, written, self._held.values)
+        share = self._share(first_to_say(said, rank))
+        self._plan = SavedPlan(
+            generation(said),
+            tensor_files(rank, self._held.holding, share, self._held.steps, self._options.files),
+            unpack_groups(list(paths), share.groups),
+        )
+        return with_values(rank, self._plan.files, share.values, self._held.values)
+
+    def carry_out(self, files: RankFiles) -> Path:
+        """Write this rank's files; rank 0 adds the metadata and publishes when all are done.
+
+        Args:
+            files: Of :meth:`planned`.
+
+        Raises:
+            CkptError: Nothing was published; on every rank.
+        """
+        plan = self._plan
+        assert plan
+        through_first(self._ranks, lambda: self._write(files, plan), self._publish)
+        self._plans.put(self._key, plan)
+        return self._target
+
+    def _hold(self, state: State) -> None:
+        self._held = held(state)
+        self._packed = pack(self._held.holding)
+        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self._packed.boxes]
+        here = (VERSION, self._ranks.rank, self._ranks.world, self._options.files)
+        self._key = digest(
+            (here, self._packed.identity, boxes, self._packed.which, self._held.steps)
+        )
+        self._plan = self._plans.get(self._key)
+
+    def _make_room(self) -> None:
+        room = staging(self._target, overwrite=self._options.overwrite, is_checkpoint=replaceable)
+        self._stage = self._stack.enter_context(room)
+
+    def _statement(self) -> Statement:
+        how = {"files": self._options.files, "overwrite": self._options.overwrite}
+        plan, values = self._plan, self._held.holding.values
+        return Statement(
+            str(self._target),
+            how,
+            self._key,
+            self._packed.identity,
+            plan.generation if plan else b"",
+            group_digests(plan.groups, values) if plan else {},
+        )
+
+    def _share(self, first: bool) -> Share:
+        packed = self._packed if first else self._packed.shortened()
+
+        def answer(found: list[Packed]) -> Sequence[Share]:
+            self._decision = decide(found)
+            return self._decision.shares
+
+        return through_first(self._ranks, lambda: packed, answer)
+
+    def _write(self, files: RankFiles, plan: SavedPlan) -> Written:
+        data = staging_directory(self._target) / "data"
+        fill(files.plan, self._held.pieces, data, self._options)
+        rank, paths = self._ranks.rank, self._held.holding.paths
+        values = [
+            (Blob(under, path_of(rank, name, under, paths)), files.items[under])
+            for name, under in files.values.items()
+        ]
+        sizes = {file.path: file.size for file in files.plan.files}
+        used = self._plans.get(self._key) is plan
+        return Written(sizes, values, None if used else plan.files.items)
+
+    def _publish(self, written: list[Written]) -> Sequence[None]:
+        plan = self._plan
+        assert plan
+        self._require_files(written)
+        items = [one.items for one in written if one.items is not None]
+        if items:
+            plan.metadata = metadata(self._decision, items)
+        assert plan.metadata
+        content = plan.metadata.complete([value for one in written for value in one.values])
+        add_file(self._stage.data / METADATA, content, sync=self._options.sync)
+        self._stage.publish()
+        return [None] * len(written)
+
+    def _require_files(self, written: Sequence[Written]) -> None:
+        """Make sure that rank 0 sees what the others wrote."""
+        for rank, one in enumerate(written):
+            for name, size in one.sizes.items():
+                path = self._stage.data / name
+                if not path.is_file() or path.stat().st_size != size:
+                    raise StorageError(
+                        f"what rank {rank} wrote is not there",
+                        where=str(path),
+                        why="rank 0 does not see it, or not all of it",
+                        hint="save to a file system that all ranks share, or with "
+                        "collectives=False",
+                    )

@@ -1,0 +1,149 @@
+"""What one rank holds and writes, whoever decided what that is."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckptctl.distributed.host_memory import host_views
+from ckptctl.distributed.state import State
+from ckptctl.errors import CkptError, StorageError
+from ckptctl.ops.holdings import DIGEST, Chunk, Holding
+from ckptctl.planner.copies import MIB
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.sync import sync_directory
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        overwrite: Whether to replace a checkpoint of that name, in one step.
+        files: Files per rank; threads do not wait for each other when they write several.
+        jobs: Threads per rank; 0: one per core, at most four.
+        memory: Bytes of buffers per rank, for tensors that have to be reordered or copied from a
+            device on their way.
+        sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
+            can leave a checkpoint whose data is not there.
+        checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
+    """
+
+    overwrite: bool = False
+    files: int = 1
+    jobs: int = 0
+    memory: int = 64 * MIB
+    sync: bool = True
+    checksum: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds.
+
+    Attributes:
+        holding: What it says of it.
+        pieces: Memory of each chunk.
+        steps: Elements between neighbours in it along each dimension.
+        values: Content of each leaf that is no tensor, as ``torch.save`` writes it.
+    """
+
+    holding: Holding
+    pieces: Sequence[torch.Tensor]
+    steps: Sequence[tuple[int, ...]]
+    values: Mapping[str, bytes]
+
+
+def held(state: State) -> Held:
+    """Return what this rank holds of a state dict; tensors are not copied.
+
+    Raises:
+        CkptError: A leaf cannot be saved.
+    """
+    values = {name: _pickled(name, leaf.value) for name, leaf in state.values.items()}
+    chunks = [
+        Chunk(name, piece.box.offsets, piece.box.sizes)
+        for name, one in state.tensors.items()
+        for piece in one.pieces
+    ]
+    holding = Holding(
+        {name: one.described for name, one in state.tensors.items()},
+        chunks,
+        {name: _digest(content) for name, content in values.items()},
+        {name: leaf.path for name, leaf in state.values.items()},
+    )
+    pieces = [piece.tensor for one in state.tensors.values() for piece in one.pieces]
+    return Held(holding, pieces, [tuple(tensor.stride()) for tensor in pieces], values)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST).digest()
+
+
+def _pickled(name: str, value: object) -> bytes:
+    """Return a leaf that is no tensor as ``torch.save`` writes it, as DCP keeps it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        raise CkptError(
+            f"`{name}` cannot be saved",
+            where=f"a {type(value).__name__} in the state dict",
+            why=f"{type(error).__name__}: {error}",
+            hint="leave it out, or store what it is made of",
+        ) from error
+    return buffer.getvalue()
+
+
+def fill(plan: Plan, pieces: Sequence[torch.Tensor], data: Path, options: SaveOptions) -> None:
+    """Write a rank's files below *data*.
+
+    Args:
+        plan: Of :func:`ckptctl.ops.saving.rank_files`.
+        pieces: Memory of each chunk.
+        data: An existing directory.
+        options: How.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    if not plan.files:
+        return
+    how = ExecutionOptions(
+        jobs=options.jobs,
+        memory=options.memory,
+        checksum=options.checksum,
+        sync=options.sync,
+        shared=True,
+    )
+    execute(plan, data, how, lambda _: None, memory=host_views(plan, pieces))
+
+
+def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
+    """Write a new file.
+
+    Args:
+        path: Its path.
+        content: Its parts.
+        sync: Whether it and its name have to be on disk.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    try:
+        with path.open("xb") as file:
+            file.writelines(content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        if sync:
+            sync_directory(path.parent)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "write", str(path)) from error

@@ -1,0 +1,129 @@
+"""What a checkpoint has and a state does not, and the other way round."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ckptctl.catalog import Catalog, is_computed
+from ckptctl.catalog import Path as Keys
+from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.ops.selection import is_training
+from ckptctl.ops.state_mapping import StateMapping, moved
+
+APART = re.compile(r"rank_\d+\.(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The names of both sides.
+
+    Attributes:
+        missing: Names in the state that the checkpoint does not have.
+        unexpected: Names in the checkpoint that the state does not have among others beside them.
+        left_out: Names in the checkpoint that are not read for another reason, and the reason.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+    def require_equal(self, mapping: StateMapping) -> None:
+        """Refuse a state that does not have the names of the checkpoint.
+
+        Raises:
+            MappingError: Naming what is missing and what is left over, and what is near.
+        """
+        if not self.missing and not self.unexpected:
+            return
+        sides = ((self.missing, "the checkpoint does not have"), (self.unexpected, "only it has"))
+        said = [f"{why} {listed(names)}" for names, why in sides if names]
+        close = [nearest(name, list(mapping.offered)) for name in self.missing[:1]]
+        hints = [f"`{close[0]}` is near" if close and close[0] else ""]
+        hints += ["`strict=False` loads what both have and reports the rest", *mapping.notes]
+        raise MappingError(
+            f"{len(self.missing):,} names of the state are missing in the checkpoint, "
+            f"{len(self.unexpected):,} of its names are not in the state",
+            where=mapping.catalog.path,
+            why="; ".join(said),
+            hint="; ".join(filter(None, hints)),
+        )
+
+
+def compare(
+    mapping: StateMapping, tensors: Mapping[str, Keys], values: Mapping[str, Keys]
+) -> Comparison:
+    """Compare the names of the checkpoint with those of the state.
+
+    Only what lies beside something that the state has can be unexpected: a state with a model
+    alone says nothing of the optimizer.
+
+    Args:
+        mapping: How the one becomes the other.
+        tensors: Path of each tensor of the state, of any rank.
+        values: Path of each other leaf likewise.
+    """
+    catalog, offered = mapping.catalog, mapping.offered
+    used = {
+        view.key
+        for one in mapping.tensors
+        if any(view.key in tensors for view in one.targets)
+        for view in one.sources
+    }
+    used |= {moved(name, mapping.prefix, mapping.root) for name in values}
+    missing = [name for name in tensors if name not in offered]
+    missing += [name for name in values if not held_as(mapping, name, 0)]
+    beside = {_container(keys) for keys in (*tensors.values(), *values.values())}
+    paths = {name: one.path for name, one in (*catalog.tensors.items(), *catalog.blobs.items())}
+    beside |= {_container(keys) for name, keys in paths.items() if name in used}
+    heads = {str(keys[0]) for keys in (*tensors.values(), *values.values())}
+    unexpected: list[str] = []
+    left_out = {name: why for name, why in mapping.dropped.items() if name not in used}
+    for name, keys in paths.items():
+        if name in used or name in left_out or is_computed(name):
+            continue
+        why = _excused(catalog, name, keys, used, beside, heads)
+        if why:
+            left_out[name] = why
+        else:
+            unexpected.append(name)
+    return Comparison(tuple(missing), tuple(unexpected), left_out)
+
+
+def _excused(
+    catalog: Catalog,
+    name: str,
+    keys: Keys,
+    used: Collection[str],
+    beside: Collection[str],
+    heads: Collection[str],
+) -> str | None:
+    """Return why a name may be left over, if it may."""
+    if APART.fullmatch(name):
+        return "it is one rank's own"
+    entry = catalog.tensors.get(name)
+    if entry and entry.alias_of in used:
+        return f"it shares its memory with `{entry.alias_of}`, which is read"
+    if _container(keys) not in beside:
+        return "the state has nothing beside it"
+    if is_training(name) and str(keys[0]).partition(".")[0] not in heads:
+        return "the state has a model only"
+    return None
+
+
+def held_as(mapping: StateMapping, name: str, rank: int) -> str | None:
+    """Return the name under which the checkpoint has a leaf that is no tensor, if it has it.
+
+    Args:
+        mapping: How the checkpoint becomes the state.
+        name: The leaf in the state.
+        rank: Whose value is preferred where every rank has its own.
+    """
+    own = moved(name, mapping.prefix, mapping.root)
+    blobs = mapping.catalog.blobs
+    return next((found for found in (f"rank_{rank}.{own}", own) if found in blobs), None)
+
+
+def _container(keys: Keys) -> str:
+    return str(keys[0]) if len(keys) > 1 else ""

@@ -1,0 +1,102 @@
+"""What a load is asked to do, and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ckptctl.catalog import Catalog
+from ckptctl.formats import open_checkpoint
+from ckptctl.ops.dequantise import dequantised
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a checkpoint is read into a state dict.
+
+    Attributes:
+        format: Format of the checkpoint; None: detect.
+        model_type: Family; None: detect.
+        layout: Layout of the state's names; None: detect.
+        from_layout: Layout of the checkpoint's; None: detect.
+        root: The model's prefix in the checkpoint; None: find it.
+        weights: ``master`` or ``module``, where the checkpoint holds both.
+        tag: Which of several saves in it; None: the one that its pointer names.
+        rules: A file that says how ranks divide tensors, where theirs do not.
+        sizes: Axis sizes that no configuration states, by any of their names.
+        assets: Directory with configuration; None: the checkpoint's own.
+        dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
+        strict: Whether names that are missing or left over are errors.
+        cast: Whether floating elements may change their dtype.
+        trusted: Whether leaves that are no tensors may run code when they are unpickled.
+        checksum: Whether to compare recorded checksums of what is read whole.
+        jobs: Threads; 0: one per core, at most four.
+    """
+
+    format: str | None = None
+    model_type: str | None = None
+    layout: str | None = None
+    from_layout: str | None = None
+    root: str | None = None
+    weights: Literal["master", "module"] | None = None
+    tag: str | None = None
+    rules: Path | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    assets: Path | None = None
+    dequantize: str | None = None
+    strict: bool = True
+    cast: bool = False
+    trusted: bool = False
+    checksum: bool = False
+    jobs: int = 0
+
+    def open(self, path: str | Path) -> Catalog:
+        """Return the index of the checkpoint at *path*, quantised tensors as they are wanted.
+
+        Raises:
+            CkptError: It is missing, not recognised, damaged or hostile.
+        """
+        catalog = open_checkpoint(
+            path,
+            self.format,
+            self.model_type,
+            weights=self.weights,
+            tag=self.tag,
+            rules=self.rules,
+        )
+        return dequantised(catalog, self.dequantize) if self.dequantize else catalog
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one rank loaded.
+
+    Attributes:
+        loaded: Names of the tensors and other leaves of the state that were filled.
+        missing: Names in the state, of any rank, that the checkpoint does not have.
+        unexpected: Names in the checkpoint that no rank has, where the state has others beside.
+        left_out: Names in other parts of the checkpoint, or dropped by a rule, and why.
+        cast: Names whose elements changed their dtype, and from what to what.
+        notes: What the user should know.
+        format: Format of the checkpoint.
+        model_type: The family, where names or axes changed.
+        from_layout: Layout of the checkpoint, likewise.
+        layout: Layout of the state, likewise.
+        bytes_read: Bytes that this rank read of tensors.
+        bytes_received: Bytes that other ranks read for it.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    left_out: Mapping[str, str]
+    cast: Mapping[str, tuple[str, str]]
+    notes: tuple[str, ...]
+    format: str
+    model_type: str | None = None
+    from_layout: str | None = None
+    layout: str | None = None
+    bytes_read: int = 0
+    bytes_received: int = 0
