@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptctl.api import plan_merge as plan_merge
     from ckptctl.api import verify as verify
     from ckptctl.catalog import Catalog as Catalog
+    from ckptctl.distributed.saving import save as save
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.convert import ConversionPlan as ConversionPlan
     from ckptctl.ops.convert import ConversionResult as ConversionResult
@@ -38,6 +39,7 @@ _HOME = {
     "merge": "ckptctl.api",
     "plan_conversion": "ckptctl.api",
     "plan_merge": "ckptctl.api",
+    "save": "ckptctl.distributed.saving",
     "verify": "ckptctl.api",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "merge",
     "plan_conversion",
     "plan_merge",
+    "save",
     "verify",
 ]
 

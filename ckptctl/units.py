@@ -11,6 +11,8 @@ _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40, "PI": 2**50}
 _PREFIXES = _DECIMAL | _BINARY
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]I?)?B?\s*", re.IGNORECASE | re.ASCII)
+_DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d+)?)\s*([smhdw])\s*", re.IGNORECASE | re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DIGITS = re.compile(r"([0-9]+)")
 MAX_BYTES = 2**63 - 1
 
@@ -35,6 +37,21 @@ def parse_bytes(text: str | int) -> int:
     if not 0 < value <= MAX_BYTES:
         raise UsageError(f"`{visible(str(text))}` is not a size; write it like `5GB` or `4GiB`")
     return value
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds that *text* means.
+
+    Args:
+        text: ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise UsageError(f"`{visible(text)}` is not a duration; write it like `12h` or `7d`")
+    return float(found[1]) * _SECONDS[found[2].lower()]
 
 
 def format_bytes(nbytes: int) -> str:

@@ -49,11 +49,11 @@ def run_on_ranks(
     Raises:
         RankFailure: A rank raised, or the time ran out.
     """
-    named = isinstance(function, str)
-    place = function if named else f"{function.__module__}:{function.__qualname__}"
+    if not isinstance(function, str):
+        function = f"{function.__module__}:{function.__qualname__}"
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.pickle"
-        job.write_bytes(pickle.dumps((*place.split(":"), list(worlds), arguments)))
+        job.write_bytes(pickle.dumps((*function.split(":"), list(worlds), arguments)))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
         child = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.gloo", str(job)],

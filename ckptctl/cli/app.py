@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from ckptctl import __version__, cli
 from ckptctl.cli.options import examples
 from ckptctl.cli.output import Output
+from ckptctl.cli.ranks import told
 from ckptctl.errors import CkptError, StorageError, UsageError
 
 RAW_ARGUMENTS = "ckptctl.arguments"
@@ -55,7 +56,8 @@ class CkptGroup(TyperGroup):
 
 def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
     shown = _explain(error)
-    output.error(shown, "".join(traceback.format_exception(error)) if debug else None)
+    if debug or not told():
+        output.error(shown, "".join(traceback.format_exception(error)) if debug else None)
     raise typer.Exit(shown.exit_code) from None
 
 

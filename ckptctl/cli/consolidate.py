@@ -10,8 +10,10 @@ import typer
 from ckptctl.cli import options as opt
 from ckptctl.cli.convert import Published, carry_out
 from ckptctl.cli.output import Output
+from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
 from ckptctl.errors import UsageError
+from ckptctl.ops.coordinator import on_first, together
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -78,36 +80,40 @@ def consolidate(
     """
     from ckptctl import api
 
-    output = Output(json, quiet)
+    ranks = coordinator()
+    output = output_of(ranks, json, quiet)
     if metadata_only:
-        _metadata(output, src, dst, dry_run)
+        on_first(ranks, lambda: _metadata(output, src, dst, dry_run))
         return
     if dst is None:
         raise UsageError("DST is missing", hint="only --metadata-only needs none")
-    plan = api.plan_conversion(
-        src,
-        dst,
-        to=to or ("dcp" if optimizer else "hf"),
-        from_format=from_format,
-        weights=cast(Literal["master", "module"] | None, weights),
-        tag=tag,
-        rules=rules,
-        only="all" if optimizer else "model",
-        tied=cast(Literal["drop", "copy"] | None, tied),
-        allow_missing=allow_missing,
-        verify_replicas=verify_replicas,
-        dtype=dtype,
-        root=root,
-        max_shard_size=max_shard_size,
-        assets=assets,
-        overwrite=overwrite,
-        resume=resume,
-        verify=verify,
-        checksum=not no_checksum,
-        jobs=jobs,
-        memory=memory,
+    plan = together(
+        ranks,
+        lambda: api.plan_conversion(
+            src,
+            dst,
+            to=to or ("dcp" if optimizer else "hf"),
+            from_format=from_format,
+            weights=cast(Literal["master", "module"] | None, weights),
+            tag=tag,
+            rules=rules,
+            only="all" if optimizer else "model",
+            tied=cast(Literal["drop", "copy"] | None, tied),
+            allow_missing=allow_missing,
+            verify_replicas=verify_replicas,
+            dtype=dtype,
+            root=root,
+            max_shard_size=max_shard_size,
+            assets=assets,
+            overwrite=overwrite,
+            resume=resume,
+            verify=verify,
+            checksum=not no_checksum,
+            jobs=jobs,
+            memory=memory,
+        ),
     )
-    carry_out(context, output, plan, dst, dry_run, Published(SCHEMA))
+    carry_out(context, output, plan, dst, dry_run, Published(SCHEMA), ranks)
 
 
 def _metadata(output: Output, src: Path, dst: Path | None, dry_run: bool) -> None:

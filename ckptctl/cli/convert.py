@@ -13,8 +13,10 @@ import typer
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
+from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
 from ckptctl.errors import SHOWN, PartialError, listed
+from ckptctl.ops.coordinator import Coordinator, together
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -75,40 +77,44 @@ def convert(
     from ckptctl import api
 
     del converter  # known while the command runs
-    output = Output(json, quiet)
-    plan = api.plan_conversion(
-        src,
-        dst,
-        to=to,
-        from_format=from_format,
-        weights=cast(Literal["master", "module"] | None, weights),
-        tag=tag,
-        rules=rules,
-        model_type=model_type,
-        sizes=opt.sizes_of(sizes),
-        from_layout=from_layout,
-        to_layout=to_layout,
-        dtype=dtype,
-        dequantize=dequantize,
-        include=include or (),
-        exclude=exclude or (),
-        only=cast(Literal["model", "all"], only),
-        root=root,
-        max_shard_size=max_shard_size,
-        mp=mp,
-        assets=assets,
-        like=like,
-        overwrite=overwrite,
-        resume=resume,
-        verify=verify,
-        checksum=not no_checksum,
-        jobs=jobs,
-        memory=memory,
-        untie=untie,
-        vocab_size=vocab_size,
-        lora_alpha=lora_alpha,
+    ranks = coordinator()
+    output = output_of(ranks, json, quiet)
+    plan = together(
+        ranks,
+        lambda: api.plan_conversion(
+            src,
+            dst,
+            to=to,
+            from_format=from_format,
+            weights=cast(Literal["master", "module"] | None, weights),
+            tag=tag,
+            rules=rules,
+            model_type=model_type,
+            sizes=opt.sizes_of(sizes),
+            from_layout=from_layout,
+            to_layout=to_layout,
+            dtype=dtype,
+            dequantize=dequantize,
+            include=include or (),
+            exclude=exclude or (),
+            only=cast(Literal["model", "all"], only),
+            root=root,
+            max_shard_size=max_shard_size,
+            mp=mp,
+            assets=assets,
+            like=like,
+            overwrite=overwrite,
+            resume=resume,
+            verify=verify,
+            checksum=not no_checksum,
+            jobs=jobs,
+            memory=memory,
+            untie=untie,
+            vocab_size=vocab_size,
+            lora_alpha=lora_alpha,
+        ),
     )
-    carry_out(context, output, plan, dst, dry_run, Published(SCHEMA))
+    carry_out(context, output, plan, dst, dry_run, Published(SCHEMA), ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,7 @@ def carry_out(
     dst: Path,
     dry_run: bool,
     published: Published,
+    ranks: Coordinator,
 ) -> None:
     """Show *plan*, or carry it out and show the result.
 
@@ -141,6 +148,7 @@ def carry_out(
         dst: The destination as it was typed.
         dry_run: Whether nothing is to be done.
         published: What ``--json`` prints.
+        ranks: Those that carry it out.
     """
     from ckptctl.ops.convert import run_conversion
 
@@ -155,7 +163,7 @@ def carry_out(
     for reason, names in _by_reason(plan.left_out):
         output.note(f"left out, {reason}: {_in_short(names)}")
     with progress(output, "copying", plan.nbytes, "syncing") as advance:
-        result = run_conversion(plan, advance)
+        result = run_conversion(plan, advance, ranks)
     _print_result(output, result, dst, published)
     _require_all(plan, dst)
     output.hint(f"look at it with `{shlex.join(['ckptctl', 'inspect', str(dst)])}`")

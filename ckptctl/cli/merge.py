@@ -9,8 +9,9 @@ import typer
 
 from ckptctl.cli import options as opt
 from ckptctl.cli.convert import Published, carry_out
-from ckptctl.cli.output import Output
+from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
+from ckptctl.ops.coordinator import together
 
 SCHEMA = "ckptctl.merge/1"
 EPILOG = opt.examples(
@@ -81,33 +82,37 @@ def merge(
     from ckptctl import api
 
     del converter  # known while the command runs
-    output = Output(json, quiet)
-    plan = api.plan_merge(
-        base,
-        adapter,
-        dst,
-        to=to,
-        scaling=scaling,
-        lora_alpha=lora_alpha,
-        from_format=from_format,
-        model_type=model_type,
-        sizes=opt.sizes_of(sizes),
-        from_layout=from_layout,
-        to_layout=to_layout,
-        dtype=dtype,
-        dequantize=dequantize,
-        root=root,
-        max_shard_size=max_shard_size,
-        mp=mp,
-        assets=assets,
-        like=like,
-        untie=untie,
-        overwrite=overwrite,
-        resume=resume,
-        verify=verify,
-        checksum=not no_checksum,
-        jobs=jobs,
-        memory=memory,
+    ranks = coordinator()
+    output = output_of(ranks, json, quiet)
+    plan = together(
+        ranks,
+        lambda: api.plan_merge(
+            base,
+            adapter,
+            dst,
+            to=to,
+            scaling=scaling,
+            lora_alpha=lora_alpha,
+            from_format=from_format,
+            model_type=model_type,
+            sizes=opt.sizes_of(sizes),
+            from_layout=from_layout,
+            to_layout=to_layout,
+            dtype=dtype,
+            dequantize=dequantize,
+            root=root,
+            max_shard_size=max_shard_size,
+            mp=mp,
+            assets=assets,
+            like=like,
+            untie=untie,
+            overwrite=overwrite,
+            resume=resume,
+            verify=verify,
+            checksum=not no_checksum,
+            jobs=jobs,
+            memory=memory,
+        ),
     )
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)
     output.statement(
@@ -116,7 +121,7 @@ def merge(
         f"{plan.replaced:,} replaced"
     )
     published = Published(SCHEMA, plan.to_json())
-    carry_out(context, output, plan.conversion, dst, dry_run, published)
+    carry_out(context, output, plan.conversion, dst, dry_run, published, ranks)
 
 
 def register(app: typer.Typer) -> None:

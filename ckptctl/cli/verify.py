@@ -12,6 +12,7 @@ import typer
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
+from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
 from ckptctl.errors import DamagedError
 from ckptctl.units import format_bytes
@@ -83,7 +84,8 @@ def verify(
     from ckptctl.ops import verify as op
 
     del converter  # known while the command runs
-    output = Output(json, quiet)
+    ranks = coordinator()
+    output = output_of(ranks, json, quiet)
     asked = op.VerifyOptions(
         format=from_format,
         level=cast("Level", level),
@@ -95,8 +97,9 @@ def verify(
         rules=rules,
         jobs=jobs,
     )
-    found = op.verify(path, asked, partial(progress, output, "verifying"))
-    _print(output, found)
+    found = op.verify(path, asked, partial(progress, output, "verifying"), ranks)
+    if ranks.rank == 0:
+        _print(output, found)
     if not found.whole:
         raise typer.Exit(DamagedError.exit_code)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Blob
 from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
 from ckptctl.distributed.rank_output import Held, SaveOptions, add_file, fill, held
-from ckptctl.distributed.state import State, StateDict, state_of
+from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
 from ckptctl.formats.dcp_metadata import METADATA, Item
 from ckptctl.ops.agreement import Statement, first_to_say, generation, require_agreement, unchanged
@@ -77,11 +77,11 @@ class CollectiveSave:
         self._plan: SavedPlan | None = None
         self._error: BaseException | None = None
 
-    def prepare(self, state: State | StateDict) -> Statement:
+    def prepare(self, state: State | StateDict | Held) -> Statement:
         """Find out what this rank holds; on rank 0 also make room beside the destination."""
         try:
             self._target = destination(self._target.expanduser().absolute())
-            self._hold(state if isinstance(state, State) else state_of(state))
+            self._hold(held(state))
             if self._ranks.rank == 0:
                 self._make_room()
             return self._statement()
@@ -129,8 +129,8 @@ class CollectiveSave:
         self._plans.put(self._key, plan)
         return self._target
 
-    def _hold(self, state: State) -> None:
-        self._held = held(state)
+    def _hold(self, own: Held) -> None:
+        self._held = own
         self._packed = pack(self._held.holding)
         boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self._packed.boxes]
         here = (VERSION, self._ranks.rank, self._ranks.world, self._options.files)

@@ -1,13 +1,69 @@
 """Private names of torch, in one place; each is looked at with every new release.
 
-Sources: ``torch/distributed/checkpoint/_nested_dict.py``, ``utils.py``,
+Sources: ``torch/distributed/checkpoint/_nested_dict.py``, ``planner_helpers.py``,
+``filesystem.py``, ``torch/distributed/_shard/sharded_tensor/api.py``,
 ``torch/distributed/tensor/placement_types.py``; torch 2.6 to 2.13.
 """
 
 from __future__ import annotations
 
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+import importlib
+from collections.abc import Iterator
 
-__all__ = ["ShardedTensor", "StridedShard", "flatten_state_dict", "unflatten_state_dict"]
+import torch
+
+from ckptctl.errors import CkptError
+
+PRIVATE = {
+    "ShardedTensor": ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
+    "create_read_items_for_chunk_list": (
+        "torch.distributed.checkpoint.planner_helpers",
+        "create_read_items_for_chunk_list",
+    ),
+    "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
+    "init_state_dict": ("torch.distributed.checkpoint.planner_helpers", "_init_state_dict"),
+    "unflatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "unflatten_state_dict"),
+}
+"""Module and name in torch of every name here."""
+
+
+def absent() -> Iterator[str]:
+    """Yield the private names that the installed torch does not have."""
+    for module, name in PRIVATE.values():
+        try:
+            found = hasattr(importlib.import_module(module), name)
+        except ImportError:
+            found = False
+        if not found:
+            yield f"{module}.{name}"
+
+
+try:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.checkpoint.planner_helpers import (
+        _init_state_dict as init_state_dict,
+    )
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+except ImportError as error:
+    raise CkptError(
+        f"torch {torch.__version__} is not a version that ckptctl can save and load with",
+        why=f"it lacks {', '.join(absent())}",
+        hint="install a release from 2.6 on that ckptctl is tested with",
+    ) from error
+
+__all__ = [
+    "PRIVATE",
+    "ShardedTensor",
+    "StorageInfo",
+    "StridedShard",
+    "absent",
+    "create_read_items_for_chunk_list",
+    "flatten_state_dict",
+    "init_state_dict",
+    "unflatten_state_dict",
+]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptctl.catalog import Blob
-from ckptctl.distributed.rank_output import SaveOptions, add_file, fill, held
+from ckptctl.distributed.rank_output import Held, SaveOptions, add_file, fill, held
 from ckptctl.distributed.state import State
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp_metadata import METADATA
@@ -27,7 +27,9 @@ from ckptctl.storage.sync import sync_directory
 NOTHING = RankItems((), (), (), ())
 
 
-def write_alone(state: State, path: Path, rank: int, world: int, options: SaveOptions) -> Path:
+def write_alone(
+    state: State | Held, path: Path, rank: int, world: int, options: SaveOptions
+) -> Path:
     """Write what this rank holds, and metadata of it, below *path*.
 
     Args:
@@ -57,17 +59,22 @@ def write_alone(state: State, path: Path, rank: int, world: int, options: SaveOp
     files = rank_files(
         rank, own.holding, decision.shares[rank], own.steps, own.values, options.files
     )
-    _make_room(target, rank)
+    make_room(target, rank)
     fill(files.plan, own.pieces, target, options)
     items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
     values = [(Blob(name, own.holding.paths[name]), item) for name, item in files.items.items()]
     content = metadata(decision, items).complete(values)
-    _publish(target, rank, content, sync=options.sync)
+    publish(target, rank, content, sync=options.sync)
     return target
 
 
-def _make_room(target: Path, rank: int) -> None:
-    """Make the directory, and remove what this rank left there when it was killed."""
+def make_room(target: Path, rank: int) -> None:
+    """Make the directory, and remove what this rank left there when it was killed.
+
+    Raises:
+        RefusedError: This rank has saved there already, or another checkpoint is there.
+        StorageError: It cannot be made.
+    """
     taken = [name for name in (METADATA, metadata_name(rank)) if (target / name).exists()]
     if taken or (target.exists() and not target.is_dir()):
         raise RefusedError(
@@ -88,7 +95,12 @@ def _leftovers(target: Path, rank: int) -> Iterator[Path]:
     return (path for path in target.glob("__*") if mine.fullmatch(path.name))
 
 
-def _publish(target: Path, rank: int, content: tuple[bytes, ...], *, sync: bool) -> None:
+def publish(target: Path, rank: int, content: tuple[bytes, ...], *, sync: bool) -> None:
+    """Give the metadata of *rank* its name; then what it wrote is a part of the checkpoint.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
     final = target / metadata_name(rank)
     unfinished = final.with_name(f"{final.name}.tmp")
     add_file(unfinished, content, sync=sync)

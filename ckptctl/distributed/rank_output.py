@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ckptctl.distributed.host_memory import host_views
-from ckptctl.distributed.state import State
+from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import CkptError, StorageError
 from ckptctl.ops.holdings import DIGEST, Chunk, Holding
 from ckptctl.planner.copies import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.executor import Execution, ExecutionOptions, execute
 from ckptctl.storage.sync import sync_directory
 
 
@@ -34,6 +34,8 @@ class SaveOptions:
         sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
             can leave a checkpoint whose data is not there.
         checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
+        execute: What carries out a rank's plan: :func:`ckptctl.storage.executor.execute`, or
+            something that has another process do that.
     """
 
     overwrite: bool = False
@@ -42,6 +44,7 @@ class SaveOptions:
     memory: int = 64 * MIB
     sync: bool = True
     checksum: bool = True
+    execute: Callable[..., Execution] = execute
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,16 @@ class Held:
     values: Mapping[str, bytes]
 
 
-def held(state: State) -> Held:
+def held(state: StateDict | State | Held) -> Held:
     """Return what this rank holds of a state dict; tensors are not copied.
 
     Raises:
         CkptError: A leaf cannot be saved.
     """
+    if isinstance(state, Held):
+        return state
+    if not isinstance(state, State):
+        state = state_of(state)
     values = {name: _pickled(name, leaf.value) for name, leaf in state.values.items()}
     chunks = [
         Chunk(name, piece.box.offsets, piece.box.sizes)
@@ -123,7 +130,7 @@ def fill(plan: Plan, pieces: Sequence[torch.Tensor], data: Path, options: SaveOp
         sync=options.sync,
         shared=True,
     )
-    execute(plan, data, how, lambda _: None, memory=host_views(plan, pieces))
+    options.execute(plan, data, how, lambda _: None, memory=host_views(plan, pieces))
 
 
 def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:

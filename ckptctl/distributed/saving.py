@@ -11,7 +11,7 @@ from ckptctl.distributed.collective_save import CollectiveSave
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.rank_local import write_alone
-from ckptctl.distributed.rank_output import SaveOptions
+from ckptctl.distributed.rank_output import Held, SaveOptions
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.ops.coordinator import Coordinator
 from ckptctl.planner.copies import MIB
@@ -66,7 +66,7 @@ def save(
 
 
 def write(
-    state: State | StateDict,
+    state: State | StateDict | Held,
     path: Path,
     ranks: Coordinator,
     options: SaveOptions,

@@ -170,7 +170,29 @@ def _leaves(metadata: Mapping[str, object], where: str, scanner: Scanner) -> dic
             leaves[name] = Leaf(name, path, ((None, _bytes_item(stored, name, where)),))
         else:
             leaves[name] = _tensor(name, path, _state(entry), stored, where)
+    refuse_twins(leaves, where)
     return leaves
+
+
+def refuse_twins(leaves: Mapping[str, Leaf], where: str) -> None:
+    """Refuse names that stand for one and the same key path.
+
+    Args:
+        leaves: By name.
+        where: What lists them, for the error.
+
+    Raises:
+        DamagedError: There are such.
+    """
+    first: dict[Path, str] = {}
+    for name, leaf in leaves.items():
+        other = first.setdefault(leaf.path, name)
+        if other != name:
+            raise DamagedError(
+                f"`{name}` and `{other}` are the same leaf of the state dict",
+                where=where,
+                why=f"both are called {'/'.join(map(str, leaf.path))} there",
+            )
 
 
 def _refuse_flattened(data: object, where: str) -> None:

@@ -159,6 +159,19 @@ def _leaves(files: SourceFiles, rank: int) -> dict[str, Leaf]:
     return decode(dcp.read_metadata(files, name), str(files.root / name))
 
 
+def read_rank(path: Path, rank: int) -> Catalog | None:
+    """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing.
+
+    Raises:
+        DamagedError: Its files are missing or damaged.
+    """
+    if not (path / metadata_name(rank)).is_file():
+        return None
+    with SourceFiles(path) as files, no_collection():
+        note = f"read from what rank {rank} wrote, alone"
+        return dcp.catalog_of(files, _leaves(files, rank), DcpRankLocalFormat.name, (note,))
+
+
 def rank_files(path: Path) -> list[str]:
     """Return the names of the metadata of all ranks.
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Box
 from ckptctl.errors import CoverageError, DamagedError, listed
-from ckptctl.formats.dcp_metadata import METADATA, Item, Leaf
+from ckptctl.formats.dcp_metadata import METADATA, Item, Leaf, refuse_twins
 from ckptctl.planner.boxes import coverage
 
 _Offsets = tuple[int, ...]
@@ -121,11 +121,17 @@ class Union:
         return names
 
     def leaves(self) -> dict[str, Leaf]:
-        """Return every leaf with the chunks of all ranks; copies come last, if remembered."""
-        return {
+        """Return every leaf with the chunks of all ranks; copies come last, if remembered.
+
+        Raises:
+            DamagedError: Two names stand for one key path.
+        """
+        found = {
             name: replace(held.leaf, items=(*held.chunks.values(), *self._repeats(name)))
             for name, held in self._held.items()
         }
+        refuse_twins(found, self._where)
+        return found
 
     def _repeats(self, name: str) -> Iterator[_Chunk]:
         for box, items in self.copies.get(name, {}).items():

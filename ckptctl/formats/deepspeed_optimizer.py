@@ -15,7 +15,7 @@ from ckptctl.formats.deepspeed_leaves import Leaves, stored_entry
 from ckptctl.formats.deepspeed_partitions import Segment, Strip, extents
 from ckptctl.formats.deepspeed_stage0 import NUMBERED, named_optimizer
 from ckptctl.formats.deepspeed_states import OptimState
-from ckptctl.formats.deepspeed_trainer import OPTIMIZER, add_other_ranks, rest_of
+from ckptctl.formats.deepspeed_trainer import OPTIMIZER, add_other_ranks, other_steps, rest_of
 from ckptctl.formats.deepspeed_zero import Save, strips_of
 from ckptctl.formats.structure import join
 from ckptctl.storage.files import SourceFiles
@@ -45,6 +45,7 @@ def surroundings(save: Save, files: SourceFiles) -> Leaves:
         owners = ((name, part.owner) for name, part in save.parts.items())
         settings = plain_settings(first.rest, first.settings, owners)
         found.add(settings, (OPTIMIZER,), first.file, str(root / first.file))
+        found.notes += other_steps(found, files)
     return found
 
 

@@ -6,6 +6,7 @@ states with the ``client_state`` that it was given.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles
 
 OPTIMIZER = "optimizer"
+_COUNTERS = {"float32": "<f", "int64": "<q", "int32": "<i"}
 
 
 def rest_of(model: ModelState) -> dict[str, object]:
@@ -73,3 +75,31 @@ def _same(one: TensorEntry, other: TensorEntry, files: SourceFiles) -> bool:
     if None not in crcs:
         return (one.dtype, one.shape, crcs[0]) == (other.dtype, other.shape, crcs[1])
     return max(one.nbytes, other.nbytes) <= WINDOW and equal(files, one, other)
+
+
+def other_steps(found: Leaves, files: SourceFiles) -> Iterator[str]:
+    """Yield a note where the optimizer has done another number of steps than the model's file says.
+
+    That is one save's file beside another's, or an optimizer that was started anew.
+    """
+    done, skipped = (_counted(found, name) for name in ("global_steps", "skipped_steps"))
+    if done is None:
+        return
+    expected = done - (skipped or 0)
+    for name, entry in found.tensors.items():
+        if not name.endswith(".step") or entry.shape or entry.dtype not in _COUNTERS:
+            continue
+        extent = entry.extents[0]
+        stored = files.read(extent.file, extent.offset, extent.nbytes)
+        (steps,) = struct.unpack(_COUNTERS[entry.dtype], stored)
+        if steps != expected:
+            yield (
+                f"the optimizer has done {steps:g} steps, the model's file says {expected}: "
+                "they are of different saves unless the optimizer was started anew"
+            )
+        return
+
+
+def _counted(found: Leaves, name: str) -> int | None:
+    blob = found.blobs.get(name)
+    return blob.value if blob and type(blob.value) is int else None

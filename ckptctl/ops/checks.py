@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.formats.base import GB, WritableFormat
+from ckptctl.ops.coordinator import Alone, Coordinator
 from ckptctl.ops.options import ConversionOptions
+from ckptctl.ops.sharing import portion
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.storage import publish
 from ckptctl.storage.crc import crc32
@@ -89,31 +91,38 @@ def free(path: Path) -> int:
     return publish.free_bytes(path)
 
 
-def published(plan: Plan, crcs: Sequence[int]) -> None:
+def published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None) -> None:
     """Read what was published and compare every byte that was written.
 
     Records are compared with their checksums, headers and the like with what they were made of,
     raw copies with their sources.
 
+    Args:
+        plan: What was carried out.
+        crcs: CRC-32 of each record.
+        ranks: Those that share the work, each of which proves its part; None: there are no others.
+
     Raises:
         StorageError: The output holds other bytes than were written.
     """
+    ranks = ranks or Alone()
     root = Path(plan.target).parent if plan.single_file else Path(plan.target)
+    records = list(zip(plan.records, crcs, strict=True))
     with SourceFiles(root) as files:
         for file in plan.files:
             _drop_cache(files, file.path)
             if files.size(file.path) != file.size:
                 why = f"it has {files.size(file.path):,} bytes instead of {file.size:,}"
                 raise _unlike(file.path, root / file.path, why)
-        for record, expected in zip(plan.records, crcs, strict=True):
+        for record, expected in portion(ranks, records, lambda pair: pair[0].nbytes):
             if _crc(files, record.file, record.offset, record.nbytes) != expected:
                 place = _range(record.offset, record.nbytes)
                 raise _unlike(record.name, root / record.file, place)
-        for file in plan.files:
+        for file in portion(ranks, plan.files, lambda file: file.size):
             for offset, data in file.frame(crcs.__getitem__):
                 if not _holds(files, file.path, offset, data):
                     raise _unlike(file.path, root / file.path, _range(offset, len(data)))
-        for raw in plan.raw_copies:
+        for raw in portion(ranks, plan.raw_copies, lambda raw: raw.nbytes):
             with SourceFiles(raw.root or plan.source_root) as sources:
                 if not _copied(files, sources, raw):
                     place = _range(raw.target_offset, raw.nbytes)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
 from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, MappingError, UsageError
-from ckptctl.ops import checks
+from ckptctl.errors import CkptError, UsageError
+from ckptctl.ops import checks, proofs, sharing
 from ckptctl.ops.adapter_files import beside
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
+from ckptctl.ops.coordinator import Alone, Coordinator, on_first, together
 from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.documents import gather, unquantised
 from ckptctl.ops.draft import Draft
@@ -27,11 +29,6 @@ from ckptctl.ops.overwrite import replaceable
 from ckptctl.ops.quantised import advised
 from ckptctl.ops.recognise import Json, Recognition, recognise
 from ckptctl.ops.replicas import replicated
-from ckptctl.ops.replicas import require_equal as replicas_equal
-from ckptctl.ops.tiles import require_regular
-from ckptctl.storage.compare import all_zero, equal
-from ckptctl.storage.computed import open_reader
-from ckptctl.storage.executor import execute
 from ckptctl.storage.publish import Staging, free_space, staging
 
 __all__ = [
@@ -110,39 +107,33 @@ def plan_changed(
     return replace(plan, replicated=replicated(opened, wanted))
 
 
-def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> ConversionResult:
+def run_conversion(
+    plan: ConversionPlan, progress: Progress | None = None, ranks: Coordinator | None = None
+) -> ConversionResult:
     """Carry out *plan* and publish the output, whole or not at all.
 
     Args:
         plan: What :func:`plan_conversion` returned.
         progress: Called with the bytes done since its last call, from this thread.
+        ranks: Those that carry it out together, each with its own plan of the same; None: this
+            process alone.
 
     Raises:
         CkptError: The destination and the source are as they were. An error of the verification
             says so itself, because its output had been published and is taken back.
     """
     start = time.monotonic()
+    ranks = ranks or Alone()
     options = plan.options
-    _require_equal(plan)
-    with staging(
-        Path(plan.plan.target),
-        overwrite=options.overwrite,
-        resume=options.resume,
-        keep_on_error=options.resume,
-        single_file=plan.plan.single_file,
-        is_checkpoint=replaceable,
-    ) as stage:
-        free_space(stage.data, plan.nbytes, stage.held())
-        done = execute(
-            plan.plan,
-            stage.data,
-            options.execution(),
-            progress or (lambda _: None),
-            journal=stage.journal,
-        )
-        stage.publish()
+    _require_same(plan, ranks)
+    together(ranks, lambda: proofs.require_equal(plan, ranks))
+    with sharing.staged(ranks, lambda: _staging(plan)) as stage:
+        on_first(ranks, lambda: _require_room(plan, stage))
+        report = progress or (lambda _: None)
+        done = sharing.execute_together(plan.plan, stage, options.execution(), report, ranks)
+        on_first(ranks, lambda: _publish(stage))
         if options.verify:
-            _verify(plan, stage, done.crcs)
+            _verify(plan, stage, done.crcs, ranks)
     return ConversionResult(
         plan,
         Path(plan.plan.target),
@@ -150,15 +141,66 @@ def run_conversion(plan: ConversionPlan, progress: Progress | None = None) -> Co
         time.monotonic() - start,
         done.resumed_bytes,
         options.verify,
-        tuple(stage.notes),
+        tuple(stage.notes) if stage else (),
     )
 
 
-def _verify(plan: ConversionPlan, stage: Staging, crcs: Sequence[int]) -> None:
+def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
+    """Prove that all ranks made the same plan, of the same source."""
+    if ranks.world == 1:
+        return
+    options = plan.options
+    asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
+    sharing.require_same(
+        ranks,
+        {
+            **asked,
+            "the destination": plan.plan.target,
+            "sizes of buffers (--jobs, --memory)": options.execution().limits(),
+            "the files of the source": sharing.source_summary(plan.plan),
+            "the plan": plan.plan.digest,
+        },
+    )
+    if options.resume:
+        sharing.require_alone(ranks)
+
+
+def _staging(plan: ConversionPlan) -> AbstractContextManager[Staging]:
+    options = plan.options
+    return staging(
+        Path(plan.plan.target),
+        overwrite=options.overwrite,
+        resume=options.resume,
+        keep_on_error=options.resume,
+        single_file=plan.plan.single_file,
+        is_checkpoint=replaceable,
+    )
+
+
+def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
+    if stage:
+        free_space(stage.data, plan.nbytes, stage.held())
+
+
+def _publish(stage: Staging | None) -> None:
+    if stage:
+        stage.publish()
+
+
+def _verify(
+    plan: ConversionPlan, stage: Staging | None, crcs: Sequence[int], ranks: Coordinator
+) -> None:
     """Read the published output again, and take it back if it is not what was written."""
+
+    def read_again() -> None:
+        sharing.wait_for(Path(plan.plan.target))
+        checks.published(plan.plan, crcs, ranks)
+
     try:
-        checks.published(plan.plan, crcs)
+        together(ranks, read_again)
     except BaseException as error:
+        if stage is None:
+            raise
         try:
             outcome = stage.revert()
         except CkptError as failure:
@@ -166,39 +208,3 @@ def _verify(plan: ConversionPlan, stage: Staging, crcs: Sequence[int]) -> None:
         if isinstance(error, CkptError):
             error.why = "; ".join(filter(None, (error.why, outcome)))
         raise
-
-
-def _require_equal(plan: ConversionPlan) -> None:
-    """Prove that tensors which are dropped hold what the kept ones hold, or nothing at all."""
-    root = plan.recognition.root
-    if plan.replicated is not None:
-        replicas_equal(plan.replicated)
-    with open_reader(plan.source) as files:
-        for name in plan.change.must_be_zero:
-            if not all_zero(files, plan.source.tensors[root + name]):
-                raise MappingError(
-                    f"`{name}` has no place in layout `{plan.to_layout}` and is not zero",
-                    where=plan.source.path,
-                    why="leaving it out would change the model",
-                    hint=f"`--exclude {name}` leaves it out all the same",
-                )
-        for tiling in plan.change.tilings:
-            require_regular(files, plan.source, root, tiling)
-        for kept, dropped in plan.must_equal:
-            pair = (plan.source.tensors[name] for name in (kept, dropped))
-            if not equal(files, *pair):
-                raise _differ(plan, kept, dropped)
-
-
-def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
-    tied = dropped.removeprefix(plan.recognition.root) in plan.dropped
-    return MappingError(
-        f"`{dropped}` is tied to `{kept}` but holds other values"
-        if tied
-        else f"`{dropped}` and `{kept}` hold different values",
-        where=plan.source.path,
-        why="the configuration or the model type says that the two are one"
-        if tied
-        else f"in layout `{plan.to_layout}` one tensor stands for both",
-        hint="`--untie` keeps both" if tied else None,
-    )

@@ -120,6 +120,10 @@ def sendable(error: BaseException | None) -> CkptError | None:
     """Return an error in a form in which other ranks can be told of it."""
     if error is None or isinstance(error, CkptError):
         return error
+    if isinstance(error, KeyboardInterrupt):
+        stopped = CkptError("interrupted")
+        stopped.exit_code, stopped.code = 130, "interrupted"
+        return stopped
     return CkptError(f"{type(error).__name__}: {error}")
 
 

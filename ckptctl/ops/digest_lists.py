@@ -16,6 +16,8 @@ from pathlib import Path
 
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.ops.coordinator import Coordinator, on_first, together
+from ckptctl.ops.sharing import portion
 from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_checksums import Advance, threads, windows
 from ckptctl.storage.files import SourceFiles
@@ -141,6 +143,7 @@ def write_list(
     names: Sequence[str],
     jobs: int | None,
     advance: Advance | None,
+    ranks: Coordinator,
 ) -> None:
     """Write the SHA-256 of every file to *target*, whole or not at all.
 
@@ -150,15 +153,27 @@ def write_list(
         names: The files.
         jobs: Threads.
         advance: Called with bytes done, from any thread.
+        ranks: Those that share the reading; rank 0 writes.
 
     Raises:
         RefusedError: There is such a file.
         StorageError: It cannot be written.
     """
+    mine = portion(ranks, names, files.size)
+
+    def digests() -> dict[str, str]:
+        with ThreadPoolExecutor(threads(jobs)) as pool:
+            found = pool.map(lambda name: digest(files, name, "sha256", advance), mine)
+            return dict(zip(mine, found, strict=True))
+
+    parts = ranks.all_gather(together(ranks, digests))
+    sums = {name: sum_ for part in parts for name, sum_ in part.items()}
+    content = "".join(_line(sums[name], name) for name in names)
+    on_first(ranks, lambda: _publish(target, content))
+
+
+def _publish(target: Path, content: str) -> None:
     require_room(target)
-    with ThreadPoolExecutor(threads(jobs)) as pool:
-        digests = list(pool.map(lambda name: digest(files, name, "sha256", advance), names))
-    content = "".join(_line(sum_, name) for sum_, name in zip(digests, names, strict=True))
     with staging(target, single_file=True) as stage:
         try:
             with (stage.data / target.name).open("xb") as file:

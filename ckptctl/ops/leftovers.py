@@ -75,7 +75,8 @@ def compare(
     missing = [name for name in tensors if name not in offered]
     missing += [name for name in values if not held_as(mapping, name, 0)]
     beside = {_container(keys) for keys in (*tensors.values(), *values.values())}
-    paths = {name: one.path for name, one in (*catalog.tensors.items(), *catalog.blobs.items())}
+    paths = {name: one.path for name, one in catalog.tensors.items()}
+    paths |= {name: one.path for name, one in catalog.blobs.items()}
     beside |= {_container(keys) for name, keys in paths.items() if name in used}
     heads = {str(keys[0]) for keys in (*tensors.values(), *values.values())}
     unexpected: list[str] = []

@@ -30,7 +30,7 @@ from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.ops.transfers import transfers
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapped import MappedTensor, stored_shapes
-from ckptctl.planner.plan import Operand, Plan, Record, Side, Transfer
+from ckptctl.planner.plan import Plan, Record, Transfer
 from ckptctl.storage.files import SourceFiles
 
 
@@ -87,15 +87,14 @@ class Reading:
             DamagedError: What lies in a file is not what the index says.
         """
         catalog = self.mapping.catalog
-        held = {name: one for name, one in wanted.items() if one.targets}
+        known = {view.key for one in self.tensors for view in one.targets}
+        held = {name: one for name, one in wanted.items() if one.targets and name in known}
         chosen = [one for one in self.tensors if any(view.key in held for view in one.targets)]
         output = _output(held)
         kinds = {name: one.dtype for name, one in held.items()}
         entries = _located(self.mapping, chosen, held)
         found = transfers(chosen, entries, output, kinds)
-        copies = sorted(
-            (_in_memory_order(copy) for copy in found if copy.target.operands), key=_position
-        )
+        copies = sorted((copy for copy in found if copy.target.operands), key=_position)
         read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
         computed = reached(catalog.computed, read)
         files = {file for root, file in made_of(computed) if root == catalog.root}
@@ -268,9 +267,7 @@ def _located(
             found.setdefault(view.key, entry)
             if len(entry.extents) > len(found[view.key].extents):
                 found[view.key] = entry
-    return formats.resolve(
-        replace(mapping.catalog, tensors=found, blobs={}, replicas={})
-    ).tensors
+    return formats.resolve(replace(mapping.catalog, tensors=found, blobs={}, replicas={})).tensors
 
 
 def _meeting(entry: TensorEntry, boxes: Sequence[Box]) -> tuple[Extent, ...]:
@@ -298,27 +295,3 @@ def _output(wanted: Mapping[str, Wanted]) -> Output:
 def _position(copy: Transfer) -> tuple[str, int]:
     """Return where a copy begins to read."""
     return min(((o.file, o.offset) for o in copy.source.operands), default=("", 0))
-
-
-def _in_memory_order(copy: Transfer) -> Transfer:
-    """Return *copy* with the target's dimensions as they lie in memory: writes stay long."""
-    first = copy.target.operands[0]
-    order = sorted(range(len(first.sizes)), key=lambda dim: -first.strides[dim])
-    if order == list(range(len(order))) or not _turned(first, order):
-        return copy
-
-    def turned(values: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(values[dim] for dim in order)
-
-    operands = tuple(
-        replace(o, start=turned(o.start), sizes=turned(o.sizes), strides=turned(o.strides))
-        for o in copy.target.operands
-    )
-    dims = tuple(copy.target.dims[dim] for dim in order)
-    return replace(copy, target=Side(dims, operands))
-
-
-def _turned(operand: Operand, order: Sequence[int]) -> bool:
-    """Whether dimensions of more than one index change places."""
-    wide = [dim for dim in order if operand.sizes[dim] > 1]
-    return wide != sorted(wide)

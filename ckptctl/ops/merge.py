@@ -16,6 +16,7 @@ from ckptctl.formats.base import WritableFormat
 from ckptctl.ops import checks
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
 from ckptctl.ops.convert import plan_changed, run_conversion
+from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.merging import Merging
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.overwrite import replaceable
@@ -93,17 +94,22 @@ def plan_merge(
     )
 
 
-def run_merge(plan: MergePlan, progress: Callable[[int], None] | None = None) -> ConversionResult:
+def run_merge(
+    plan: MergePlan,
+    progress: Callable[[int], None] | None = None,
+    ranks: Coordinator | None = None,
+) -> ConversionResult:
     """Carry out *plan* and publish the merged model, whole or not at all.
 
     Args:
         plan: What :func:`plan_merge` returned.
         progress: Called with the bytes done since its last call, from this thread.
+        ranks: See :func:`ckptctl.ops.convert.run_conversion`.
 
     Raises:
         CkptError: Nothing was published; see :func:`ckptctl.ops.convert.run_conversion`.
     """
-    return run_conversion(plan.conversion, progress)
+    return run_conversion(plan.conversion, progress, ranks)
 
 
 def _same_format(base: str | Path, options: ConversionOptions) -> str:

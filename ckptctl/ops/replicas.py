@@ -10,6 +10,8 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats.findings import of_error
+from ckptctl.ops.coordinator import Coordinator
+from ckptctl.ops.sharing import portion
 from ckptctl.storage.compare import Readable, equal
 from ckptctl.storage.computed import open_reader
 
@@ -30,6 +32,13 @@ def with_copies(catalog: Catalog) -> Catalog:
         for name, entry in catalog.tensors.items()
     }
     return replace(catalog, tensors=tensors, replicas={}) if catalog.replicas else catalog
+
+
+def portion_of(catalog: Catalog, ranks: Coordinator) -> Catalog:
+    """Return the tensors with replicas that this rank compares; see :func:`replicated`."""
+    names = [name for name, copies in catalog.replicas.items() if copies]
+    weights = {name: sum(copy.nbytes for copy in catalog.replicas[name]) for name in names}
+    return replicated(catalog, portion(ranks, names, weights.__getitem__))
 
 
 def require_equal(catalog: Catalog, advance: Callable[[int], None] | None = None) -> None:

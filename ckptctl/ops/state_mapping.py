@@ -7,7 +7,8 @@ mapping is that of a conversion.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from ckptctl import formats
@@ -122,9 +123,7 @@ def _renamed(catalog: Catalog, state: Mapping[str, Leaf], root: str | None) -> S
 
 def _agreement(found: StateMapping, state: Mapping[str, Leaf]) -> int:
     pairs = ((one.targets[0].key, one.axes) for one in found.tensors)
-    return sum(
-        1 + (state[name].shape == shape) for name, shape in pairs if name in state
-    )
+    return sum(1 + (state[name].shape == shape) for name, shape in pairs if name in state)
 
 
 def _under(catalog: Catalog, root: str, prefix: str) -> StateMapping:
@@ -156,9 +155,7 @@ def _catalog_of(state: Mapping[str, Leaf]) -> Catalog:
 def _changed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
     assets = gather(catalog, options.assets)
     documents = (unquantised(assets) if options.dequantize else assets).documents
-    known = recognise(
-        catalog, options.model_type, options.from_layout, options.root, documents
-    )
+    known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
     wanted = _recognised_state(state, known, options)
     if known.model_type is None:
         common = [name for name in known.candidates if name in wanted.candidates]
@@ -220,7 +217,7 @@ def _change(
     known: Recognition,
     tensors: Mapping[str, TensorEntry],
     wanted: Recognition,
-    names: Collection[str],
+    names: AbstractSet[str],
     options: LoadOptions,
 ) -> Change:
     """Map the model; a tied tensor that the state has twice is written twice."""

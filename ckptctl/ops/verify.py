@@ -7,7 +7,7 @@ also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +22,10 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops import digest_lists
+from ckptctl.ops.coordinator import Alone, Coordinator, together
 from ckptctl.ops.inspect import Watch, unwatched
-from ckptctl.ops.replicas import differing, with_copies
+from ckptctl.ops.replicas import differing, portion_of, with_copies
+from ckptctl.ops.sharing import require_same
 from ckptctl.ops.verification import LEVELS, Level, Verification, of_error
 from ckptctl.ops.verify_data import listable, read_data, write_list
 from ckptctl.ops.verify_items import resolved
@@ -74,7 +76,10 @@ class _State:
 
 
 def verify(
-    path: str | Path, options: VerifyOptions | None = None, progress: Watch = unwatched
+    path: str | Path,
+    options: VerifyOptions | None = None,
+    progress: Watch = unwatched,
+    ranks: Coordinator | None = None,
 ) -> Verification:
     """Say whether the checkpoint at *path* is whole; list everything that is wrong with it.
 
@@ -82,6 +87,8 @@ def verify(
         path: A directory or a file.
         options: What to verify; None: everything but the data.
         progress: Called with the bytes that are going to be read.
+        ranks: Those that share the reading of the data, all of which return the same; None: this
+            process alone.
 
     Raises:
         UsageError: Options contradict each other.
@@ -91,16 +98,30 @@ def verify(
     """
     options = options or VerifyOptions()
     start = time.monotonic()
+    ranks = ranks or Alone()
+    state = together(ranks, lambda: _begun(path, options))
+    _require_same(state, options, ranks)
+    if state.catalog is not None:
+        _verify(state, state.catalog, options, progress, ranks)
+    state.findings += surroundings(state.path, state.catalog)
+    if options.manifest:
+        _add_list(state, options.jobs, progress, ranks)
+    return _result(str(path), state, options, time.monotonic() - start)
+
+
+def _begun(path: str | Path, options: VerifyOptions) -> _State:
     _require_sense(options)
     state = _opened(formats.existing(path), options)
     if options.manifest:
         digest_lists.require_room(digest_lists.target_of(_listed_path(state)))
-    if state.catalog is not None:
-        _verify(state, state.catalog, options, progress)
-    state.findings += surroundings(state.path, state.catalog)
-    if options.manifest:
-        _add_list(state, options.jobs, progress)
-    return _result(str(path), state, options, time.monotonic() - start)
+    return state
+
+
+def _require_same(state: _State, options: VerifyOptions, ranks: Coordinator) -> None:
+    """Prove that all ranks were asked for the same, of the same checkpoint."""
+    asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
+    files = state.catalog and dict(state.catalog.files)
+    require_same(ranks, {"the path": state.path, **asked, "the files of the checkpoint": files})
 
 
 def _require_sense(options: VerifyOptions) -> None:
@@ -141,7 +162,9 @@ def _read(path: Path, options: VerifyOptions, *, partial: bool = False) -> Catal
     )
 
 
-def _verify(state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch) -> None:
+def _verify(
+    state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
+) -> None:
     state.findings += structure(catalog, catalog.lost)
     state.findings += [
         Finding("the manifest is not of these tensors", note, "warning", MANIFEST)
@@ -156,22 +179,27 @@ def _verify(state: _State, catalog: Catalog, options: VerifyOptions, progress: W
     state.findings += wrong
     full = options.level == "full"
     if full or options.nan:
-        data = read_data(everything, known, full, options.nan, options.jobs, progress)
+        data = read_data(everything, known, full, options.nan, options.jobs, progress, ranks)
         said = {(found.what, found.why, found.file) for found in state.findings}
         state.findings += [f for f in data.findings if (f.what, f.why, f.file) not in said]
-        state.findings += differing(catalog)
+        mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
+        state.findings += [found for part in ranks.all_gather(mine) for found in part]
         state.proven = data.proven
 
 
-def _add_list(state: _State, jobs: int | None, progress: Watch) -> None:
+def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
     """Write the SHA-256 sums if nothing is wrong."""
     path = _listed_path(state)
     state.findings += listable(path)
-    if any(found.severity == "error" for found in state.findings):
+    if any(ranks.all_gather(bool(_errors(state)))):
         name = digest_lists.target_of(path).name
         state.notes.append(f"{name} was not written: the checkpoint is not whole")
     else:
-        state.manifest = write_list(path, jobs, progress)
+        state.manifest = write_list(path, jobs, progress, ranks)
+
+
+def _errors(state: _State) -> list[Finding]:
+    return [found for found in state.findings if found.severity == "error"]
 
 
 def _listed_path(state: _State) -> Path:

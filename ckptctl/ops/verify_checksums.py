@@ -102,7 +102,7 @@ def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]
 
 def check(
     files: SourceFiles, ranges: Sequence[Recorded], jobs: int | None, advance: Advance | None
-) -> tuple[list[Finding], dict[str, int]]:
+) -> tuple[list[Finding], list[Recorded]]:
     """Read *ranges* and compare them.
 
     Args:
@@ -112,7 +112,7 @@ def check(
         advance: Called with bytes done, from any thread.
 
     Returns:
-        What differs, and for each file the bytes that are proven.
+        What is wrong, and with which of the ranges.
     """
 
     def crc_of(block: tuple[int, int, int]) -> int | CkptError:
@@ -123,7 +123,7 @@ def check(
             return error
 
     findings: list[Finding] = []
-    good: list[Recorded] = []
+    bad: list[Recorded] = []
     with ThreadPoolExecutor(threads(jobs)) as pool:
         for first in range(0, len(ranges), BATCH):
             batch = range(first, min(first + BATCH, len(ranges)))
@@ -133,9 +133,8 @@ def check(
                 wrong = _compared(ranges[index], [(b[2], crc) for b, crc in parts], files)
                 if wrong:
                     findings.append(wrong)
-                else:
-                    good.append(ranges[index])
-    return findings, proven(good)
+                    bad.append(ranges[index])
+    return findings, bad
 
 
 def _blocks(index: int, one: Recorded) -> Iterator[tuple[int, int, int]]:

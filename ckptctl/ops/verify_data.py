@@ -9,10 +9,12 @@ from pathlib import Path
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.ops import digest_lists, hub_digests
+from ckptctl.ops import digest_lists, hub_digests, sharing
+from ckptctl.ops.coordinator import Coordinator, together
 from ckptctl.ops.inspect import Watch
+from ckptctl.ops.sharing import portion, require_same
 from ckptctl.ops.verification import of_error
-from ckptctl.ops.verify_checksums import Recorded, check, recorded
+from ckptctl.ops.verify_checksums import Recorded, check, proven, recorded
 from ckptctl.ops.verify_structure import root_of
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.files import SourceFiles
@@ -33,8 +35,31 @@ class Data:
     proven: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Todo:
+    """What is to be read: the same on all ranks.
+
+    Attributes:
+        ranges: Those with a checksum.
+        lines: Files with a digest.
+        floating: Tensors that are searched for values that are not finite.
+        findings: What is wrong with the checksums themselves.
+    """
+
+    ranges: Sequence[Recorded]
+    lines: Sequence[digest_lists.Listed]
+    floating: Sequence[TensorEntry]
+    findings: list[Finding] = field(default_factory=list)
+
+
 def read_data(
-    catalog: Catalog, resolved: Catalog, full: bool, nan: bool, jobs: int | None, progress: Watch
+    catalog: Catalog,
+    resolved: Catalog,
+    full: bool,
+    nan: bool,
+    jobs: int | None,
+    progress: Watch,
+    ranks: Coordinator,
 ) -> Data:
     """Read the data and compare it with all checksums, or search it for NaN and Inf.
 
@@ -44,30 +69,62 @@ def read_data(
         full: Whether to check checksums.
         nan: Whether to search floating values.
         jobs: Threads.
-        progress: Called with the bytes in all.
+        progress: Called with the bytes that this rank is going to read.
+        ranks: Those that share the reading; all of them return the same.
     """
-    data = Data()
-    ranges: list[Recorded] = []
-    lines: list[digest_lists.Listed] = []
-    floating = [entry for entry in resolved.tensors.values() if nan and _floats(entry)]
     with SourceFiles(catalog.root) as files:
         before = _identities(catalog)
-        if full:
-            ranges, bad = recorded(files, catalog, resolved)
-            lines, odd = digest_lists.listed_digests(files)
-            hub, strange = hub_digests.downloaded(files, catalog.files)
-            lines += hub
-            data.findings += [*bad, *odd, *strange]
-        total = sum(one.nbytes for one in ranges) + sum(entry.nbytes for entry in floating)
-        with progress(total + _sizes(files, [line.file for line in lines])) as advance:
-            different, data.proven = check(files, ranges, jobs, advance)
-            wrong, right = digest_lists.check_lists(files, lines, jobs, advance)
-            data.findings += [*different, *wrong, *_nonfinite(files, floating, advance)]
-    data.proven |= {name: catalog.files[name] for name in right if name in catalog.files}
+        todo = together(ranks, lambda: _todo(files, catalog, resolved, full, nan))
+        _require_same(todo, ranks)
+        mine = _portion(files, todo, ranks)
+        parts = ranks.all_gather(together(ranks, lambda: _read(files, mine, jobs, progress)))
+    found = [finding for findings, _, _ in parts for finding in findings]
+    bad = {one for _, wrong, _ in parts for one in wrong}
+    listed = {name: catalog.files[name] for _, _, r in parts for name in r if name in catalog.files}
     after = _identities(catalog)
     changed = [name for name, identity in before.items() if after.get(name) != identity]
-    data.findings += [Finding("a file changed meanwhile", file=name) for name in changed]
-    return data
+    found += [Finding("a file changed meanwhile", file=name) for name in changed]
+    proved = proven([one for one in todo.ranges if one not in bad])
+    return Data([*todo.findings, *found], proved | listed)
+
+
+def _require_same(todo: _Todo, ranks: Coordinator) -> None:
+    if ranks.world > 1:
+        seen = (todo.ranges, todo.lines, [entry.name for entry in todo.floating])
+        require_same(ranks, {"the checksums in the checkpoint": sharing.summary(seen)})
+
+
+def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, nan: bool) -> _Todo:
+    floating = [entry for entry in resolved.tensors.values() if nan and _floats(entry)]
+    if not full:
+        return _Todo([], [], floating)
+    ranges, bad = recorded(files, catalog, resolved)
+    lines, odd = digest_lists.listed_digests(files)
+    hub, strange = hub_digests.downloaded(files, catalog.files)
+    return _Todo(ranges, [*lines, *hub], floating, [*bad, *odd, *strange])
+
+
+def _portion(files: SourceFiles, todo: _Todo, ranks: Coordinator) -> _Todo:
+    """Return what this rank reads; a file that several lists name stays with one rank."""
+    listed = list(dict.fromkeys(line.file for line in todo.lines))
+    mine = set(portion(ranks, listed, lambda name: _sizes(files, [name])))
+    return _Todo(
+        portion(ranks, todo.ranges, lambda one: one.nbytes),
+        [line for line in todo.lines if line.file in mine],
+        portion(ranks, todo.floating, lambda entry: entry.nbytes),
+    )
+
+
+def _read(
+    files: SourceFiles, todo: _Todo, jobs: int | None, progress: Watch
+) -> tuple[list[Finding], list[Recorded], list[str]]:
+    """Return what is wrong, with which ranges, and the files whose digest is right."""
+    total = sum(one.nbytes for one in todo.ranges) + sum(entry.nbytes for entry in todo.floating)
+    with progress(total + _sizes(files, [line.file for line in todo.lines])) as advance:
+        different, bad = check(files, todo.ranges, jobs, advance)
+        wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
+        strange = _nonfinite(files, todo.floating, advance)
+        return [*different, *wrong, *strange], bad, right
 
 
 def listable(path: Path) -> list[Finding]:
@@ -82,7 +139,7 @@ def listable(path: Path) -> list[Finding]:
     return findings
 
 
-def write_list(path: Path, jobs: int | None, progress: Watch) -> str:
+def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
     """Add the SHA-256 sums of the checkpoint at *path*; return where they are.
 
     Raises:
@@ -92,7 +149,7 @@ def write_list(path: Path, jobs: int | None, progress: Watch) -> str:
     names = digest_lists.members(path)
     target = digest_lists.target_of(path)
     with SourceFiles(root_of(path)) as files, progress(_sizes(files, names)) as advance:
-        digest_lists.write_list(files, target, names, jobs, advance)
+        digest_lists.write_list(files, target, names, jobs, advance, ranks)
     return str(target)
 
 

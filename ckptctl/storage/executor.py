@@ -1,12 +1,16 @@
-"""Carrying out a plan: files at their full size, filled in parallel by position, then synced."""
+"""Carrying out a plan: files at their full size, filled in parallel by position, then synced.
+
+:func:`execute` does all of it in one process. Where several processes share a plan, each makes a
+:class:`Run` and they take its phases together (:mod:`ckptctl.ops.sharing`).
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,17 +19,19 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import is_memory
 from ckptctl.errors import CkptError
-from ckptctl.planner.copies import MIB, Limits, Read, Tile, Write, lower
-from ckptctl.planner.plan import Check, Plan, RawCopy
+from ckptctl.planner.copies import MIB, Limits, Write
+from ckptctl.planner.plan import Plan
+from ckptctl.planner.shares import Share, lanes
 from ckptctl.storage import trash
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.storage.files import contained
 from ckptctl.storage.finisher import Finisher
 from ckptctl.storage.journal import Done, Journal
 from ckptctl.storage.lanes import Lane, Lanes, Unit
-from ckptctl.storage.ledger import Ledger, News
+from ckptctl.storage.ledger import Books, Ledger, News
 from ckptctl.storage.sources import Sources
 from ckptctl.storage.sync import sync_directory
+from ckptctl.storage.tiles import Tiles
 from ckptctl.storage.worker import Worker, write_failed
 
 if TYPE_CHECKING:
@@ -123,7 +129,7 @@ def execute(
         StorageError: A read, write or sync failed.
     """
     with ExitStack() as stack:
-        run = _Run(plan, root, options, stack, memory or {})
+        run = Run(plan, root, options, stack, memory)
         run.sources.check()
         done = run.prepare(journal)
         run.fill(done, progress)
@@ -132,22 +138,39 @@ def execute(
         return run.result()
 
 
-class _Run:
+class Run:
+    """A plan while it is carried out.
+
+    Args:
+        plan: See :func:`execute`.
+        root: See there.
+        options: See there.
+        stack: Closes everything in the end.
+        memory: See :func:`execute`.
+        share: What of the plan this process does; None: all of it.
+
+    Attributes:
+        sources: The source files.
+    """
+
     def __init__(
         self,
         plan: Plan,
         root: Path,
         options: ExecutionOptions,
         stack: ExitStack,
-        memory: Mapping[str, memoryview],
+        memory: Mapping[str, memoryview] | None = None,
+        share: Share | None = None,
     ) -> None:
         self._plan = plan
-        self._memory = memory
+        self._memory = memory or {}
         self._root = root
         self._options = options
         self._limits = options.limits()
         self._stack = stack
+        self._share = share
         self.sources = Sources(plan, stack)
+        self._tiles = Tiles(plan, self.sources, self._limits, share)
         self._journal: Journal | None = None
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -162,7 +185,7 @@ class _Run:
     def prepare(self, journal: Path | None) -> dict[tuple[int, int], Done]:
         """Create the output files and return the units that need not be done again."""
         if journal is None:
-            self._create()
+            self.create()
             return {}
         header = {
             "digest": self._plan.digest,
@@ -172,20 +195,26 @@ class _Run:
         }
         resume = self._options.resume
         self._journal = self._stack.enter_context(Journal(journal, header, resume=resume))
-        if self._journal.done and self._intact():
+        if self._journal.done and self.intact():
             return self._journal.done
         self._journal.restart()
-        self._create()
+        self.create()
         return {}
 
-    def _intact(self) -> bool:
+    def intact(self) -> bool:
+        """Return whether the output files are there, at their full size."""
         return all(
             path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
             for file in self._plan.files
             for path in (self._root / file.path,)
         )
 
-    def _create(self) -> None:
+    def create(self) -> None:
+        """Create the output files at their full size.
+
+        Raises:
+            StorageError: One cannot be made.
+        """
         if self._plan.files and not self._options.shared:
             trash.clear(self._root)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -214,9 +243,70 @@ class _Run:
     # Work
 
     def fill(self, done: dict[tuple[int, int], Done], progress: Progress) -> None:
-        """Do all units, in threads, and every file's frame; raise what went wrong first."""
+        """Do all units, in threads, and the frames of files; raise what went wrong first.
+
+        Where the plan is shared, the frames of files that others write, too, are left; what this
+        process wrote of them is synced.
+
+        Args:
+            done: Units that an earlier run did.
+            progress: See :func:`execute`.
+        """
         every = self._options.journal_every if self._journal else 0
         self._ledger = Ledger(self._plan, every, SYNC_EVERY)
+        with self._finishing(progress):
+            work = Lanes([Lane(units) for units in self._units(done)])
+            threads = [
+                threading.Thread(target=self._work, args=(work,), daemon=True)
+                for _ in range(self._options.threads)
+            ]
+            self._working = len(threads)
+            try:
+                for thread in threads:
+                    thread.start()
+                self._watch(lambda: not self._working, progress)
+                self._leave()
+            finally:
+                self._stop.set()
+                _join(threads)
+
+    def _leave(self) -> None:
+        """Let the finisher have what is not complete by records alone."""
+        if self._share is None:
+            for path in self._ledger.untouched():
+                self._finisher.finish(path)
+        elif self._options.sync:
+            for path in self._ledger.begun():
+                self._finisher.record((), [path])
+
+    def books(self) -> Books:
+        """Return what this process did of a shared plan, for the one that finishes it."""
+        return self._ledger.books()._replace(read=self._read)
+
+    def finish(self, others: Sequence[Books]) -> None:
+        """Write the frames that are left of a shared plan, and sync.
+
+        Args:
+            others: What the other processes did.
+
+        Raises:
+            DamagedError: A source contradicts its recorded checksum.
+            StorageError: A write or sync failed.
+        """
+        finished = {path for books in (self.books(), *others) for path in books.finished}
+        for books in others:
+            self._ledger.add(books)
+            self._read += books.read
+        self._require_all()
+        with self._finishing(lambda _: None):
+            for file in self._plan.files:
+                if file.path not in finished:
+                    self._finisher.finish(file.path)
+        self.sync_directories()
+
+    @contextmanager
+    def _finishing(self, progress: Progress) -> Iterator[None]:
+        """Have files finished in the background; in the end wait for that."""
         self._finisher = Finisher(
             self._plan,
             self._root,
@@ -225,25 +315,14 @@ class _Run:
             self._end,
             sync=self._options.sync,
         )
-        lanes = Lanes([Lane(units) for units in self._units(done)])
-        threads = [
-            threading.Thread(target=self._work, args=(lanes,), daemon=True)
-            for _ in range(self._options.threads)
-        ]
-        self._working = len(threads)
         try:
             self._finisher.start()
-            for thread in threads:
-                thread.start()
-            self._watch(lambda: not self._working, progress)
-            for path in self._ledger.untouched():
-                self._finisher.finish(path)
+            yield
             self._finisher.close()
             self._watch(self._finisher.idle, progress)
         finally:
-            self._stop.set()
             self._finisher.stop()
-            _join([*threads, *self._finisher.threads])
+            _join(self._finisher.threads)
 
     def _end(self, error: BaseException | None) -> None:
         """Take note that a thread ended, and stop the run if it failed."""
@@ -326,23 +405,12 @@ class _Run:
 
     def _units(self, done: dict[tuple[int, int], Done]) -> list[Iterator[Unit]]:
         """Return the units of each lane, those that *done* names entered and left out."""
-        lanes: dict[str, list[int]] = {}
-        for index, transfer in enumerate(self._plan.transfers):
-            if transfer.target.operands:
-                lanes.setdefault(transfer.target.operands[0].file, []).append(index)
-        for index, raw in enumerate(self._plan.raw_copies, len(self._plan.transfers)):
-            lanes.setdefault(raw.target, []).append(index)
-        checks = self._plan.checks if self._limits.check else ()
-        for index, check in enumerate(checks, self._plan.first_check):
-            lanes.setdefault(f"{check.root}/{check.file}", []).append(index)
-        return [self._lane(indices, done) for indices in lanes.values()]
+        return [self._lane(numbers, done) for numbers in lanes(self._plan, self._limits.check)]
 
     def _lane(self, indices: Iterable[int], done: dict[tuple[int, int], Done]) -> Iterator[Unit]:
         for index in indices:
-            files, tiles = self._tiles(index)
-            for number, tile in enumerate(tiles):
-                unit = Unit(index, number, tile, files)
-                earlier = done.get((index, number)) if done else None
+            for unit in self._tiles.units(index):
+                earlier = done.get((index, unit.number)) if done else None
                 if earlier is None or not self._holds(unit, earlier):
                     yield unit
                 else:
@@ -359,22 +427,9 @@ class _Run:
         with (self._root / write.file).open("rb") as file:
             return os.pread(file.fileno(), write.nbytes, write.offset)
 
-    def _tiles(self, index: int) -> tuple[SourceFiles, Iterator[Tile]]:
-        transfers = self._plan.transfers
-        if index < len(transfers):
-            tiles = lower(transfers[index], self._plan.records, self._limits)
-            return self.sources.files(self._plan.source_root), tiles
-        if index >= self._plan.first_check:
-            check = self._plan.checks[index - self._plan.first_check]
-            return self.sources.files(check.root), _check(check, self._limits.tile)
-        raw = self._plan.raw_copies[index - len(transfers)]
-        return self.sources.files(raw.root or self._plan.source_root), _raw(raw, self._limits.flat)
-
     def result(self) -> Execution:
         """Return what was done; every record is complete by now."""
-        unfinished = self._ledger.unfinished()
-        if unfinished:
-            raise CkptError("not every byte was written", where=unfinished[0])
+        self._require_all()
         checksum = self._options.checksum
         crcs = [
             self._ledger.crc(index) if checksum and not is_memory(record.file) else 0
@@ -382,20 +437,10 @@ class _Run:
         ]
         return Execution(crcs, self._ledger.written, self._ledger.resumed, self._read)
 
-
-def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
-    for done in range(0, raw.nbytes, limit):
-        size = min(limit, raw.nbytes - done)
-        read = Read(raw.source, raw.offset + done, size, None, -1, 0)
-        write = Write(raw.target, raw.target_offset + done, size, 0, -1, 0)
-        yield Tile(size, (read,), (), (write,), True)
-
-
-def _check(check: Check, limit: int) -> Iterator[Tile]:
-    for done in range(0, check.nbytes, limit):
-        size = min(limit, check.nbytes - done)
-        read = Read(check.file, check.offset + done, size, None, 0, done)
-        yield Tile(size, (read,), (), (), False)
+    def _require_all(self) -> None:
+        unfinished = self._ledger.unfinished()
+        if unfinished:
+            raise CkptError("not every byte was written", where=unfinished[0])
 
 
 def _join(threads: list[threading.Thread]) -> None:

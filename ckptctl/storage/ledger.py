@@ -31,6 +31,26 @@ class News(NamedTuple):
     durable: tuple[list[Done], list[str]]
 
 
+class Books(NamedTuple):
+    """What one of several processes entered, for the one that finishes their plan.
+
+    Attributes:
+        whole: CRC-32 of records that were written in one piece, by index.
+        parts: Of the other records.
+        sources: Parts of operands whose checksum is still to be compared, by transfer and operand.
+        written: Bytes of each output file.
+        finished: Output files that need nothing more.
+        read: Bytes read from source files.
+    """
+
+    whole: dict[int, int]
+    parts: dict[int, Parts]
+    sources: dict[tuple[int, int], Parts]
+    written: dict[str, int]
+    finished: list[str]
+    read: int = 0
+
+
 class Ledger:
     """The books of a run; safe to use from many threads.
 
@@ -49,11 +69,12 @@ class Ledger:
         self._parts: dict[int, Parts] = {}
         self._sources: dict[tuple[int, int], Parts] = {}
         self._covered: Counter[tuple[int, int]] = Counter()
-        self._left: Counter[str] = Counter()
+        self._all: Counter[str] = Counter()
         for record in plan.records:
-            self._left[record.file] += record.nbytes
+            self._all[record.file] += record.nbytes
         for raw in plan.raw_copies:
-            self._left[raw.target] += raw.nbytes
+            self._all[raw.target] += raw.nbytes
+        self._left = self._all.copy()
         self._unsynced: Counter[str] = Counter()
         self._pending: list[Done] = []
         self._pending_files: set[str] = set()
@@ -69,6 +90,37 @@ class Ledger:
         """Return the output files that still lack bytes."""
         with self._lock:
             return [path for path, left in self._left.items() if left]
+
+    def begun(self) -> list[str]:
+        """Return the output files that have some of their bytes, but not all."""
+        with self._lock:
+            return [path for path, left in self._left.items() if 0 < left < self._all[path]]
+
+    def books(self) -> Books:
+        """Return what was entered."""
+        with self._lock:
+            written = {p: n - self._left[p] for p, n in self._all.items() if n > self._left[p]}
+            finished = [path for path in written if not self._left[path]]
+            return Books(self._whole, self._parts, self._sources, written, finished)
+
+    def add(self, books: Books) -> None:
+        """Enter what another process did.
+
+        Raises:
+            DamagedError: A source operand does not have the checksum its file records.
+        """
+        with self._lock:
+            self._whole |= books.whole
+            for record, parts in books.parts.items():
+                self._parts.setdefault(record, []).extend(parts)
+            for path, nbytes in books.written.items():
+                self._left[path] -= nbytes
+                self.written += nbytes
+            complete = [
+                entry for key, parts in books.sources.items() if (entry := self._cover(key, parts))
+            ]
+        for transfer, operand, parts in complete:
+            self._check(transfer, operand, parts)
 
     def commit(self, units: Iterable[tuple[Unit, Done]], *, resumed: bool = False) -> News:
         """Enter finished units.
@@ -140,13 +192,18 @@ class Ledger:
         complete: list[tuple[int, int, Parts]] = []
         checked = (read for read in unit.tile.reads if read.operand >= 0)
         for read, crc in zip(checked, done.read, strict=True):
-            key = (unit.transfer, read.operand)
-            parts = self._sources.setdefault(key, [])
-            parts.append((read.at, read.nbytes, crc))
-            self._covered[key] += read.nbytes
-            if self._covered[key] == self._plan.recorded(*key)[2]:
-                complete.append((unit.transfer, read.operand, self._sources.pop(key)))
+            found = self._cover((unit.transfer, read.operand), [(read.at, read.nbytes, crc)])
+            complete += [found] if found else []
         return complete
+
+    def _cover(self, key: tuple[int, int], more: Parts) -> tuple[int, int, Parts] | None:
+        """Enter parts of an operand; return it if it is complete now."""
+        parts = self._sources.setdefault(key, [])
+        parts += more
+        self._covered[key] += sum(nbytes for _, nbytes, _ in more)
+        if self._covered[key] != self._plan.recorded(*key)[2]:
+            return None
+        return *key, self._sources.pop(key)
 
     def _check(self, number: int, index: int, parts: Parts) -> None:
         name, file, nbytes, recorded = self._plan.recorded(number, index)

@@ -12,17 +12,16 @@ beside it, which the next run for the same destination uses or removes.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.storage import rename, trash
+from ckptctl.storage import lock, rename, trash
 from ckptctl.storage.sync import sync_directory
 
 Recognise = Callable[[Path], bool]
@@ -287,56 +286,9 @@ def _make_parents(parent: Path) -> None:
         raise StorageError.from_os_error(error, "make", str(parent)) from error
 
 
-@contextmanager
-def _locked(found: Staging) -> Iterator[None]:
+def _locked(found: Staging) -> AbstractContextManager[None]:
     """Hold the lock of the staging directory, which is made if need be."""
-    descriptor = _lock(found)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(found: Staging) -> int:
-    path = found.root / "lock"
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    while True:
-        try:
-            if found.root.is_symlink():
-                raise RefusedError("the staging directory is a link", where=str(found.root))
-            found.root.mkdir(exist_ok=True)
-            descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise StorageError.from_os_error(error, "make", str(path)) from error
-        try:
-            _take(descriptor, found.target)
-            # Whoever held it before may have removed it in the meantime.
-            if path.stat().st_ino == os.fstat(descriptor).st_ino:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-                return descriptor
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _take(descriptor: int, target: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        raise RefusedError(
-            f"another run is writing this destination (process {pid})",
-            where=str(target),
-            hint="wait for it to finish",
-        ) from None
-    except OSError as error:
-        raise StorageError.from_os_error(error, "lock", str(target)) from error
+    return lock.held(found.root, found.target, "writing this destination")
 
 
 def _prepare(found: Staging, *, resume: bool) -> None:

@@ -158,7 +158,10 @@ class Worker:
             return None
         if any(is_computed(read.file) for read in tile.reads):
             return None
-        return self._memory[write.file][write.offset : write.offset + write.nbytes]
+        memory = self._memory[write.file]
+        if not isinstance(memory, memoryview):
+            return None  # a device's, or scattered: it only takes what lies in a buffer
+        return memory[write.offset : write.offset + write.nbytes]
 
     def _into_memory(self, unit: Unit, place: memoryview) -> Done:
         """Read a tile into the memory that it is for."""

@@ -133,8 +133,10 @@ class Bench:
     def _form(self, form: Form) -> None:
         for size in self.given.size or [256_000_000, 1_000_000_000]:
             source, target = self.scratch / form.name, self.scratch / "out"
-            self._build(form, source, size)
             result = self.scratch / ("like.pt" if form.to == "torch" else "like")
+            discard(source)
+            discard(result)
+            self._build(form, source, size)
             ours = [*TOOL, "consolidate", str(source), "-q"]
             ours += ["--to", form.to] if form.to else []
             run([*ours, str(result)])
@@ -144,9 +146,9 @@ class Bench:
             contestants = {"ckptctl": [*ours, str(end)], "cp": ["cp", "-r", str(result), str(end)]}
             if form.peer and self.given.peers:
                 contestants["peer"] = self._peer(form, source, end)
-            self._rounds(row, contestants, end, form)
-            discard(source)
-            discard(result)
+            self._rounds(row, contestants, end)
+        discard(source)
+        discard(result)
 
     def _build(self, form: Form, source: Path, size: int) -> None:
         python = self.given.trainers if form.trainers else PYTHON
@@ -157,9 +159,7 @@ class Bench:
         python = self.given.trainers if form.peer == "zero-hf" else PYTHON
         return [python, "-m", "tests.benchmarks.peers", str(form.peer), str(source), str(target)]
 
-    def _rounds(
-        self, row: Row, contestants: dict[str, list[str]], target: Path, form: Form
-    ) -> None:
+    def _rounds(self, row: Row, contestants: dict[str, list[str]], target: Path) -> None:
         imports = self._imports(contestants["ckptctl"], target)
         for number in range(self.given.pairs):
             entries = list(contestants.items())
@@ -241,7 +241,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[Sequence[object]]:
                 who,
                 spread(row.walls(who)),
                 spread([sample.cpu for sample in samples]),
-                _times(ratio(row.walls(who), row.walls("cp"))),
+                _times(ratio(row.walls(who), row.walls("cp"))) + _limit(row, who),
                 _times(ratio(row.walls(who), row.walls("ckptctl"))) if other else "–",
                 "–" if theirs is None else f"{theirs:.3f}",
                 _times(theirs / mine) if theirs and mine and other else "–",
@@ -249,6 +249,11 @@ def _lines(rows: Sequence[Row]) -> Iterator[Sequence[object]]:
                 "–" if beyond is None or who != "ckptctl" else f"{beyond:.0f}",
                 len(samples),
             )
+
+
+def _limit(row: Row, who: str) -> str:
+    form = BY_NAME.get(row.name)
+    return f" (≤ {form.limit})" if form and who == "ckptctl" else ""
 
 
 def slope(small: Row, large: Row, who: str) -> float | None:

@@ -247,7 +247,7 @@ def in_child(work: Callable[[], str]) -> None:
     sys.stdout.flush()
     child = os.fork()
     if child:
-        _, status, usage = os.wait4(child, 0)
+        _, status = os.waitpid(child, 0)
         if status:
             print(f"failed with status {status}")
         return

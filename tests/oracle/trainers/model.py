@@ -65,7 +65,9 @@ class Model(nn.Module):
         hidden = self.emb(tokens).flatten(0, -2)
         hidden = hidden + self.down(self.norm(self.up(hidden)).relu())
         hidden = hidden + self.frozen(hidden) * self.scale
-        return self.head(hidden).float().logsumexp(-1).mean() + self.few(hidden).float().var()
+        loss: Tensor = self.head(hidden).float().logsumexp(-1).mean()
+        spread: Tensor = self.few(hidden).float().var()
+        return loss + spread
 
 
 def tokens(rank: int, step: int) -> Tensor:

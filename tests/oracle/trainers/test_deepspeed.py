@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19, every stage on one to four ranks: the live weights, and what its own tools say."""
+"""DeepSpeed, every stage on one to four ranks: the live weights, and what its own tools say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.checkpoints.readers import differences
 from tests.gloo import run_on_ranks
 from tests.oracle.trainers.deepspeed_cases import CASES, MOMENTS, ROUND_ROBIN
 from tests.oracle.trainers.model import FROZEN, TIED
-from tests.oracle.trainers.outcome import CHECKPOINT, check, converted, error, kept
+from tests.oracle.trainers.outcome import CHECKPOINT, check, error, kept, tensors
+from tests.unit.formats.damage import converted
 
 pytestmark = [pytest.mark.oracle, pytest.mark.trainer("deepspeed")]
 
@@ -45,7 +46,7 @@ def test_the_live_masters(saved: Path, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_masters_round_to_the_live_module(saved: Path, tmp_path: Path, name: str) -> None:
     module = kept(saved / name, "module")
-    found = converted(saved / name / CHECKPOINT, tmp_path)
+    found = tensors(converted(saved / name / CHECKPOINT, tmp_path))
     rounded = {key: value.to(module[key].dtype) for key, value in found.items()}
     assert not differences(rounded, module)
 

@@ -70,6 +70,19 @@ def test_entries_out_of_place_have_the_same_outcome_either_way(data: Path, name:
             assert outcome(decode, moved, "here") == outcome(slowly, moved)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_storage_that_is_there_twice_is_refused_either_way(data: Path, name: str) -> None:
+    raw = (data / name).read_bytes()
+    ends = [at + 2 for at in range(len(raw)) if raw[at : at + 2] == b"ub"]
+    refused = 0
+    for start, end in zip(ends[-30:-2], ends[-28:], strict=True):
+        twice = raw[:end] + raw[start:end] + raw[end:]
+        found = outcome(slowly, twice)
+        assert outcome(decode, twice, "here") == found
+        refused += isinstance(found, tuple) and "same key twice" in str(found)
+    assert refused > 5
+
+
 SHAPES = {
     "model.scalar": (),
     "model.vector": (7,),

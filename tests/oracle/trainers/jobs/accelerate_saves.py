@@ -11,11 +11,10 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import merge_fsdp_weights
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoints.readers import load_any_reference
 from tests.oracle.trainers.jobs.environment import announce
-from tests.oracle.trainers.jobs.torch_models import composed, tensors, trained
+from tests.oracle.trainers.jobs.torch_models import composed, sharded, tensors, trained
 from tests.oracle.trainers.model import Model, learned
 from tests.oracle.trainers.outcome import CHECKPOINT, keep
 
@@ -36,7 +35,7 @@ def save_all(rank: int, world: int, folder: str) -> None:
 def _save_sharded(accelerator: Any, case: Path, use_dcp: bool) -> None:
     torch.manual_seed(0)
     rank, world = accelerator.process_index, accelerator.num_processes
-    model = fully_shard(Model(tied=True, frozen=True), mesh=init_device_mesh("cpu", (world,)))
+    model = sharded(Model(tied=True, frozen=True), init_device_mesh("cpu", (world,)))
     optimizer = trained(model, rank)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     target = case / CHECKPOINT

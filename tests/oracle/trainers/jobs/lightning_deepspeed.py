@@ -16,7 +16,7 @@ from tests.oracle.trainers.jobs.lightning_saves import Module, fit
 from tests.oracle.trainers.outcome import keep
 
 
-class OnCpu(DeepSpeedStrategy):
+class OnCpu(DeepSpeedStrategy):  # type: ignore[misc]
     """Numbers the devices, which DeepSpeed wants."""
 
     @property
@@ -43,6 +43,7 @@ def save_all(rank: int, world: int, folder: str) -> None:
 
 def _master(one: torch.nn.Parameter) -> torch.Tensor:
     if one.requires_grad:
-        return deepspeed.utils.safe_get_full_fp32_param(one)
+        full: torch.Tensor = deepspeed.utils.safe_get_full_fp32_param(one)
+        return full
     with deepspeed.zero.GatheredParameters([one], enabled=hasattr(one, "ds_id")):
         return one.detach().clone()

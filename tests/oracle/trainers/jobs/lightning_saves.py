@@ -20,7 +20,7 @@ from tests.oracle.trainers.model import Model, tokens
 from tests.oracle.trainers.outcome import CHECKPOINT, attempt, keep
 
 
-class Module(lightning.LightningModule):
+class Module(lightning.LightningModule):  # type: ignore[misc]
     """The tiny model as Lightning wants it."""
 
     def __init__(self, tied: bool, shard: bool) -> None:
@@ -34,7 +34,8 @@ class Module(lightning.LightningModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        return self.net(batch)
+        loss: torch.Tensor = self.net(batch)
+        return loss
 
     def on_train_end(self) -> None:
         for buffer in self.buffers():
@@ -88,7 +89,8 @@ def _sharded(model: Any, mesh: Any) -> Any:
 
 def _consolidated(case: Path) -> dict[str, Any]:
     """Do what ``python -m lightning.fabric.utilities.consolidate_checkpoint`` does."""
-    return _load_distributed_checkpoint(case / CHECKPOINT)
+    found: dict[str, Any] = _load_distributed_checkpoint(case / CHECKPOINT)
+    return found
 
 
 def trainer(rank: int, world: int, case: Path) -> None:
@@ -121,6 +123,6 @@ def fit(module: Module, world: int, strategy: Any, case: Path) -> None:
         enable_checkpointing=False,
         default_root_dir=str(case),
     )
-    batches = [tokens(dist.get_rank(), step) for step in range(2)]
+    batches: Any = [tokens(dist.get_rank(), step) for step in range(2)]
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     trainer.save_checkpoint(str(case / CHECKPOINT))

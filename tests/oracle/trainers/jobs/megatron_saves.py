@@ -19,8 +19,9 @@ LAYERS = 3
 
 
 def save_all(rank: int, world: int, folder: str) -> None:
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: "cpu"
+    cuda: Any = torch.cuda
+    cuda.synchronize = lambda *_: None
+    cuda.current_device = lambda: "cpu"
     case = Path(folder) / str(world) / "torch_dist"
     target = case / CHECKPOINT
     if rank == 0:

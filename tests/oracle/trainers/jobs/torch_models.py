@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -36,7 +36,7 @@ def states(kind: str, rank: int, world: int) -> States:
 
 def fsdp2(rank: int, world: int) -> States:
     model = Model(tied=True, frozen=True)
-    return _composed(fully_shard(model, mesh=init_device_mesh("cpu", (world,))), rank)
+    return _composed(sharded(model, init_device_mesh("cpu", (world,))), rank)
 
 
 def fsdp2_bf16(rank: int, world: int) -> States:
@@ -44,12 +44,12 @@ def fsdp2_bf16(rank: int, world: int) -> States:
     mesh = init_device_mesh("cpu", (world,))
     for layer in (model.up, model.down, model.head):
         fully_shard(layer, mesh=mesh)
-    return _composed(fully_shard(model, mesh=mesh), rank)
+    return _composed(sharded(model, mesh), rank)
 
 
 def hsdp(rank: int, world: int) -> States:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    return _composed(fully_shard(Model(tied=True), mesh=mesh), rank)
+    return _composed(sharded(Model(tied=True), mesh), rank)
 
 
 def tensor_parallel(rank: int, world: int) -> States:
@@ -59,7 +59,7 @@ def tensor_parallel(rank: int, world: int) -> States:
     rows = RowwiseParallel(input_layouts=Replicate())
     plan: dict[str, Any] = {"up": columns, "head": columns, "down": rows, "emb": rows}
     parallelize_module(model, mesh["tensor"], plan)
-    return _composed(fully_shard(model, mesh=mesh["data"]), rank)
+    return _composed(sharded(model, mesh["data"]), rank)
 
 
 def tensor_parallel_alone(rank: int, world: int) -> States:
@@ -89,6 +89,12 @@ KINDS: dict[str, Callable[[int, int], States]] = {
     "fsdp1": fsdp1,
     "fsdp1_mesh": fsdp1_mesh,
 }
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return *model* under FSDP2."""
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def _composed(model: nn.Module, rank: int) -> States:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ def _dcp(folder: str, state: State) -> None:
 
 
 def _asynchronous(folder: str, state: State) -> None:
-    async_save(state, checkpoint_id=folder).result()
+    saving = async_save(state, checkpoint_id=folder)
+    assert isinstance(saving, Future)
+    saving.result()
 
 
 def _rank_local(folder: str, state: State) -> None:

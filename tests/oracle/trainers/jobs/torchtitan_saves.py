@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 
-from tests.oracle.trainers.jobs.torch_models import full, tensors, trained
+from tests.oracle.trainers.jobs.torch_models import full, sharded, tensors, trained
 from tests.oracle.trainers.model import Model
 from tests.oracle.trainers.outcome import CHECKPOINT, keep
 
@@ -42,7 +41,7 @@ def save_all(rank: int, world: int, folder: str) -> None:
 
 def _save(rank: int, world: int, case: Path, mode: str) -> None:
     torch.manual_seed(0)
-    model = fully_shard(Model(frozen=True), mesh=init_device_mesh("cpu", (world,)))
+    model = sharded(Model(frozen=True), init_device_mesh("cpu", (world,)))
     optimizer = trained(model, rank)
     manager = CheckpointManager(
         CheckpointManager.Config(

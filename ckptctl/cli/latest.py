@@ -1,0 +1,49 @@
+"""``ckptctl latest ROOT``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+
+SCHEMA = "ckptctl.latest/1"
+EPILOG = opt.examples(
+    "ckptctl latest runs/llama",
+    'ckptctl convert "$(ckptctl latest runs/llama)" out --to hf',
+    "ckptctl latest runs/llama --json | jq .step",
+)
+
+
+def latest(
+    root: Annotated[
+        Path, typer.Argument(metavar="ROOT", show_default=False, help="Folder of checkpoints.")
+    ],
+    json: opt.Json = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Do not say which newer ones are passed over.")
+    ] = False,
+) -> None:
+    """Print the path of the newest complete checkpoint of a run.
+
+    Newer ones that are not complete are named on stderr, with the reason.
+    """
+    from ckptctl.ops.runs import newest_complete
+
+    output = Output(json, quiet)
+    found, skipped = newest_complete(root)
+    if json:
+        rest = [one.to_json() for one in skipped]
+        output.document(SCHEMA, {**found.to_json(), "skipped": rest})
+        return
+    for one in skipped:
+        output.note(f"passed over {one.candidate.name}: {one.candidate.problem}")
+    output.line(str(found.entry.path))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("latest", epilog=EPILOG, no_args_is_help=True)(latest)

@@ -1,0 +1,284 @@
+"""``ckptctl prune ROOT``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+from ckptctl.cli.tables import counted
+from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, UsageError, listed
+from ckptctl.units import format_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from ckptctl.ops.prune import PrunePlan, PruneResult, Verdict
+    from ckptctl.planner.retention import Policy
+
+SCHEMA = "ckptctl.prune/1"
+OPTIMIZER = "optimizer"
+EPILOG = opt.examples(
+    "ckptctl prune runs/llama --keep-last 3 --dry-run",
+    "ckptctl prune runs/llama --keep-last 3 --keep-every 10000 --yes",
+    "ckptctl prune runs/llama --keep-last 1 --keep-best eval_loss:min --yes",
+    "ckptctl prune runs/llama --keep-within 7d --keep 'step-*000'",
+    "ckptctl prune runs/llama --keep-last 2 --thin optimizer --yes",
+)
+
+
+def _check_duration(value: str | None) -> str | None:
+    """Refuse what is no duration."""
+    if value is not None:
+        try:
+            parse_seconds(value)
+        except UsageError as error:
+            raise typer.BadParameter(error.what) from None
+    return value
+
+
+def _check_thin(value: str | None) -> str | None:
+    """Refuse to take out anything but optimizer state."""
+    return opt.among(value, "part", [OPTIMIZER])
+
+
+def _parts() -> list[str]:
+    return [OPTIMIZER]
+
+
+def prune(
+    context: typer.Context,
+    root: Annotated[
+        Path, typer.Argument(metavar="ROOT", show_default=False, help="Folder of checkpoints.")
+    ],
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.")
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", metavar="K", help="Keep those whose step K divides."),
+    ] = None,
+    keep_within: Annotated[
+        str | None,
+        typer.Option(
+            "--keep-within",
+            metavar="TIME",
+            callback=_check_duration,
+            help="Keep those that are at most 7d, 12h, ... older than the newest.",
+        ),
+    ] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep-best",
+            metavar="METRIC[:min|max]",
+            help="Keep the best: eval_loss, reward:max, ...; repeatable.",
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="PATTERN", help="Keep names that match; repeatable."),
+    ] = None,
+    thin: Annotated[
+        str | None,
+        typer.Option(
+            "--thin",
+            metavar="PART",
+            callback=_check_thin,
+            autocompletion=_parts,
+            help="optimizer: take its state away, and keep the weights.",
+        ),
+    ] = None,
+    include_incomplete: Annotated[
+        bool, typer.Option("--include-incomplete", help="Remove incomplete ones, too.")
+    ] = False,
+    min_age: Annotated[
+        str,
+        typer.Option(
+            "--min-age",
+            metavar="TIME",
+            callback=_check_duration,
+            help="Incomplete ones have to be untouched for so long.",
+        ),
+    ] = "1h",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Show the plan; remove nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Go by steps though times disagree; see the docs.")
+    ] = False,
+    json: opt.Json = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print paths of what is removed alone.")
+    ] = False,
+) -> None:
+    """Remove the checkpoints of a run that no --keep option keeps.
+
+    The options are joined by or. Only complete checkpoints count and are removed; the newest
+    complete one stays always, as does what a pointer such as latest names.
+    """
+    from ckptctl.ops import prune as op
+    from ckptctl.ops.prune_safety import parse_best
+    from ckptctl.planner.retention import Policy
+
+    output = Output(json, quiet)
+    policy = Policy(
+        last=keep_last,
+        every=keep_every,
+        within=None if keep_within is None else parse_seconds(keep_within),
+        best=tuple(parse_best(text) for text in keep_best or ()),
+        patterns=tuple(keep or ()),
+        incomplete=include_incomplete,
+        min_age=parse_seconds(min_age),
+    )
+    plan = op.plan_prune(root, policy, force=force, thin=thin is not None)
+    if dry_run or plan.idle:
+        _print_plan(output, plan)
+        if dry_run and not plan.idle:
+            output.hint(f"run it with `{_retyped(context)}`")
+        return
+    if not yes:
+        _ask(context, output, plan)
+    elif output.mode in ("human", "plain"):
+        _print_table(output, plan)
+    _print_result(output, op.run_prune(plan))
+
+
+def _ask(context: typer.Context, output: Output, plan: PrunePlan) -> None:
+    """Go on only if the user says so on a terminal."""
+    asks = sys.stdin.isatty() and sys.stderr.isatty() and output.mode != "json"
+    if not asks:
+        _print_plan(output, plan)
+        raise RefusedError(
+            "nothing was removed: nobody can be asked here",
+            hint=f"do it with `{_retyped(context, '--yes')}`",
+        )
+    _print_table(output, plan)
+    question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"
+    if not typer.confirm(question, err=True):
+        raise RefusedError("nothing was removed")
+
+
+def _print_plan(output: Output, plan: PrunePlan) -> None:
+    if output.mode == "json":
+        output.document(SCHEMA, {"dry_run": True, "thin": plan.thin, **plan.to_json()})
+    elif output.mode == "quiet":
+        _print_names(output, plan, [one.name for one in plan.of("remove")])
+    else:
+        _print_table(output, plan)
+        _print_sum(output, plan)
+
+
+def _print_table(output: Output, plan: PrunePlan) -> None:
+    if output.mode == "quiet":
+        return
+    if output.mode == "human":
+        output.line(f"{plan.root}   {_headline(plan)}", "bold")
+    rows = [(*_row(output, one), "; ".join(one.reasons)) for one in plan.verdicts]
+    output.table(rows, right=(2,))
+    if plan.leftovers:
+        output.note(f"left over from an earlier run, to be removed: {listed(plan.leftovers)}")
+
+
+def _row(output: Output, one: Verdict) -> tuple[str, ...]:
+    size = one.checkpoint.entry.nbytes
+    shown = format_bytes(size) if output.mode == "human" else str(size)
+    action = "thin" if one.thinning else one.action
+    return action.upper() if output.mode == "human" else action, one.name, shown
+
+
+def _headline(plan: PrunePlan) -> str:
+    whole = sum(one.complete for one in plan.run.checkpoints)
+    parts = [
+        "; ".join(_rules(plan.policy)),
+        f"series {', '.join(plan.run.series)}",
+        f"{whole:,} complete",
+        f"{len(plan.run.checkpoints) - whole:,} not",
+    ]
+    return " · ".join(parts)
+
+
+def _rules(policy: Policy) -> Iterator[str]:
+    if policy.last is not None:
+        yield f"keep last {policy.last:,}"
+    if policy.every is not None:
+        yield f"every {policy.every:,} steps"
+    if policy.within is not None:
+        yield f"within {policy.within / 86_400:g} days"
+    for best in policy.best:
+        yield f"{'lowest' if best.lowest else 'highest'} {best.metric}"
+    for pattern in policy.patterns:
+        yield f"`{pattern}`"
+
+
+def _print_sum(output: Output, plan: PrunePlan) -> None:
+    if output.mode == "human":
+        would = f"would {_verb(plan).lower()}"
+        if plan.of("remove"):
+            output.line(f"{would} {_amount(plan)}, {format_bytes(plan.nbytes)}")
+        else:
+            output.line("there is nothing to remove")
+        return
+    output.line()
+    output.fields([("would_remove", len(plan.of("remove"))), ("bytes", plan.nbytes)])
+
+
+def _verb(plan: PrunePlan) -> str:
+    return "Thin" if plan.thin else "Remove"
+
+
+def _amount(plan: PrunePlan) -> str:
+    return f"{len(plan.of('remove')):,} of {counted(len(plan.verdicts), 'checkpoint')}"
+
+
+def _print_names(output: Output, plan: PrunePlan, names: list[str]) -> None:
+    for name in names:
+        output.line(str(plan.root / name))
+
+
+def _print_result(output: Output, result: PruneResult) -> None:
+    plan = result.plan
+    if output.mode == "json":
+        body = {"dry_run": False, "thin": plan.thin, **plan.to_json(), **result.to_json()}
+        output.document(SCHEMA, body)
+    elif output.mode == "quiet":
+        _print_names(output, plan, list(result.done))
+    elif output.mode == "human":
+        output.line(f"freed {format_bytes(result.freed)}")
+    else:
+        output.line()
+        output.fields([("removed", len(result.done)), ("freed", result.freed)])
+    if result.failed:
+        raise _failure(result)
+
+
+def _failure(result: PruneResult) -> CkptError:
+    name, error = next(iter(result.failed.items()))
+    kind: type[CkptError] = PartialError if result.done else StorageError
+    if not result.done and isinstance(error, RefusedError):
+        kind = RefusedError
+    return kind(
+        f"{counted(len(result.failed), 'checkpoint')} could not be removed",
+        where=listed(list(result.failed)),
+        why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
+        hint="what was begun lies in `.ckptctl-trash`, which the next run empties",
+    )
+
+
+def _retyped(context: typer.Context, *more: str) -> str:
+    """Return the command line as it was typed, without asking for a plan, and *more*."""
+    from ckptctl.cli.app import RAW_ARGUMENTS
+
+    typed: list[str] = context.meta.get(RAW_ARGUMENTS, [])
+    kept = (word for word in typed if word not in ("-n", "--dry-run"))
+    return shlex.join(["ckptctl", *kept, *more])
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("prune", epilog=EPILOG, no_args_is_help=True)(prune)

@@ -1,0 +1,239 @@
+"""Saves in the background, one at a time: copy the state, write from the copy."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypedDict, Unpack
+
+import torch.distributed as dist
+
+from ckptctl.distributed.background import WriterProcess
+from ckptctl.distributed.ballot import Ballot, Situation
+from ckptctl.distributed.group import Group, coordinator
+from ckptctl.distributed.host_pool import HostPool
+from ckptctl.distributed.rank_local import write_alone
+from ckptctl.distributed.rank_output import SaveOptions, held
+from ckptctl.distributed.save_future import SaveFuture
+from ckptctl.distributed.save_thread import Callback, SaveThread
+from ckptctl.distributed.saving import write
+from ckptctl.distributed.staging import Staged, stage
+from ckptctl.distributed.state import StateDict, state_of
+from ckptctl.errors import RefusedError, UsageError
+from ckptctl.ops.coordinator import Alone, Coordinator
+
+Mode = Literal["thread", "process"]
+WhenBusy = Literal["wait", "skip"]
+
+
+class SaveKeywords(TypedDict, total=False):
+    """The options of :func:`ckptctl.save`; see :class:`SaveOptions`."""
+
+    overwrite: bool
+    files: int
+    jobs: int
+    memory: int
+    sync: bool
+    checksum: bool
+
+
+class AsyncSaver:
+    """Saves in the background, one checkpoint at a time.
+
+    Every rank makes one and calls its methods in the same order. The first save makes two groups of
+    gloo, one for the calls and one for the background; they last as long as ``torch.distributed``
+    does. Several savers do not disturb each other.
+
+    The interpreter waits at its end for a save that is going on. One whose process is killed, or
+    whose process group is destroyed meanwhile, publishes nothing: call :meth:`close` before
+    ``destroy_process_group``.
+
+    Args:
+        process_group: The ranks; None: the default group, or this process alone.
+        mode: What writes: ``"thread"``: a thread of this process; ``"process"``: one that imports
+            no torch and shares the copy's memory (Linux), so that training has the interpreter's
+            lock for itself.
+        when_busy: What a save does while the last one is going on, on any rank: ``"wait"`` for it,
+            or ``"skip"``: it is left out on all ranks.
+        host_memory: Bytes that copies may take on this rank; None: what they need.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mode: Mode = "thread",
+        when_busy: WhenBusy = "wait",
+        host_memory: int | None = None,
+    ) -> None:
+        self._parent = process_group
+        self._mode = mode
+        self._when_busy = when_busy
+        self._pool = HostPool(host_memory)
+        self._writer = WriterProcess()
+        self._ranks: tuple[Coordinator, Coordinator] | None = None
+        self._last: SaveThread | None = None
+        self._process = os.getpid()
+        self._closed = False
+
+    def save(
+        self,
+        state_dict: StateDict,
+        path: str | Path,
+        *,
+        mode: Mode | None = None,
+        when_busy: WhenBusy | None = None,
+        on_staged: Callback | None = None,
+        on_published: Callback | None = None,
+        collectives: bool = True,
+        **options: Unpack[SaveKeywords],
+    ) -> SaveFuture:
+        """Copy *state_dict* and save the copy in the background; see :func:`async_save`.
+
+        Args:
+            state_dict: See there, as for all that follow.
+            path: Where the checkpoint will appear.
+            mode: None: the saver's.
+            when_busy: None: the saver's.
+            on_staged: Called with the path.
+            on_published: Called with the path.
+            collectives: See :func:`ckptctl.save`.
+            **options: See :func:`ckptctl.save`.
+
+        Raises:
+            CkptError: The last save failed, or this one cannot begin; on every rank.
+        """
+        waits = _one_of("when_busy", when_busy or self._when_busy, ("wait", "skip")) == "wait"
+        apart = _one_of("mode", mode or self._mode, ("thread", "process")) == "process"
+        how = SaveOptions(**options)
+        self._require_usable()
+        calls, ranks = self._groups()
+        ballot = Ballot(calls if collectives else Alone())
+        future = SaveFuture(Path(path).expanduser().absolute())
+        meaning = (str(future.path), "waits" if waits else "skips", how.overwrite, how.files)
+        if self._skips(ballot, meaning, waits=waits):
+            return future.skip()
+        staged = ballot.all_or_none(
+            lambda: stage(held(state_of(state_dict)), self._pool), self._release
+        )
+        if apart and staged.region:
+            how = replace(how, execute=partial(self._writer.execute, regions=[staged.region]))
+        work = partial(_write, staged, future.path, ranks, how, collectives=collectives)
+        release = partial(self._release, staged)
+        self._last = SaveThread(future, work, release, on_staged, on_published)
+        future.staged.set()
+        self._last.start()
+        return future
+
+    def wait(self) -> None:
+        """Wait for the save that is going on.
+
+        Raises:
+            CkptError: It failed; on every rank. The next call does not raise that again.
+        """
+        self._require_outside()
+        if self._last is not None:
+            self._last.join()
+            failure = self._last.take_failure()
+            if failure is not None:
+                raise failure
+
+    def close(self) -> None:
+        """Wait for the save that is going on, and give the host memory back.
+
+        Raises:
+            CkptError: The save failed.
+        """
+        self._closed = True
+        try:
+            if self._process == os.getpid():
+                self.wait()
+        finally:
+            self._writer.close()
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+
+    def _skips(self, ballot: Ballot, meaning: tuple[object, ...], *, waits: bool) -> bool:
+        """Return whether this save is left out; otherwise none is going on any more."""
+        last = self._last
+        if last and waits:
+            last.join()
+        own = Situation(bool(last and last.busy), bool(last and last.failed))
+        found = ballot.situation(own, meaning)
+        if found.busy:
+            return True
+        if last:
+            last.join()
+            failure = last.take_failure()
+            if failure is not None:
+                raise failure
+        if found.failed:
+            raise RefusedError("the last save failed on another rank", hint="look at its log")
+        return False
+
+    def _groups(self) -> tuple[Coordinator, Coordinator]:
+        """Return the ranks for calls and those for the background; the first time all make them."""
+        if self._ranks is None:
+            self._ranks = (_own_group(self._parent), _own_group(self._parent))
+        return self._ranks
+
+    def _release(self, staged: Staged) -> None:
+        if staged.region is not None:
+            self._pool.give(staged.region)
+
+    def _require_usable(self) -> None:
+        self._require_outside()
+        if self._closed or self._process != os.getpid():
+            raise RefusedError(
+                "this saver was closed" if self._closed else "this saver is another process's",
+                hint="make a new one",
+            )
+
+    def _require_outside(self) -> None:
+        if self._last and self._last.here:
+            raise RefusedError(
+                "a callback of a save cannot wait for that save",
+                hint="begin the next one on the thread that trains",
+            )
+
+
+def _write(
+    staged: Staged, path: Path, ranks: Coordinator, how: SaveOptions, *, collectives: bool
+) -> Path:
+    if collectives:
+        return write(staged.held, path, ranks, how)
+    return write_alone(staged.held, path, ranks.rank, ranks.world, how)
+
+
+def _own_group(parent: dist.ProcessGroup | None) -> Coordinator:
+    ranks = coordinator(parent)
+    if not isinstance(ranks, Group):
+        return ranks
+    whole = parent is None or parent is dist.group.WORLD
+    members = None if whole else dist.get_process_group_ranks(parent)
+    return Group(
+        dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
+    )
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise UsageError(f"{name} is {value!r}", why=f"expected {' or '.join(map(repr, known))}")
+    return value

@@ -1,0 +1,251 @@
+"""What several ranks want alike is read by one of them and sent to the others.
+
+Ranks that hold the same box of a tensor (data parallel replicas, norms under tensor parallelism)
+are a group. Each box, large ones in pieces, gets one reader in its group, so that all ranks read
+about as many bytes; then every reader broadcasts what it has read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ckptctl.catalog import Box, Catalog
+from ckptctl.distributed.group import Group
+from ckptctl.distributed.targets import Place
+from ckptctl.ops.coordinator import Coordinator, through_first
+from ckptctl.planner.balance import assign, cut, piece_limit
+
+SLOW = 1 << 30
+SAMPLE = 8 << 20
+BUCKET = 16 << 20
+_GROUPS: dict[tuple[dist.ProcessGroup | None, str, tuple[int, ...]], dist.ProcessGroup] = {}
+Wish = tuple[str, Box, int, bool]
+"""Name, box, bytes, and whether its device can take part."""
+
+
+class Turn(NamedTuple):
+    """One box that several ranks hold.
+
+    Attributes:
+        holders: Who holds it.
+        reader: Which of them reads it.
+        place: The number of the place of this rank that it is a part of.
+        box: The box.
+    """
+
+    holders: tuple[int, ...]
+    reader: int
+    place: int
+    box: Box
+
+
+class Sharing(NamedTuple):
+    """What one rank reads, and what is sent to whom.
+
+    Attributes:
+        reads: What this rank reads itself.
+        turns: Boxes that it shares with others, in an order that all of them have.
+    """
+
+    reads: list[Place]
+    turns: list[Turn]
+
+
+def wants_broadcast(choice: bool | Literal["auto"], catalog: Catalog, ranks: Coordinator) -> bool:
+    """Return whether what several ranks want is read once and sent.
+
+    With ``auto`` it is where they sit on several machines, or where the storage gives the slowest
+    of them less than a gigabyte a second; otherwise the page cache does the same for less.
+
+    Args:
+        choice: What the user says.
+        catalog: A small part of it is read to see how fast that goes.
+        ranks: All of them.
+    """
+    if choice != "auto" or ranks.world == 1:
+        return bool(choice) and ranks.world > 1
+    said = ranks.all_gather((socket.gethostname(), _speed(catalog)))
+    return len({host for host, _ in said}) > 1 or min(speed for _, speed in said) < SLOW
+
+
+def _speed(catalog: Catalog) -> float:
+    """Return the bytes per second of a short read from the largest file; a small one is fast."""
+    name = max(catalog.files, key=lambda one: catalog.files[one], default=None)
+    if name is None or catalog.files[name] < SAMPLE:
+        return math.inf
+    try:
+        with Path(catalog.root, name).open("rb", buffering=0) as file:
+            start = time.perf_counter()
+            count = len(os.pread(file.fileno(), SAMPLE, (catalog.files[name] - SAMPLE) // 2))
+            return count / max(time.perf_counter() - start, 1e-9)
+    except OSError:
+        return math.inf
+
+
+def share(places: Sequence[Place], ranks: Coordinator) -> Sharing:
+    """Decide who reads what of the boxes that several ranks hold.
+
+    Args:
+        places: What this rank holds.
+        ranks: All of them; a :class:`~ckptctl.distributed.group.Group`.
+    """
+    able = _devices(ranks)
+    wishes = [(p.name, p.box, p.tensor.nbytes, p.tensor.device.type in able) for p in places]
+    turns = through_first(ranks, lambda: wishes, _turns)
+    shared = {turn.place for turn in turns}
+    reads = [place for index, place in enumerate(places) if index not in shared]
+    reads += [places[turn.place].part(turn.box) for turn in turns if turn.reader == ranks.rank]
+    return Sharing(reads, turns)
+
+
+def _devices(ranks: Coordinator) -> set[str]:
+    """Return the kinds of devices whose memory the group can send."""
+    if not isinstance(ranks, Group):
+        return set()
+    config = str(dist.get_backend_config(ranks.group))
+    return {pair.partition(":")[0] for pair in config.split(",")}
+
+
+def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[Turn]]:
+    """Return the boxes that each rank shares with others."""
+    holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
+    load = [0] * len(wishes)
+    size: dict[tuple[str, Box], int] = {}
+    for rank, some in enumerate(wishes):
+        for index, (name, box, nbytes, able) in enumerate(some):
+            if able and nbytes:
+                holders.setdefault((name, box), []).append((rank, index))
+                size[name, box] = nbytes
+            else:
+                load[rank] += nbytes
+    for key, who in holders.items():
+        if len(who) == 1:
+            load[who[0][0]] += size[key]
+    common = {key: who for key, who in holders.items() if len(who) > 1}
+    limit = piece_limit(sum(size[key] for key in common), len(wishes))
+    pieces = [
+        (box, size[key] * box.numel // key[1].numel, who)
+        for key, who in common.items()
+        for box in cut(key[1], size[key], limit)
+    ]
+    sized = [(nbytes, [rank for rank, _ in who]) for _, nbytes, who in pieces]
+    readers = assign(sized, len(wishes), load=load)
+    found: list[list[Turn]] = [[] for _ in wishes]
+    for (box, _, who), reader in zip(pieces, readers, strict=True):
+        ranks = tuple(rank for rank, _ in who)
+        for rank, index in who:
+            found[rank].append(Turn(ranks, reader, index, box))
+    for turns in found:
+        turns.sort(key=lambda turn: (turn.holders, turn.reader))
+    return found
+
+
+def exchange(places: Sequence[Place], turns: Sequence[Turn], ranks: Coordinator) -> int:
+    """Send what this rank has read for others, and receive what others have for it.
+
+    Every rank goes through the groups in one order, so that none waits for another in a circle.
+
+    Returns:
+        The bytes received.
+    """
+    assert isinstance(ranks, Group)
+    received = 0
+    for holders, some in groupby(turns, key=lambda turn: turn.holders):
+        group = ranks.group if len(holders) == ranks.world else _group(ranks, holders)
+        for reader, own in groupby(some, key=lambda turn: turn.reader):
+            source = _global(ranks, reader)
+            parts = (places[turn.place].part(turn.box).tensor for turn in own)
+            for bucket in _buckets(parts):
+                received += _send(bucket, source, group, mine=reader == ranks.rank)
+    return received
+
+
+def _group(ranks: Group, holders: Iterable[int]) -> dist.ProcessGroup:
+    """Return the group of *holders*; it is kept, as torch cannot make one like it again.
+
+    The name of a group that only its members make is a hash of these, and what the store has
+    under it outlives the group.
+    """
+    world = dist.group.WORLD
+    for key in [key for key in _GROUPS if key[0] is not world]:
+        del _GROUPS[key]
+    members = tuple(_global(ranks, rank) for rank in holders)
+    backend = str(dist.get_backend_config(ranks.group))
+    found = _GROUPS.get((world, backend, members))
+    if found is None:
+        found = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+        _GROUPS[world, backend, members] = found
+    return found
+
+
+def _global(ranks: Group, rank: int) -> int:
+    return dist.get_global_rank(ranks.group, rank) if ranks.group else rank
+
+
+def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors that travel together: many small ones, or a large one in rows."""
+    bucket: list[torch.Tensor] = []
+    total = 0
+    for part in parts:
+        for piece in _rows(part):
+            if bucket and total + piece.nbytes > BUCKET:
+                yield bucket
+                bucket, total = [], 0
+            bucket.append(piece)
+            total += piece.nbytes
+    if bucket:
+        yield bucket
+
+
+def _rows(part: torch.Tensor) -> Iterator[torch.Tensor]:
+    if part.nbytes <= BUCKET:
+        yield part
+        return
+    dim = next(dim for dim, size in enumerate(part.shape) if size > 1)
+    step = max(1, part.shape[dim] * BUCKET // part.nbytes)
+    for start in range(0, part.shape[dim], step):
+        rows = part.narrow(dim, start, min(step, part.shape[dim] - start))
+        yield from _rows(rows) if rows.shape[dim] < part.shape[dim] else (rows,)
+
+
+def _send(
+    bucket: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup | None, *, mine: bool
+) -> int:
+    """Broadcast a bucket and return the bytes received."""
+    nbytes = sum(part.nbytes for part in bucket)
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        dist.broadcast(bucket[0].reshape(-1).view(torch.uint8), src=source, group=group)
+        return 0 if mine else nbytes
+    flat = torch.zeros(nbytes, dtype=torch.uint8, device=bucket[0].device)
+    if mine:
+        _pack(bucket, flat)
+    dist.broadcast(flat, src=source, group=group)
+    if not mine:
+        _unpack(flat, bucket)
+    return 0 if mine else nbytes
+
+
+def _pack(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    start = 0
+    for part in bucket:
+        flat[start : start + part.nbytes] = part.contiguous().reshape(-1).view(torch.uint8)
+        start += part.nbytes
+
+
+def _unpack(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> None:
+    start = 0
+    for part in bucket:
+        # A copy, because a view of another dtype would have to begin at a multiple of its size.
+        own = flat[start : start + part.nbytes].clone().view(part.dtype)
+        part.copy_(own.reshape(part.shape))
+        start += part.nbytes

@@ -1,0 +1,164 @@
+"""Host memory for copies of a rank's tensors, used again and again from save to save.
+
+Memory that is new costs several times what copying into it does: the kernel has to find and clear
+every page, and CUDA to pin it. A region is shared memory without a name: a writing process gets its
+descriptor, children forked from the trainer do not duplicate its pages when it is written again,
+and nothing of it is left when the trainer is killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+
+import torch
+
+from ckptctl.errors import RefusedError, StorageError
+
+PAGE = mmap.PAGESIZE
+KEPT = 2
+"""Regions that wait for the next save: one for each of two savers, or two states in turn."""
+
+_log = logging.getLogger("ckptctl")
+
+
+class Region:
+    """One range of host memory.
+
+    Args:
+        nbytes: How much; whole pages.
+        pinned: Whether CUDA copies into it without a detour.
+
+    Attributes:
+        nbytes: How much.
+        descriptor: Of the memory, for other processes; -1 where the system has none.
+        bytes: All of it, as elements of uint8; tensors made of its storage keep it mapped.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self.nbytes = nbytes
+        self.descriptor = -1
+        try:
+            if hasattr(os, "memfd_create"):
+                self.descriptor = os.memfd_create("ckptctl", os.MFD_CLOEXEC)
+                os.ftruncate(self.descriptor, nbytes)
+            self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
+        except (OSError, ValueError) as error:
+            self._close_descriptor()
+            raise StorageError(
+                f"no {nbytes:,} bytes of host memory for a copy of the state", why=str(error)
+            ) from error
+        self.pinned = pinned and self._pin()
+
+    @property
+    def address(self) -> int:
+        """Return where it begins in this process."""
+        return self.bytes.data_ptr()
+
+    def close(self) -> None:
+        """Give it back to the system as soon as no tensor lies in it."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+            self.pinned = False
+        self._close_descriptor()
+        del self.bytes
+
+    def _pin(self) -> bool:
+        code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0))  # type: ignore[no-untyped-call]
+        if code:
+            _log.warning("%d bytes of host memory cannot be pinned: error %d", self.nbytes, code)
+        return code == 0
+
+    def _close_descriptor(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class HostPool:
+    """Regions that are in use, and some that wait; safe to use from several threads.
+
+    Args:
+        limit: Bytes that all of them may take; None: as many as the states need.
+        kept: How many wait at most.
+    """
+
+    def __init__(self, limit: int | None = None, kept: int = KEPT) -> None:
+        self._limit = limit
+        self._kept = kept
+        self._free: list[Region] = []
+        self._used: set[Region] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> Region:
+        """Return a region of at least *nbytes*: one that waits and is not twice that, or a new one.
+
+        Args:
+            nbytes: How much is needed.
+            pinned: Whether CUDA will copy into it.
+
+        Raises:
+            RefusedError: The pool may not hold so much.
+            StorageError: The system does not have it.
+        """
+        size = size_class(nbytes)
+        with self._lock:
+            fitting = [
+                one for one in self._free if size <= one.nbytes <= 2 * size and one.pinned >= pinned
+            ]
+            if fitting:
+                found = min(fitting, key=lambda one: one.nbytes)
+                self._free.remove(found)
+            else:
+                self._make_room(size)
+                found = Region(size, pinned=pinned)
+            self._used.add(found)
+            return found
+
+    def give(self, region: Region) -> None:
+        """Take *region* back."""
+        with self._lock:
+            self._used.discard(region)
+            self._free.append(region)
+            while len(self._free) > (0 if self._closed else self._kept):
+                self._free.pop(0).close()
+
+    def close(self) -> None:
+        """Let go of all that waits, and of the rest when it comes back."""
+        with self._lock:
+            self._closed = True
+            while self._free:
+                self._free.pop().close()
+
+    @property
+    def nbytes(self) -> int:
+        """Return how much it holds."""
+        with self._lock:
+            return self._held()
+
+    def _held(self) -> int:
+        return sum(one.nbytes for one in (*self._free, *self._used))
+
+    def _make_room(self, size: int) -> None:
+        if self._limit is None:
+            return
+        while self._free and self._held() + size > self._limit:
+            self._free.pop(0).close()
+        if self._held() + size > self._limit:
+            raise RefusedError(
+                "the copy of the state is larger than it may be",
+                why=f"{size:,} bytes on top of {self._held():,}; the limit is {self._limit:,}",
+                hint="allow more, or save synchronously",
+            )
+
+
+def size_class(nbytes: int) -> int:
+    """Return how large a region for *nbytes* is: at most an eighth more, in whole pages.
+
+    States that grow a little, from the first step of an optimizer to the second, find the same one.
+    """
+    step = max(PAGE, 1 << max(nbytes.bit_length() - 4, 0))
+    return max(-(-nbytes // step), 1) * step

@@ -1,0 +1,76 @@
+"""The memory of tensors as the executor writes it: in place, or copied into them part by part."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+
+from ckptctl.distributed.state import memory
+from ckptctl.storage.compare import row_major
+
+LONG = 4096
+
+
+class Filled:
+    """A tensor that takes its elements as if they lay row by row, whatever its strides and device.
+
+    Args:
+        tensor: On any device.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __setitem__(self, part: slice, content: memoryview) -> None:
+        """Write a part, as bytes of the row-major elements."""
+        elements = torch.frombuffer(content, dtype=self._tensor.dtype)
+        _fill(self._tensor, part.start // self._tensor.element_size(), elements)
+
+
+def _fill(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> None:
+    """Write *elements* behind the first *start* ones of *tensor*."""
+    if tensor.ndim < 2:
+        target = tensor.reshape(1) if tensor.ndim == 0 else tensor
+        target[start : start + len(elements)].copy_(elements)
+        return
+    inner = math.prod(tensor.shape[1:])
+    first, skip = divmod(start, inner)
+    if skip:
+        count = min(inner - skip, len(elements))
+        _fill(tensor[first], skip, elements[:count])
+        first, elements = first + 1, elements[count:]
+    rows = len(elements) // inner
+    if rows:
+        whole = elements[: rows * inner].view(rows, *tensor.shape[1:])
+        tensor[first : first + rows].copy_(whole)
+    if len(elements) > rows * inner:
+        _fill(tensor[first + rows], 0, elements[rows * inner :])
+
+
+def in_place(tensor: torch.Tensor) -> bool:
+    """Return whether files are read straight into *tensor*: long rows in host memory."""
+    if tensor.device.type != "cpu":
+        return False
+    run = tensor.element_size()
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size != 1 and step * tensor.element_size() != run:
+            return run >= LONG and _descending(tensor)
+        run *= size
+    return True
+
+
+def _descending(tensor: torch.Tensor) -> bool:
+    steps = [n for size, n in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return steps == sorted(steps, reverse=True)
+
+
+def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the elements between neighbours along each dimension, as a plan sees them."""
+    return tuple(tensor.stride()) if in_place(tensor) else row_major(tuple(tensor.shape))
+
+
+def target(tensor: torch.Tensor) -> memoryview:
+    """Return what the executor writes to; the tensor has to outlive it."""
+    return memory(tensor) if in_place(tensor) else cast(memoryview, Filled(tensor))

@@ -1,0 +1,98 @@
+"""Whether a checkpoint of a run is complete, by the same readers as ``verify --level fast``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.errors import CkptError, MappingError
+from ckptctl.ops.verification import Verification
+from ckptctl.ops.verify import VerifyOptions, verify
+
+BUILT_IN_RULES = Path("megatron-core")
+COMPANIONS = (
+    "trainer_state.json",
+    "meta.pt",
+    "recipe_state.pt",
+    "recipe_state/recipe_state.pt",
+    "common.pt",
+)
+"""What trainers write beside the weights, and after them: transformers, Lightning, torchtune,
+Megatron."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What is known of a checkpoint.
+
+    Attributes:
+        format: Its format; None: none is known.
+        parts: What it consists of: itself, or checkpoints inside of it; nothing: it is none.
+        problem: Why it is not complete; empty: it is.
+    """
+
+    format: str | None
+    parts: tuple[Path, ...]
+    problem: str = ""
+
+
+def health(path: Path) -> Health:
+    """Return what is known of the checkpoint at *path*; every part of it has to be whole."""
+    found = tuple((part, name) for part in _parts(path) for name in formats.sniff(part))
+    parts = tuple(dict.fromkeys(part for part, _ in found))
+    if not found:
+        return Health(None, (), "nothing in it is recognised as a checkpoint")
+    several = len(parts) != len(found)
+    for part, name in found:
+        problem = _problem(part, name if several else None)
+        if problem:
+            inside = "" if part == path else f"`{part.relative_to(path)}`: "
+            return Health(name, parts, inside + problem)
+    return Health(found[0][1], parts)
+
+
+def lacking(path: Path, others: Sequence[Path]) -> str:
+    """Return which file *path* lacks that most of the others have, as a sentence; empty: none."""
+    for name in COMPANIONS:
+        having = sum((one / name).exists() for one in others)
+        if having * 2 > len(others) and not (path / name).exists():
+            return f"`{name}`, which the others have, is missing"
+    return ""
+
+
+def _parts(path: Path) -> list[Path]:
+    if formats.sniff(path):
+        return [path]
+    return formats.list_run(path) or formats.below(path)
+
+
+def _problem(path: Path, name: str | None) -> str:
+    """Return why *path* is not whole; empty: it is."""
+    asked = VerifyOptions(format=name, level="fast")
+    try:
+        found = verify(path, asked)
+    except MappingError as error:
+        # The files do not say how ranks divide tensors; whether all are there can be told.
+        found_by_rules = _by_rules(path, asked)
+        return error.what if found_by_rules is None else _first(found_by_rules)
+    except CkptError as error:
+        return error.what
+    return _first(found)
+
+
+def _by_rules(path: Path, asked: VerifyOptions) -> Verification | None:
+    try:
+        return verify(path, replace(asked, rules=BUILT_IN_RULES))
+    except CkptError:
+        return None
+
+
+def _first(found: Verification) -> str:
+    more = len(found.errors) - 1
+    if not found.errors:
+        return ""
+    first = found.errors[0]
+    where = f" ({first.where})" if first.where and first.where not in first.what else ""
+    return f"{first.what}{where}" + (f" and {more:,} more" if more else "")

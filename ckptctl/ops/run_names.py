@@ -1,0 +1,83 @@
+"""Steps in the names of checkpoints; a name that only resembles one of these is none.
+
+Sources: torchtitan ``step-N``, torchtune ``epoch_N`` and ``step_N``, transformers
+``checkpoint-N``, accelerate ``checkpoint_N``, Megatron ``iter_NNNNNNN``, DeepSpeed
+``global_stepN``, verl and VeOmni ``global_step_N``, torchtnt ``epoch_E_step_S``, Lightning
+``epoch=E-step=S.ckpt`` with metrics and ``-vN`` behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_COUNTED = re.compile(
+    r"(step[-_]|checkpoint[-_]|iter_|global_step_?|epoch[-_])(\d{1,18})", re.ASCII
+)
+_TORCHTNT = re.compile(
+    r"epoch_(\d{1,18})((?:_(?:train_|eval_|predict_)?step_\d{1,18})+)"
+    r"(?:_([A-Za-z]\w*)=(-?\d+(?:\.\d+)?))?",
+    re.ASCII,
+)
+_PAIR = re.compile(r"(?:^|[-_])([A-Za-z][\w./]*)=(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.ASCII)
+_VERSION = re.compile(r"-v(\d{1,9})$", re.ASCII)
+_STAGED = re.compile(r"tmp-(checkpoint-\d{1,18})|\.(.+)\.ckptctl-staging", re.ASCII)
+_COUNTERS = ("step", "epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a name says.
+
+    Attributes:
+        series: What is equal in all names of a run.
+        order: Step, or epoch where there is no step; then what orders those of one step.
+        metrics: Numbers that the name holds.
+    """
+
+    series: str
+    order: tuple[int, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Return the step, or the epoch where there is no step."""
+        return self.order[0]
+
+
+def parse(name: str) -> Named | None:
+    """Return what the name of a checkpoint says; None: it is no such name."""
+    if match := _COUNTED.fullmatch(name):
+        return Named(match[1], (int(match[2]),))
+    if match := _TORCHTNT.fullmatch(name):
+        steps = tuple(int(digits) for digits in re.findall(r"\d+", match[2]))
+        metrics = {match[3]: float(match[4])} if match[3] else {}
+        return Named("epoch_E_step_S", (sum(steps), int(match[1])), metrics)
+    return _lightning(name)
+
+
+def staged(name: str) -> str | None:
+    """Return the name of the checkpoint that is made in a folder called *name*; None: none is."""
+    match = _STAGED.fullmatch(name)
+    return (match[1] or match[2]) if match else None
+
+
+def _lightning(name: str) -> Named | None:
+    stem = name.removesuffix(".ckpt")
+    version = _VERSION.search(stem)
+    stem = stem[: version.start()] if version else stem
+    pairs: dict[str, str] = dict(_PAIR.findall(stem))
+    counters = [_counter(pairs, word) for word in _COUNTERS]
+    numbers = tuple(number for number in counters if number is not None)
+    if not numbers:
+        return None
+    metrics = {k: float(v) for k, v in pairs.items() if not k.endswith(_COUNTERS)}
+    series = _PAIR.sub(lambda found: found[0].replace(found[2], "N"), stem)
+    suffix = ".ckpt" if name.endswith(".ckpt") else ""
+    return Named(series + suffix, (*numbers, int(version[1]) if version else 0), metrics)
+
+
+def _counter(pairs: Mapping[str, str], word: str) -> int | None:
+    found = [text for key, text in pairs.items() if key == word or key.endswith(f"_{word}")]
+    return int(found[0]) if found and found[0].isdigit() and len(found[0]) <= 18 else None

@@ -1,0 +1,314 @@
+"""The checkpoints of a run: which there are, which are complete, what else names them.
+
+A run is a folder whose entries are checkpoints with steps in their names. Whether one is complete
+is what ``verify --level fast`` says; nothing is written, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time as clock
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.errors import FormatError, SourceNotFoundError, listed
+from ckptctl.ops.run_completeness import Health, health, lacking
+from ckptctl.ops.run_names import Named, parse, staged
+from ckptctl.ops.run_pointers import SIDECAR, metrics, pins
+from ckptctl.planner.retention import Candidate, State, ordered
+from ckptctl.storage import lock
+from ckptctl.storage.publish import staging_directory
+
+AT_WORK = 600.0
+"""Seconds since the last change for which an incomplete checkpoint counts as being written."""
+ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR})
+"""What is put beside a checkpoint later; it says nothing on when that was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something in a run whose name says that it is a checkpoint.
+
+    Attributes:
+        path: Where it is.
+        named: What its name says.
+        nbytes: Bytes of all its files.
+        time: When the newest of them was written, seconds since the epoch.
+        touched: Likewise, those that were added later included.
+        staging: Whether it is made here under another name and not finished.
+        identity: Device and inode.
+    """
+
+    path: Path
+    named: Named
+    nbytes: int
+    time: float
+    touched: float
+    staging: bool
+    identity: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint of a run.
+
+    Attributes:
+        entry: Where it is.
+        candidate: What retention knows of it.
+        format: Its format; None: none is known.
+        parts: What it consists of: itself, or checkpoints inside of it.
+    """
+
+    entry: Entry
+    candidate: Candidate
+    format: str | None
+    parts: tuple[Path, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing is missing."""
+        return self.candidate.state == "complete"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        one = self.candidate
+        return {
+            "path": str(self.entry.path),
+            "step": one.step,
+            "time": rfc3339(self.entry.time),
+            "bytes": self.entry.nbytes,
+            "format": self.format,
+            "state": one.state,
+            "problem": one.problem or None,
+            "protected_by": list(one.pinned),
+            "metrics": dict(sorted(one.metrics.items())),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A folder of checkpoints.
+
+    Attributes:
+        root: As it was named.
+        checkpoints: By series and step.
+        others: Names of what else lies there, hidden things apart.
+    """
+
+    root: Path
+    checkpoints: tuple[Checkpoint, ...]
+    others: tuple[str, ...] = field(default=())
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Return the series that it has."""
+        return tuple(dict.fromkeys(one.candidate.series for one in self.checkpoints))
+
+
+def rfc3339(seconds: float) -> str:
+    """Return a time as RFC 3339 has it, in UTC."""
+    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(seconds))
+
+
+def read_run(root: Path, now: float | None = None) -> Run:
+    """Return the checkpoints in *root*.
+
+    Args:
+        root: A directory.
+        now: Seconds since the epoch; None: what the clock says.
+
+    Raises:
+        SourceNotFoundError: There is no such directory.
+        FormatError: No entry is named as checkpoints of a run are.
+    """
+    now = clock.time() if now is None else now
+    found = entries(root)
+    real = [one for one in found if not one.staging]
+    pinned = pins(root, [one.path.name for one in real])
+    examined = [
+        _accompanied(examine(one, now, pinned.get(one.path.name, ())), found, now) for one in found
+    ]
+    known = {one.path.name for one in found}
+    others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
+    checkpoints = _by_order(examined)
+    return Run(root, checkpoints, tuple(name for name in others if not name.startswith(".")))
+
+
+def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, list[Checkpoint]]:
+    """Return the newest complete checkpoint, and the newer ones that are not.
+
+    Of several series the one that was written last counts. Older checkpoints are not looked at.
+
+    Raises:
+        SourceNotFoundError: There is none.
+        FormatError: See :func:`read_run`.
+    """
+    now = clock.time() if now is None else now
+    skipped: list[Checkpoint] = []
+    found: list[Checkpoint] = []
+    waiting = sorted(entries(root), key=lambda one: (one.named.order, one.time), reverse=True)
+    for one in waiting:
+        if any(one.named.series == other.entry.named.series for other in found):
+            continue
+        seen = _accompanied(examine(one, now), waiting, now)
+        (found if seen.complete else skipped).append(seen)
+    if not found:
+        raise SourceNotFoundError(
+            "no checkpoint here is complete",
+            where=str(root),
+            why=listed([f"{one.entry.path.name}: {one.candidate.problem}" for one in skipped]),
+        )
+    chosen = max(found, key=lambda one: one.entry.time)
+    newer = [one for one in skipped if one.candidate.series == chosen.candidate.series]
+    return chosen, newer
+
+
+def entries(root: Path) -> list[Entry]:
+    """Return what is named as a checkpoint directly in *root*, links apart, in natural order.
+
+    Raises:
+        SourceNotFoundError: There is no such directory.
+        FormatError: There is nothing of that kind.
+    """
+    if not root.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(root))
+    found = [one for item in root.iterdir() if (one := entry_at(item))]
+    if not found:
+        raise _no_run(root)
+    return sorted(found, key=lambda one: (one.named.series, one.named.order, one.path.name))
+
+
+def examine(entry: Entry, now: float, pinned: tuple[str, ...] = ()) -> Checkpoint:
+    """Return what is known of a checkpoint.
+
+    Args:
+        entry: The checkpoint.
+        now: Seconds since the epoch.
+        pinned: What else names it.
+    """
+    seen = Health(None, (), "it is not finished") if entry.staging else health(entry.path)
+    one = Candidate(
+        name=entry.path.name,
+        series=entry.named.series,
+        order=entry.named.order,
+        time=entry.time,
+        pinned=pinned,
+        metrics={**entry.named.metrics, **metrics(entry.path)},
+    )
+    found = Checkpoint(entry, one, seen.format, seen.parts)
+    return _broken(found, seen.problem, now) if seen.problem else found
+
+
+def _broken(found: Checkpoint, problem: str, now: float) -> Checkpoint:
+    entry = found.entry
+    holder = _holder(entry)
+    state: State = "incomplete" if found.parts or entry.staging or _empty(entry) else "unknown"
+    if holder:
+        state, problem = "writing", f"process {holder} is writing it"
+    elif now - entry.touched < AT_WORK:
+        minutes = max(0, int((now - entry.touched) / 60))
+        state, problem = "writing", f"{problem}; written {minutes} min ago"
+    # Its age counts from the last change of anything in it.
+    one = replace(found.candidate, state=state, problem=problem, time=entry.touched)
+    return replace(found, candidate=one)
+
+
+def _empty(entry: Entry) -> bool:
+    return entry.path.is_dir() and not any(entry.path.iterdir())
+
+
+def _holder(entry: Entry) -> str | None:
+    """Return the process that is making this checkpoint, as far as its lock says."""
+    folder = entry.path if entry.staging else staging_directory(entry.path)
+    return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None
+
+
+def _accompanied(found: Checkpoint, all_entries: Sequence[Entry], now: float) -> Checkpoint:
+    """Take it for incomplete if it lacks a file that the others of its series have."""
+    if not found.complete:
+        return found
+    same = [one for one in all_entries if one.named.series == found.entry.named.series]
+    others = [one.path for one in same if not one.staging and one.path != found.entry.path]
+    problem = lacking(found.entry.path, others)
+    return _broken(found, problem, now) if problem else found
+
+
+def _by_order(found: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    by_name = {one.candidate.name: one for one in found}
+    return tuple(by_name[one.name] for one in ordered(one.candidate for one in found))
+
+
+def entry_at(item: Path) -> Entry | None:
+    """Return what lies at *item*; None: nothing that is named as a checkpoint, or a link."""
+    target = staged(item.name)
+    named = parse(target or item.name)
+    status = _status(item) if named else None
+    if named is None or status is None:
+        return None
+    folder = stat.S_ISDIR(status.st_mode)
+    if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
+        return None
+    nbytes, time, touched = _measured(item) if folder else (status.st_size, status.st_mtime, 0.0)
+    return Entry(
+        item,
+        named,
+        nbytes,
+        time or status.st_mtime,
+        max(touched, status.st_mtime),
+        target is not None,
+        (status.st_dev, status.st_ino),
+    )
+
+
+def _status(item: Path) -> os.stat_result | None:
+    try:
+        return item.lstat()
+    except OSError:
+        return None
+
+
+def _measured(folder: Path) -> tuple[int, float, float]:
+    """Return the bytes of all files, and the times of the newest without and with additions."""
+    nbytes, time, touched = 0, 0.0, 0.0
+    for name, status in _files(folder):
+        nbytes += status.st_size
+        touched = max(touched, status.st_mtime)
+        if name not in ADDED:
+            time = max(time, status.st_mtime)
+    return nbytes, time, touched
+
+
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files below *folder*; links are not followed, what vanishes is passed over."""
+    try:
+        with os.scandir(folder) as found:
+            for item in found:
+                if item.is_dir(follow_symlinks=False):
+                    yield from _files(Path(item.path))
+                else:
+                    yield item.name, item.stat(follow_symlinks=False)
+    except OSError:
+        return
+
+
+def _no_run(root: Path) -> FormatError:
+    folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
+    runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
+    if formats.sniff(root):
+        what, hint = "this is a checkpoint, not a folder of checkpoints", None
+    else:
+        what, hint = "nothing here is named as checkpoints of a run are", None
+    if runs:
+        hint = f"there are some in `{runs[0]}`"
+    why = "names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, epoch=E-step=S.ckpt, ..."
+    return FormatError(what, where=str(root), why=why, hint=hint)
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

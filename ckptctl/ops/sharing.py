@@ -1,0 +1,238 @@
+"""Several ranks that carry out one plan: who does what, and where they wait for each other.
+
+All of them make the same plan from the same metadata, and prove that it is the same. Rank 0 makes
+the staging directory and the files in it, every rank fills its share, rank 0 writes what needs
+everybody's checksums and publishes. A group of one does all of it as :func:`execute` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from ckptctl.errors import RefusedError, StorageError, UsageError
+from ckptctl.ops.coordinator import Coordinator, on_first, through_first, together
+from ckptctl.planner.balance import assign
+from ckptctl.planner.plan import Plan
+from ckptctl.planner.shares import Share, share_of
+from ckptctl.storage.executor import Execution, ExecutionOptions, Progress, Run, execute
+from ckptctl.storage.ledger import Books
+from ckptctl.storage.publish import Staging
+
+T = TypeVar("T")
+LOOK_EVERY = 0.5
+SEEN_WITHIN = 90.0
+"""Seconds for which a network file system may believe that a new file is not there."""
+
+
+def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) -> Sequence[T]:
+    """Return the items that this rank takes care of: about as many bytes as any other does.
+
+    Args:
+        ranks: The group.
+        items: The same on all ranks.
+        nbytes: The weight of one.
+    """
+    if ranks.world == 1:
+        return items
+    everybody = range(ranks.world)
+    owners = assign([(nbytes(item), everybody) for item in items], ranks.world)
+    return [item for item, owner in zip(items, owners, strict=True) if owner == ranks.rank]
+
+
+def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
+    """Prove that all ranks are about to do the same.
+
+    Args:
+        ranks: The group.
+        said: What has to be equal on all of them, by what it is called in the message.
+
+    Raises:
+        UsageError: On all ranks, if it is not.
+    """
+    if ranks.world == 1:
+        return
+    found = ranks.all_gather({name: repr(value) for name, value in said.items()})
+    for rank, other in enumerate(found):
+        for name in found[0].keys() | other.keys():
+            values = [one.get(name, "nothing") for one in (found[0], other)]
+            if values[0] != values[1]:
+                raise UsageError(
+                    f"ranks 0 and {rank} are not asked for the same",
+                    where=name,
+                    why=f"{values[0]} on rank 0, {values[1]} on rank {rank}",
+                    hint="start all ranks with the same command line, where they see the same "
+                    "files",
+                )
+
+
+def summary(values: object) -> str:
+    """Return a digest of what is too long to be compared by sight."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def source_summary(plan: Plan) -> str:
+    """Return a digest of the source files, whatever machine looks at them."""
+    identities = [(name, one) for name, one in plan.sources.items()]
+    identities += [(name, one) for (_, name), one in plan.inputs.items()]
+    return summary(sorted((name, one.size, one.mtime_ns) for name, one in identities))
+
+
+@contextmanager
+def staged(
+    ranks: Coordinator, staging: Callable[[], AbstractContextManager[Staging]]
+) -> Iterator[Staging | None]:
+    """Yield what *staging* makes on rank 0, None on the others; when that fails, raise on all.
+
+    Raises:
+        CkptError: See :func:`ckptctl.storage.publish.staging`.
+    """
+    with ExitStack() as stack:
+        yield on_first(ranks, lambda: stack.enter_context(staging()))
+
+
+def execute_together(
+    plan: Plan,
+    stage: Staging | None,
+    options: ExecutionOptions,
+    progress: Progress,
+    ranks: Coordinator,
+) -> Execution:
+    """Carry out *plan* with all ranks.
+
+    Args:
+        plan: The same on all of them.
+        stage: Where; known on rank 0 only, on a file system that all ranks see.
+        options: How; the same on all ranks.
+        progress: Called with the bytes done since the last call. Of several ranks each does about
+            as much: the bytes of this one count for all.
+        ranks: The group.
+
+    Returns:
+        What was done, by all of them.
+
+    Raises:
+        RefusedError: Several ranks cannot go on from the journal of one.
+        CkptError: See :func:`~ckptctl.storage.executor.execute`; on all ranks, whichever failed.
+    """
+    if ranks.world == 1:
+        assert stage is not None
+        return execute(plan, stage.data, options, progress, journal=stage.journal)
+    root = Path(ranks.broadcast(str(stage.data) if stage else None))
+    share = share_of(plan, options.checksum, ranks.rank, ranks.world)
+    with ExitStack() as stack:
+        run = together(ranks, lambda: _begun(plan, root, options, stack, share))
+        on_first(ranks, run.create)
+        together(ranks, lambda: _require_seen(run, root))
+        alarm = _Alarm(root.parent / "failed")
+        everybody = alarm.watching(lambda nbytes: progress(nbytes * ranks.world))
+
+        def fill() -> Books | None:
+            with alarm:
+                run.fill({}, everybody)
+                run.sources.check()
+            return None if alarm.heard else run.books()
+
+        def finish(books: list[Books | None]) -> list[Execution]:
+            run.finish([one for one in books[1:] if one is not None])
+            return [run.result()] * len(books)
+
+        return through_first(ranks, fill, finish)
+
+
+def require_alone(ranks: Coordinator) -> None:
+    """Refuse to resume with several ranks.
+
+    Raises:
+        RefusedError: There are several.
+    """
+    if ranks.world > 1:
+        raise RefusedError(
+            "--resume is for one process",
+            why=f"{ranks.world} ranks write here, and a journal vouches for what one of them wrote",
+            hint="run it without --resume on many ranks, or with it in one process",
+        )
+
+
+def wait_for(path: Path) -> None:
+    """Wait until what another machine has published is seen here.
+
+    Raises:
+        StorageError: It is not, after as long as a network file system may take.
+    """
+    end = time.monotonic() + SEEN_WITHIN
+    while not path.exists():
+        if time.monotonic() > end:
+            raise _unseen(path)
+        time.sleep(LOOK_EVERY)
+
+
+def _begun(
+    plan: Plan, root: Path, options: ExecutionOptions, stack: ExitStack, share: Share
+) -> Run:
+    run = Run(plan, root, options, stack, share=share)
+    run.sources.check()
+    return run
+
+
+def _require_seen(run: Run, root: Path) -> None:
+    if not run.intact():
+        raise _unseen(root)
+
+
+def _unseen(path: Path) -> StorageError:
+    return StorageError(
+        "this rank does not see what rank 0 has written",
+        where=str(path),
+        hint="the destination has to be on a file system that all ranks share",
+    )
+
+
+class _HeardError(Exception):
+    """Another rank failed; it will say what happened."""
+
+
+class _Alarm:
+    """A file beside the output, by which a rank that fails stops the others at once.
+
+    Without it they would copy to the end before they learn of it. It speaks only to ranks that are
+    busy; what went wrong is told when all of them wait for each other.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._next = 0.0
+        self.heard = False
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if kind is None:
+            return False
+        if issubclass(kind, _HeardError):
+            self.heard = True
+            return True
+        with suppress(OSError):
+            self._path.touch()
+        return False
+
+    def watching(self, progress: Progress) -> Progress:
+        """Return *progress* that looks for the file, too."""
+
+        def advance(nbytes: int) -> None:
+            progress(nbytes)
+            now = time.monotonic()
+            if now >= self._next:
+                self._next = now + LOOK_EVERY
+                if self._path.exists():
+                    raise _HeardError
+
+        return advance

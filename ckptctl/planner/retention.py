@@ -1,0 +1,217 @@
+"""Which checkpoints of a run are kept, and why: decisions alone, no files and no clock.
+
+Rules are joined by *or*: what one of them keeps is kept. Only complete checkpoints count and are
+removed; the newest complete one of a series always stays. The rules are those of
+``restic forget`` (``--keep-last``, ``--keep-within``) and of Orbax's preservation policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+State = Literal["complete", "incomplete", "writing", "unknown"]
+Action = Literal["keep", "remove", "skip"]
+
+HOUR = 3600.0
+CLOCK = 2.0
+"""Seconds by which times may differ for no reason: the coarsest clock of a file system (FAT)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One checkpoint of a run.
+
+    Attributes:
+        name: Its name in the run.
+        series: What its name has in common with those that it is counted with.
+        order: Sorts it among these: step, epoch, version.
+        time: When it was written, in seconds since the epoch.
+        state: ``complete``; ``incomplete``; ``writing``: incomplete, and somebody may be at work on
+            it; ``unknown``: nothing that is known to be a checkpoint.
+        problem: Why it is not complete.
+        pinned: What else names it, and so keeps it.
+        metrics: What it was rated with.
+    """
+
+    name: str
+    series: str
+    order: tuple[int, ...]
+    time: float
+    state: State = "complete"
+    problem: str = ""
+    pinned: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Return what it is counted by."""
+        return self.order[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A metric, and which end of it is good.
+
+    Attributes:
+        metric: Its name.
+        lowest: Whether small is good.
+    """
+
+    metric: str
+    lowest: bool
+
+    def value(self, candidate: Candidate) -> float | None:
+        """Return what *candidate* has, a larger number being better; None: nothing."""
+        found = candidate.metrics.get(self.metric)
+        if found is None or math.isnan(found):
+            return None
+        return -found if self.lowest else found
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is to be kept.
+
+    Attributes:
+        last: The newest so many.
+        every: Those whose step is a multiple.
+        within: Those at most so many seconds older than the newest.
+        best: The best by each of these.
+        patterns: Those whose name matches one of these globs.
+        incomplete: Whether incomplete ones are removed at all.
+        min_age: How many seconds they have to be untouched for that.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    within: float | None = None
+    best: tuple[Best, ...] = ()
+    patterns: tuple[str, ...] = ()
+    incomplete: bool = False
+    min_age: float = HOUR
+
+    @property
+    def empty(self) -> bool:
+        """Return whether it says nothing about complete checkpoints."""
+        numbers = (self.last, self.every, self.within)
+        return all(n is None for n in numbers) and not self.best and not self.patterns
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of one checkpoint.
+
+    Attributes:
+        candidate: The checkpoint.
+        action: ``keep``, ``remove``, or ``skip``: it is left alone and does not count.
+        reasons: Why.
+    """
+
+    candidate: Candidate
+    action: Action
+    reasons: tuple[str, ...]
+
+
+def decide(
+    candidates: Iterable[Candidate], policy: Policy, now: float, *, replaced: bool = False
+) -> tuple[Decision, ...]:
+    """Return what becomes of each checkpoint, series by series, in their order.
+
+    Args:
+        candidates: The checkpoints of a run.
+        policy: What is to be kept.
+        now: Seconds since the epoch.
+        replaced: Whether something complete elsewhere stands for all of them: then the newest one
+            is not kept for its own sake.
+    """
+    found = ordered(candidates)
+    decisions: list[Decision] = []
+    for name in dict.fromkeys(one.series for one in found):
+        series = [one for one in found if one.series == name]
+        whole = [one for one in series if one.state == "complete"]
+        kept = _reasons(whole, policy, replaced)
+        age = policy.min_age if policy.incomplete and whole else math.inf
+        decisions += [_decision(one, kept.get(one.name), policy, now - age) for one in series]
+    return tuple(decisions)
+
+
+def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return *candidates* by series, then by step, those of one step by time."""
+    return sorted(candidates, key=lambda one: (one.series, one.order, one.time, one.name))
+
+
+def disorder(candidates: Iterable[Candidate]) -> tuple[Candidate, Candidate] | None:
+    """Return two complete checkpoints of a series, the one of the higher step being older.
+
+    Two runs that were saved into one folder look like that: then the highest step is not the
+    newest checkpoint. None: there are none.
+    """
+    newest: Candidate | None = None
+    for one in ordered(candidates):
+        if one.state != "complete":
+            continue
+        if newest is None or newest.series != one.series or newest.time <= one.time:
+            newest = one
+        elif one.time < newest.time - CLOCK:
+            return newest, one
+    return None
+
+
+def unrated(candidates: Iterable[Candidate], policy: Policy) -> tuple[str, ...]:
+    """Return the metrics in *policy* that no complete checkpoint has."""
+    known = {name for one in candidates if one.state == "complete" for name in one.metrics}
+    return tuple(best.metric for best in policy.best if best.metric not in known)
+
+
+def _reasons(
+    whole: Sequence[Candidate], policy: Policy, replaced: bool
+) -> Mapping[str, Sequence[str]]:
+    """Return why each complete checkpoint of a series is kept; nothing for those that are not."""
+    kept: dict[str, list[str]] = {one.name: [] for one in whole}
+    for one, reason in _kept(whole, policy):
+        kept[one.name].append(reason)
+    if whole and not replaced and not kept[whole[-1].name]:
+        kept[whole[-1].name].append("the newest complete one")
+    return {name: reasons for name, reasons in kept.items() if reasons}
+
+
+def _kept(whole: Sequence[Candidate], policy: Policy) -> Iterator[tuple[Candidate, str]]:
+    last = policy.last or 0
+    for number, one in enumerate(reversed(whole[-last:] if last else []), 1):
+        yield one, f"last {last} ({number}/{last})"
+    limit = max((one.time for one in whole), default=0.0) - (policy.within or 0.0)
+    for one in whole:
+        if policy.every and one.step % policy.every == 0:
+            yield one, f"every {policy.every:,}"
+        if policy.within is not None and one.time >= limit:
+            yield one, "within the time that is kept"
+        yield from ((one, f"matches `{p}`") for p in policy.patterns if fnmatchcase(one.name, p))
+        yield from ((one, f"named by {pin}") for pin in one.pinned)
+    for best in policy.best:
+        yield from _best(whole, best)
+
+
+def _best(whole: Sequence[Candidate], best: Best) -> Iterator[tuple[Candidate, str]]:
+    """Yield the best one; of equals the newest."""
+    rated = [(value, n) for n, one in enumerate(whole) if (value := best.value(one)) is not None]
+    if rated:
+        one = whole[max(rated)[1]]
+        end = "lowest" if best.lowest else "highest"
+        yield one, f"{end} {best.metric} ({one.metrics[best.metric]:g})"
+
+
+def _decision(
+    one: Candidate, kept: Sequence[str] | None, policy: Policy, before: float
+) -> Decision:
+    """Decide on one checkpoint; incomplete ones go if they are older than *before*."""
+    if one.state == "complete":
+        return Decision(one, "keep" if kept else "remove", tuple(kept or ()))
+    named = tuple(f"named by {pin}" for pin in one.pinned)
+    matching = tuple(f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
+    if one.state == "incomplete" and not named and not matching and one.time <= before:
+        return Decision(one, "remove", (one.problem,))
+    return Decision(one, "skip", (one.problem, *named))

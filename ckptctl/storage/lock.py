@@ -1,0 +1,93 @@
+"""A lock that ends with its process: ``flock`` on the file ``lock`` in a folder of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptctl.errors import RefusedError, StorageError
+
+NAME = "lock"
+_LOCKS = Path("/proc/locks")
+
+
+@contextmanager
+def held(folder: Path, target: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of *folder*, which is made if need be.
+
+    Args:
+        folder: Where the lock lies; may be removed while it is held.
+        target: What is protected by it, for errors.
+        doing: What another holder is at, as in ``writing this destination``.
+
+    Raises:
+        RefusedError: Another process holds it, or *folder* is a link.
+        StorageError: It cannot be made.
+    """
+    descriptor = _lock(folder, target, doing)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def holder(folder: Path) -> str | None:
+    """Return the process of this machine that holds the lock of *folder*; None: none does.
+
+    Nothing is locked to find out, so that nobody finds it taken meanwhile (man 5 proc_locks).
+    """
+    try:
+        inode = (folder / NAME).stat().st_ino
+        lines = _LOCKS.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields = line.split()
+        if "FLOCK" in fields and any(f.endswith(f":{inode}") for f in fields):
+            return fields[fields.index("FLOCK") + 3]
+    return None
+
+
+def _lock(folder: Path, target: Path, doing: str) -> int:
+    path = folder / NAME
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        try:
+            if folder.is_symlink():
+                raise RefusedError("the staging directory is a link", where=str(folder))
+            folder.mkdir(exist_ok=True)
+            descriptor = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StorageError.from_os_error(error, "make", str(path)) from error
+        try:
+            _take(descriptor, target, doing)
+            # Whoever held it before may have removed it in the meantime.
+            if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _take(descriptor: int, target: Path, doing: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        raise RefusedError(
+            f"another run is {doing} (process {pid})",
+            where=str(target),
+            hint="wait for it to finish",
+        ) from None
+    except OSError as error:
+        raise StorageError.from_os_error(error, "lock", str(target)) from error

@@ -1,0 +1,175 @@
+"""What ranks and single trainers do in tests of saving in the background."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckptctl.distributed.async_saving import AsyncSaver, async_save
+from ckptctl.errors import CkptError, RefusedError
+from tests.checkpoints.dcp import distribute
+from tests.integration.dcp_ranks import SHARDINGS
+from tests.integration.training_ranks import state
+
+MODES = ("thread", "process")
+
+
+def local_tensors(placed: dict[str, Any]) -> list[torch.Tensor]:
+    return [one.to_local() if hasattr(one, "to_local") else one for one in placed.values()]
+
+
+def train(tensors: list[torch.Tensor], stop: threading.Event) -> None:
+    """Change every element again and again."""
+    while not stop.is_set():
+        for tensor in tensors:
+            tensor.copy_(torch.ones_like(tensor))
+            tensor.zero_()
+
+
+def save_while_training(rank: int, world: int, root: Path) -> None:
+    """Save every sharding in both modes; change the state as soon as the call has returned."""
+    for number, (mesh, words) in enumerate(SHARDINGS[world]):
+        for mode in MODES:
+            placed = distribute(state(), mesh, words)
+            steps = [5]
+            stop = threading.Event()
+            trainer = threading.Thread(target=train, args=(local_tensors(placed), stop))
+            future = async_save(
+                {"model": placed, "step": 5, "seen": {"steps": steps}},
+                root / f"w{world}-{number}-{mode}",
+                mode=mode,
+                sync=False,
+            )
+            trainer.start()
+            steps.append(6)
+            assert future.staged.is_set()
+            assert future.result() == root / f"w{world}-{number}-{mode}"
+            assert future.path.is_dir()
+            stop.set()
+            trainer.join()
+
+
+def skip_alike(rank: int, world: int, root: Path) -> None:
+    """The last save goes on only on rank 1; both leave the next one out."""
+    release = threading.Event()
+
+    def slow(_: Path) -> None:
+        release.wait()
+
+    first = async_save({"a": torch.ones(3)}, root / "first", on_published=slow if rank else None)
+    if rank == 0:
+        first.result()
+    second = async_save({"a": torch.ones(3)}, root / "second", when_busy="skip")
+    assert second.skipped
+    assert second.done()
+    assert second.result() is None
+    assert not (root / "second").exists()
+    release.set()
+    first.result()
+    dist.barrier()
+    third = async_save({"a": torch.ones(3)}, root / "third", when_busy="skip")
+    assert not third.skipped
+    assert third.result() == root / "third"
+
+
+def fail_alike(rank: int, world: int, root: Path) -> None:
+    """Whatever fails on one rank is raised on all, once; then saving works again."""
+    good = {"a": torch.ones(3)}
+    bad = good | ({"b": lambda: 0} if rank == 1 else {"b": 1})
+    with pytest.raises(CkptError, match="cannot be saved"):
+        async_save(bad, root / "staging")
+    assert async_save(good, root / "next", sync=False).result()
+
+    future = async_save(good, root / ("same" if rank == 0 else "same"), sync=False)
+    future.result()
+    future = async_save(good, root / "same", sync=False)
+    assert isinstance(future.exception(), RefusedError)
+    with pytest.raises(RefusedError, match="exists"):
+        async_save(good, root / "after")
+    assert not (root / "after").exists()
+
+    with pytest.raises(RefusedError, match="different ways"):
+        async_save(good, root / f"path-{rank}")
+    with pytest.raises(RefusedError, match="different ways"):
+        async_save(good, root / "busy", when_busy="skip" if rank else "wait")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("ckptctl.storage.worker.write_all", disk_full)
+        future = async_save(good, root / "full", sync=False)
+        error = future.exception()
+    assert isinstance(error, CkptError)
+    assert "No space" in str(error.why) + str(error), error
+    with pytest.raises(CkptError):
+        async_save(good, root / "after")
+    assert async_save(good, root / "after", sync=False).result()
+    assert sorted(path.name for path in root.iterdir()) == ["after", "next", "same"]
+
+
+def disk_full(*_: object) -> None:
+    raise CkptError("cannot write", why="No space left on device")
+
+
+def two_savers(rank: int, world: int, root: Path) -> None:
+    """Two savers, one of them of a part of the ranks, at the same time."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[rank // 2]
+    tensor = torch.full((1000,), float(rank // 2))
+    with AsyncSaver() as whole, AsyncSaver(mine, mode="process") as half:
+        for step in range(4):
+            futures = [
+                half.save({"a": tensor}, root / f"half{rank // 2}-{step}", sync=False),
+                whole.save({"step": step}, root / f"whole-{step}", sync=False),
+            ]
+        for future in futures:
+            future.result()
+    with pytest.raises(RefusedError, match="closed"):
+        whole.save({"step": 1}, root / "closed")
+
+
+def group_destroyed(rank: int, world: int, root: Path) -> None:
+    """The group is destroyed while a save waits: it fails, and nothing is left behind."""
+    async_save({"a": torch.ones(3)}, root / "good", sync=False).result()
+    wait = threading.Event()
+    future = async_save(
+        {"a": torch.ones(3)}, root / "late", sync=False, on_staged=lambda _: wait.wait()
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+    wait.set()
+    assert future.exception(timeout=20) is not None
+    assert not (root / "late").exists()
+    os._exit(0)  # `run_on_ranks` ends with a barrier
+
+
+def rank_killed(rank: int, world: int, root: Path) -> None:
+    """One rank dies while all write: the others learn of it, and the last save is untouched."""
+    async_save({"a": torch.ones(3)}, root / "step-1", sync=False).result()
+
+    def die(_: Path) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    callback: Callable[[Path], None] | None = die if rank == 1 else None
+    future = async_save({"a": torch.ones(3)}, root / "step-2", on_staged=callback, sync=False)
+    assert future.exception(timeout=20) is not None
+    assert [path.name for path in root.iterdir()] == ["step-1"]
+    (root.parent / f"seen-{rank}").touch()
+
+
+def without_collectives(rank: int, world: int, root: Path) -> None:
+    """Ranks save at their own pace, each only for itself."""
+    time.sleep(0.2 * rank)
+    placed = distribute(state(), *SHARDINGS[world][0])
+    future = async_save({"model": placed}, root / "alone", collectives=False, sync=False)
+    for tensor in local_tensors(placed):
+        tensor.zero_()
+    future.result()

@@ -1,0 +1,295 @@
+"""Saving in the background: what is saved is what was there at the call, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptctl.distributed.async_saving import AsyncSaver, async_save
+from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
+from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
+from tests.integration.async_ranks import (
+    MODES,
+    fail_alike,
+    group_destroyed,
+    rank_killed,
+    save_while_training,
+    skip_alike,
+    two_savers,
+    without_collectives,
+)
+from tests.integration.dcp_ranks import check_on_ranks
+from tests.integration.training_ranks import load_everywhere, state
+
+
+def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path) -> None:
+    run_on_ranks(save_while_training, (1, 2, 3, 4), tmp_path)
+    expected = {f"model.{name}": tensor for name, tensor in state().items()}
+    expected |= {"step": 5, "seen.steps.0": 5}
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == 2 * (1 + 2 + 2 + 3)
+    check_on_ranks([(folder, expected) for folder in folders], (2,))
+
+
+def test_a_busy_rank_makes_all_skip(tmp_path: Path) -> None:
+    run_on_ranks(skip_alike, (2,), tmp_path)
+
+
+def test_failures_are_raised_on_all_ranks(tmp_path: Path) -> None:
+    run_on_ranks(fail_alike, (2,), tmp_path)
+
+
+def test_savers_do_not_disturb_each_other(tmp_path: Path) -> None:
+    run_on_ranks(two_savers, (4,), tmp_path)
+    names = {f"{name}-{step}" for name in ("half0", "half1", "whole") for step in range(4)}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    check_on_ranks(
+        [(tmp_path / f"half{half}-3", {"a": torch.full((1000,), float(half))}) for half in (0, 1)],
+        (2,),
+    )
+
+
+def test_a_destroyed_group_fails_the_save(tmp_path: Path) -> None:
+    run_on_ranks(group_destroyed, (2,), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+def test_a_killed_rank_publishes_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    with pytest.raises(RankFailure):
+        run_on_ranks(rank_killed, (3,), root)
+    assert [path.name for path in root.iterdir()] == ["step-1"]
+
+
+def test_without_collectives(tmp_path: Path) -> None:
+    run_on_ranks(without_collectives, (2,), tmp_path)
+    run_on_ranks(load_everywhere, (3,), tmp_path)
+
+
+def test_callbacks(tmp_path: Path) -> None:
+    seen: list[tuple[str, Path]] = []
+    future = async_save(
+        {"a": torch.ones(3)},
+        tmp_path / "a",
+        on_staged=lambda path: seen.append(("staged", path)),
+        on_published=lambda path: seen.append((f"published {path.is_dir()}", path)),
+    )
+    assert future.result() == tmp_path / "a"
+    assert seen == [("staged", tmp_path / "a"), ("published True", tmp_path / "a")]
+
+
+def test_what_callbacks_raise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(_: Path) -> None:
+        raise ValueError("no upload")
+
+    future = async_save({"a": torch.ones(3)}, tmp_path / "a", on_staged=fails, on_published=fails)
+    assert future.result() == tmp_path / "a"
+    assert [str(error) for error in future.callback_errors] == ["no upload"] * 2
+    assert "on_published" in capsys.readouterr().err
+    assert async_save({"a": torch.ones(3)}, tmp_path / "b").result()
+
+
+def test_a_callback_cannot_wait_for_its_own_save(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+
+        def again(_: Path) -> None:
+            saver.save({"a": torch.ones(3)}, tmp_path / "b")
+
+        future = saver.save({"a": torch.ones(3)}, tmp_path / "a", on_published=again)
+        future.result()
+    assert isinstance(future.callback_errors[0], RefusedError)
+
+
+def test_wait_takes_the_failure(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        saver.save({"a": torch.ones(3)}, tmp_path / "a")
+        saver.save({"a": torch.ones(3)}, tmp_path / "a")
+        with pytest.raises(RefusedError):
+            saver.wait()
+        saver.save({"a": torch.ones(3)}, tmp_path / "b")
+    assert (tmp_path / "b").is_dir()
+
+
+def test_close_raises_the_failure(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x").touch()
+    saver = AsyncSaver()
+    saver.save({"a": torch.ones(3)}, tmp_path / "a")
+    with pytest.raises(RefusedError):
+        saver.close()
+
+
+def test_wrong_words() -> None:
+    with pytest.raises(UsageError, match="mode"):
+        async_save({}, "x", mode="fiber")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="when_busy"):
+        async_save({}, "x", when_busy="never")  # type: ignore[arg-type]
+
+
+def test_a_killed_writing_process_fails_one_save(tmp_path: Path) -> None:
+    with AsyncSaver(mode="process") as saver:
+        tensor = torch.ones(1000)
+        saver.save({"a": tensor}, tmp_path / "a").result()
+
+        def kill(_: Path) -> None:
+            assert saver._writer._child
+            os.kill(saver._writer._child.pid, signal.SIGKILL)
+
+        future = saver.save({"a": tensor}, tmp_path / "b", on_staged=kill)
+        assert isinstance(future.exception(), StorageError)
+        with pytest.raises(StorageError, match="ended before"):
+            saver.save({"a": tensor}, tmp_path / "c")
+        assert saver.save({"a": tensor}, tmp_path / "c").result()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+
+
+def test_a_failing_disk_under_the_writing_process(tmp_path: Path) -> None:
+    with AsyncSaver(mode="process") as saver:
+        saver.save({"a": torch.ones(1000)}, tmp_path / "a").result()
+
+        def gone(path: Path) -> None:
+            tmp_path.chmod(0o500)
+
+        future = saver.save({"a": torch.ones(1 << 20)}, tmp_path / "n" / "b", on_staged=gone)
+        error = future.exception()
+    tmp_path.chmod(0o700)
+    assert error is None or isinstance(error, CkptError)
+
+
+TRAINER = """
+    import os, sys, threading, time, torch
+    from pathlib import Path
+    from ckptctl.distributed.async_saving import async_save
+    root, mode = Path(sys.argv[1]), sys.argv[2]
+    tensor = torch.ones(1 << 20)
+    async_save({"a": tensor}, root / "step-1", mode=mode).result()
+"""
+
+
+def trainer(script: str, root: Path, mode: str) -> subprocess.Popen[str]:
+    code = textwrap.dedent(TRAINER) + textwrap.dedent(script)
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, str(root), mode],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise SystemExit(3)", "1 / 0"])
+def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str) -> None:
+    if mode == "process" and end not in ("", "1 / 0"):
+        pytest.skip("the same as in a thread")
+    child = trainer(
+        f"""
+        wait = lambda _: time.sleep(0.5)
+        async_save({{"a": tensor}}, root / "step-2", mode=mode, on_staged=wait)
+        {end}
+        """,
+        tmp_path,
+        mode,
+    )
+    child.communicate(timeout=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+    assert torch.distributed.checkpoint.FileSystemReader(tmp_path / "step-2").read_metadata()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_trainer_leaves_the_last_checkpoint(tmp_path: Path, mode: str) -> None:
+    child = trainer(
+        """
+        import ckptctl.distributed.async_saver as saver
+        from ckptctl.distributed import collective_save
+        publish = collective_save.CollectiveSave._publish
+        def late(self, written):
+            print("written", flush=True)
+            time.sleep(60)
+            return publish(self, written)
+        collective_save.CollectiveSave._publish = late
+        async_save({"a": tensor}, root / "step-2", mode=mode, overwrite=True)
+        """,
+        tmp_path,
+        mode,
+    )
+    before = sorted(file.name for file in (tmp_path / "step-1").iterdir())
+    assert child.stdout
+    assert child.stdout.readline() == "written\n"
+    children = _children(child.pid)
+    assert len(children) == (mode == "process")
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    visible = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert visible == ["step-1"]
+    assert sorted(file.name for file in (tmp_path / "step-1").iterdir()) == before
+    for pid in children:
+        _wait_gone(pid)
+    assert async_save({"a": torch.ones(3)}, tmp_path / "step-2").result()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
+        int(one)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if task.name != str(pid)
+        for one in (task / "children").read_text().split()
+    ]
+
+
+def _wait_gone(pid: int) -> None:
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return
+        except FileNotFoundError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
+    child = trainer(
+        """
+        from ckptctl.distributed.async_saving import AsyncSaver
+        from ckptctl.errors import RefusedError
+        saver = AsyncSaver(mode=mode)
+        hold = threading.Event()
+        future = saver.save({"a": tensor}, root / "step-2", on_staged=lambda _: hold.wait())
+        pid = os.fork()
+        if pid == 0:
+            try:
+                saver.save({"a": tensor}, root / "fork")
+            except RefusedError:
+                print("refused", flush=True)
+            saver.close()
+            sys.exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        hold.set()
+        print(future.result().name)
+        """,
+        tmp_path,
+        "process",
+    )
+    output, _ = child.communicate(timeout=60)
+    assert output.split() == ["refused", "step-2"]
+    assert child.returncode == 0
+
+
+def test_nothing_runs_after_close(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with AsyncSaver(mode="process") as saver:
+        saver.save({"a": torch.ones(1 << 20)}, tmp_path / "a")
+        child = saver._writer
+    assert threading.active_count() == before
+    assert child._child is None

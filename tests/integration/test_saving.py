@@ -1,0 +1,172 @@
+"""Saving in training: plans used again, values, failures, ranks that die, modes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptctl.distributed.saving import save
+from ckptctl.errors import CkptError
+from tests.gloo import RankFailure, run_on_ranks
+from tests.integration import saving_ranks
+from tests.integration.saving_ranks import stock_load, tensors
+
+
+def test_plans_are_used_again_and_never_stale(tmp_path: Path) -> None:
+    run_on_ranks(saving_ranks.plans_are_used_again_and_never_stale, (2,), tmp_path)
+
+
+def test_values_that_differ_change(tmp_path: Path) -> None:
+    run_on_ranks(saving_ranks.values_that_differ_change, (3,), tmp_path)
+
+
+def test_all_write_a_large_replica(tmp_path: Path) -> None:
+    run_on_ranks(saving_ranks.all_write_a_large_replica, (2,), tmp_path)
+
+
+def test_from_a_device(tmp_path: Path) -> None:
+    run_on_ranks(saving_ranks.from_a_device, (2,), tmp_path)
+
+
+def test_one_rank_fails(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    run_on_ranks(saving_ranks.one_rank_fails, (2, 3), tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        ("before the plan", 1),
+        ("after the plan", 1),
+        ("while writing", 1),
+        ("while writing", 0),
+        ("when written", 0),
+    ],
+)
+def test_a_rank_is_killed(tmp_path: Path, phase: str, victim: int) -> None:
+    root = tmp_path / "run"
+    save(tensors(0), root / "step", sync=False)
+    with pytest.raises(RankFailure):
+        run_on_ranks(saving_ranks.killed_at, (2,), root, phase, victim)
+    assert not list(tmp_path.glob("returned-*"))
+    found = stock_load(root / "step", tensors(0))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(0).items())
+    run_on_ranks(saving_ranks.save_again, (2,), root)
+
+
+def test_without_collectives(tmp_path: Path) -> None:
+    import ckptctl
+
+    run_on_ranks(saving_ranks.without_collectives, (1, 2, 3), tmp_path)
+    for folder in sorted(tmp_path.iterdir()):
+        assert ckptctl.verify(folder).whole, folder
+        out = tmp_path / f"{folder.name}.pt"
+        ckptctl.convert(folder, out, to="torch")
+        found = torch.load(out, weights_only=True)
+        for name, tensor in tensors(3).items():
+            assert torch.equal(found["model"][name], tensor), (folder.name, name)
+
+
+def test_unfinished_without_collectives(tmp_path: Path) -> None:
+    from ckptctl.formats import open_checkpoint
+
+    folder = save(tensors(0), tmp_path / "x", collectives=False, sync=False)
+    os.rename(folder / "__0.metadata", folder / "__0.metadata.tmp")
+    with pytest.raises(CkptError):
+        open_checkpoint(folder)
+    (folder / "__0_7.distcp").touch()
+    (folder / "__10_0.distcp").touch()
+    save(tensors(1), folder, collectives=False, sync=False)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "__0.metadata",
+        "__0_0.distcp",
+        "__10_0.distcp",
+    ]
+    with pytest.raises(CkptError, match="cannot replace"):
+        save(tensors(1), folder, collectives=False, overwrite=True)
+
+
+class Counter:
+    """A Stateful object."""
+
+    def __init__(self, count: int) -> None:
+        self.count = torch.tensor(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "kind": "counter"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def kinds() -> dict[str, Any]:
+    """Return every kind of leaf."""
+    torch.manual_seed(1)
+    shared = torch.randn(4, 3)
+    return {
+        "transposed": torch.randn(5, 7).t(),
+        "strided": torch.randn(6, 8)[::2, 1::3],
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "conj": torch.randn(2, 2, dtype=torch.complex64).conj(),
+        "zero": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "one": shared,
+        "tied": shared,
+        "float8": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False]),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "nested": {"list": [torch.ones(2), {"a": 1}, "text"], "tuple": (1, torch.ones(1)), 7: 8},
+        "counter": Counter(3),
+        "numpy": np.random.RandomState(3).get_state(),
+        "scalar": np.float64(1.5),
+        "none": None,
+    }
+
+
+def test_kinds_are_kept_as_stock_keeps_them(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock_save(kinds(), checkpoint_id=tmp_path / "stock", no_dist=True)
+    for files in (1, 3):
+        ours = save(kinds(), tmp_path / f"ours{files}", sync=False, files=files, jobs=2)
+        theirs = FileSystemReader(tmp_path / "stock").read_metadata()
+        found = FileSystemReader(ours).read_metadata()
+        assert found.planner_data == theirs.planner_data
+        assert found.state_dict_metadata == theirs.state_dict_metadata
+        flat = dict.fromkeys(theirs.state_dict_metadata)
+        for name, entry in theirs.state_dict_metadata.items():
+            if hasattr(entry, "size"):
+                flat[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+        one, other = stock_load(ours, flat), stock_load(tmp_path / "stock", flat)
+        for name in flat:
+            assert same(one[name], other[name]), name
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(
+            one.contiguous().reshape(-1).view(torch.uint8),
+            other.contiguous().reshape(-1).view(torch.uint8),
+        )
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_relative_paths_and_missing_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert save(tensors(0), "a/b/c", sync=False) == tmp_path / "a/b/c"
+    assert (tmp_path / "a/b/c/.metadata").is_file()

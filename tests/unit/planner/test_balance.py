@@ -1,0 +1,99 @@
+"""Who writes what: bytes are spread evenly, small chunks stay together, large ones are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl.catalog import Box
+from ckptctl.planner.balance import LEAST_PIECE, PIECES_PER_RANK, SMALL, assign, cut, piece_limit
+from ckptctl.planner.boxes import coverage
+
+MIB = 1 << 20
+
+
+def evenness(
+    chunks: Sequence[tuple[int, Sequence[int]]], chosen: Sequence[int], ranks: int
+) -> float:
+    load = [0] * ranks
+    for (nbytes, _), rank in zip(chunks, chosen, strict=True):
+        load[rank] += nbytes
+    return max(load) * ranks / sum(load)
+
+
+def test_ascending_sizes() -> None:
+    """Torch 2.13 goes by plan order: max/mean 1.269."""
+    chunks = [(size * MIB, range(4)) for size in range(1, 30)]
+    assert evenness(chunks, assign(chunks, 4), 4) <= 1.02
+
+
+def test_what_one_rank_writes_anyway_counts_wherever_it_comes() -> None:
+    chunks = [(MIB, (0, 1)), (MIB, (0,))]
+    assert assign(chunks, 2) == [1, 0]
+    assert assign(list(reversed(chunks)), 2) == [0, 1]
+    assert assign([(MIB, (0, 1))], 2, load=[1, 0]) == [1]
+
+
+def test_small_chunks_stay_on_one_rank_while_it_has_room() -> None:
+    chunks = [(10 * MIB, (0, 1)), (10 * MIB, (0, 1)), *[(8, (0, 1))] * 50]
+    chosen = assign(chunks, 2)
+    assert set(chosen[2:27]) == {0}
+    many = [(SMALL - 1, range(4))] * 400
+    assert evenness(many, assign(many, 4), 4) <= 1.02
+
+
+def test_empty_chunks_go_somewhere() -> None:
+    assert assign([(0, (1, 2)), (0, (2,))], 3) == [1, 2]
+    assert assign([], 3) == []
+
+
+def test_ties_go_to_the_lowest() -> None:
+    assert assign([(MIB, (2, 1, 0))], 3) == [0]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1 << 20),
+            st.sets(st.integers(0, 5), min_size=1).map(sorted),
+        ),
+        max_size=40,
+    )
+)
+def test_each_goes_to_a_holder_as_the_plain_rule_says(chunks: list[tuple[int, list[int]]]) -> None:
+    assert assign(chunks, 6, small=0) == plain(chunks, 6)
+
+
+def plain(chunks: Sequence[tuple[int, Sequence[int]]], ranks: int) -> list[int]:
+    load, chosen = [0] * ranks, [-1] * len(chunks)
+    alone = [i for i, (_, holders) in enumerate(chunks) if len(holders) == 1]
+    shared = sorted(
+        (i for i, (_, holders) in enumerate(chunks) if len(holders) > 1),
+        key=lambda i: (-chunks[i][0], i),
+    )
+    for i in (*alone, *shared):
+        nbytes, holders = chunks[i]
+        chosen[i] = min(holders, key=lambda rank: (load[rank], rank))
+        load[chosen[i]] += nbytes
+    return chosen
+
+
+@pytest.mark.parametrize("sizes", [(100, 7), (1, 100, 7), (1, 1), (), (3,)])
+def test_cut_pieces_tile_the_box(sizes: tuple[int, ...]) -> None:
+    box = Box(tuple(range(5, 5 + len(sizes))), sizes)
+    pieces = cut(box, 1000, 90)
+    shifted = [
+        Box(tuple(o - b for o, b in zip(piece.offsets, box.offsets, strict=True)), piece.sizes)
+        for piece in pieces
+    ]
+    assert coverage(sizes, shifted).exact
+    assert len(pieces) == min(12, next((size for size in sizes if size > 1), 1))
+
+
+def test_limits_of_pieces() -> None:
+    assert piece_limit(1 << 40, 4) == (1 << 40) // 4 // PIECES_PER_RANK
+    assert piece_limit(100, 4) == LEAST_PIECE
+    assert cut(Box((0,), (10,)), 10, 10) == [Box((0,), (10,))]

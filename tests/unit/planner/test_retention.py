@@ -1,0 +1,210 @@
+"""Which checkpoints are kept: single rules, and what holds for every policy and every run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl.planner.retention import Best, Candidate, Policy, decide, disorder, ordered
+
+NOW = 1_000_000.0
+
+
+def candidate(step: int, **more) -> Candidate:
+    return Candidate(**{"name": f"s-{step}", "series": "s-", "order": (step,), "time": step, **more})
+
+
+def kept(policy: Policy, *candidates: Candidate, **more) -> dict[str, tuple[str, ...]]:
+    decisions = decide(candidates, policy, NOW, **more)
+    return {d.candidate.name: d.reasons for d in decisions if d.action == "keep"}
+
+
+STEPS = [candidate(step) for step in (9, 10, 100, 1000, 9900, 10000)]
+
+
+def test_the_last_by_number():
+    assert list(kept(Policy(last=2), *STEPS)) == ["s-9900", "s-10000"]
+    assert kept(Policy(last=2), *STEPS)["s-9900"] == ("last 2 (2/2)",)
+
+
+def test_every():
+    found = kept(Policy(every=100), *STEPS)
+    assert list(found) == ["s-100", "s-1000", "s-9900", "s-10000"]
+
+
+def test_within_counts_from_the_newest():
+    assert list(kept(Policy(within=100.0), *STEPS)) == ["s-9900", "s-10000"]
+
+
+def test_patterns():
+    assert list(kept(Policy(patterns=("s-10*",)), *STEPS)) == ["s-10", "s-100", "s-1000", "s-10000"]
+
+
+@pytest.mark.parametrize(("lowest", "name"), [(True, "s-2"), (False, "s-3")])
+def test_the_best(lowest, name):
+    nan = candidate(1, metrics={"loss": float("nan")})
+    values = [candidate(step, metrics={"loss": v}) for step, v in ((2, 0.5), (3, 0.7), (4, 0.6))]
+    found = kept(Policy(best=(Best("loss", lowest),)), nan, *values, candidate(5))
+    assert list(found) == [name, "s-5"]
+    assert found["s-5"] == ("the newest complete one",)
+
+
+def test_of_equals_the_newest_is_the_best():
+    values = [candidate(step, metrics={"loss": 0.5}) for step in (1, 2, 3)]
+    policy = Policy(best=(Best("loss", True),))
+    assert list(kept(policy, *values, candidate(4))) == ["s-3", "s-4"]
+
+
+def test_rules_are_joined_and_all_reasons_are_said():
+    found = kept(Policy(last=1, every=10000, patterns=("*0000",)), *STEPS)
+    assert found == {"s-10000": ("last 1 (1/1)", "every 10,000", "matches `*0000`")}
+
+
+def test_what_is_named_stays():
+    pinned = candidate(5, pinned=("`latest`",))
+    assert kept(Policy(last=1), pinned, *STEPS)["s-5"] == ("named by `latest`",)
+
+
+def test_incomplete_ones_do_not_count():
+    broken = candidate(20000, state="incomplete", problem="torn")
+    found = decide([*STEPS, broken], Policy(last=1), NOW)
+    assert [d.action for d in found] == ["remove"] * 5 + ["keep", "skip"]
+    assert found[-1].reasons == ("torn",)
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "more", "action"),
+    [
+        ("incomplete", 7200, {}, "remove"),
+        ("incomplete", 60, {}, "skip"),
+        ("incomplete", -7200, {}, "skip"),
+        ("writing", 7200, {}, "skip"),
+        ("unknown", 7200, {}, "skip"),
+        ("incomplete", 7200, {"pinned": ("`latest`",)}, "skip"),
+        ("incomplete", 7200, {"name": "precious"}, "skip"),
+    ],
+)
+def test_incomplete_ones_are_removed_on_request(state, age, more, action):
+    broken = candidate(7, state=state, time=NOW - age, **more)
+    policy = Policy(last=1, incomplete=True, patterns=("precious",))
+    found = {d.candidate.step: d.action for d in decide([broken, *STEPS], policy, NOW)}
+    assert found[7] == action
+
+
+def test_where_nothing_is_complete_nothing_is_removed():
+    broken = [candidate(step, state="incomplete") for step in (1, 2)]
+    assert {d.action for d in decide(broken, Policy(last=1, incomplete=True), NOW)} == {"skip"}
+
+
+def test_all_may_go_when_something_stands_for_them():
+    assert kept(Policy(last=0), *STEPS, replaced=True) == {}
+    assert list(kept(Policy(last=0), *STEPS)) == ["s-10000"]
+
+
+def test_series_are_counted_apart():
+    others = [candidate(n, name=f"e-{n}", series="e-") for n in (1, 2)]
+    assert list(kept(Policy(last=1), *STEPS, *others)) == ["e-2", "s-10000"]
+
+
+def test_disorder():
+    assert disorder(STEPS) is None
+    stale = candidate(20000, time=50.0)
+    newer, older = disorder([*STEPS, stale])
+    assert (newer.name, older.name) == ("s-10000", "s-20000")
+    assert disorder([*STEPS, replace(stale, state="incomplete")]) is None
+    assert disorder([*STEPS, candidate(20000, time=9999.0)]) is None, "clocks are coarse"
+
+
+# ------------------------------------------------------------------------------ what always holds
+
+STATES = st.sampled_from(["complete", "complete", "complete", "incomplete", "writing", "unknown"])
+RUNS = st.lists(
+    st.builds(
+        lambda step, time, state, pin, value, series: Candidate(
+            f"{series}{step}",
+            series,
+            (step,),
+            float(time),
+            state,
+            pinned=("`latest`",) if pin else (),
+            metrics={} if value is None else {"loss": value},
+        ),
+        st.integers(0, 40),
+        st.integers(0, 40),
+        STATES,
+        st.booleans(),
+        st.none() | st.floats(),
+        st.sampled_from(["s-", "e-"]),
+    ),
+    unique_by=lambda one: one.name,
+    max_size=12,
+)
+POLICIES = st.builds(
+    Policy,
+    last=st.none() | st.integers(0, 5),
+    every=st.none() | st.integers(1, 5),
+    within=st.none() | st.integers(0, 20).map(float),
+    best=st.sampled_from([(), (Best("loss", True),), (Best("loss", False),)]),
+    patterns=st.sampled_from([(), ("s-1*",), ("*3",)]),
+    incomplete=st.booleans(),
+    min_age=st.integers(0, 50).map(float),
+)
+CLOCKS = st.integers(0, 60).map(float)
+
+
+@given(RUNS, POLICIES, CLOCKS)
+def test_each_is_decided_on_once(run, policy, now):
+    found = decide(run, policy, now)
+    assert [d.candidate for d in found] == ordered(run)
+
+
+@given(RUNS, POLICIES, CLOCKS)
+def test_the_newest_complete_one_of_each_series_stays(run, policy, now):
+    actions = {d.candidate.name: d.action for d in decide(run, policy, now)}
+    for series in ("s-", "e-"):
+        whole = [c for c in run if c.series == series and c.state == "complete"]
+        if whole:
+            assert actions[max(whole, key=lambda c: c.order).name] == "keep"
+
+
+@given(RUNS, POLICIES, CLOCKS, st.booleans())
+def test_what_is_named_or_at_work_is_never_removed(run, policy, now, replaced):
+    for decision in decide(run, policy, now, replaced=replaced):
+        one = decision.candidate
+        if decision.action == "remove":
+            assert not one.pinned
+            assert one.state == "complete" or (policy.incomplete and one.state == "incomplete")
+            assert one.state == "complete" or one.time <= now - policy.min_age
+        if decision.action == "keep":
+            assert one.state == "complete"
+            assert decision.reasons
+
+
+@given(RUNS, POLICIES, POLICIES, CLOCKS)
+def test_more_rules_keep_more(run, policy, more, now):
+    joined = replace(
+        policy,
+        last=max((n for n in (policy.last, more.last) if n is not None), default=None),
+        within=max((n for n in (policy.within, more.within) if n is not None), default=None),
+        best=policy.best + more.best,
+        patterns=policy.patterns + more.patterns,
+    )
+    before = {d.candidate.name for d in decide(run, policy, now) if d.action == "keep"}
+    assert before <= {d.candidate.name for d in decide(run, joined, now) if d.action == "keep"}
+
+
+@given(RUNS, POLICIES, CLOCKS)
+def test_a_second_time_removes_nothing_more(run, policy, now):
+    first = decide(run, policy, now)
+    left = [d.candidate for d in first if d.action != "remove"]
+    assert "remove" not in [d.action for d in decide(left, policy, now)]
+
+
+@given(RUNS, POLICIES, CLOCKS, st.randoms())
+def test_the_order_of_a_listing_does_not_matter(run, policy, now, random):
+    shuffled = list(run)
+    random.shuffle(shuffled)
+    assert decide(shuffled, policy, now) == decide(run, policy, now)
