@@ -142,8 +142,15 @@ class Draft:
             selection, self.options.include, self.options.exclude, self.keep_root
         )
         self.left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
-        if not selection.tensors:
-            raise MappingError("no tensor is left to convert", where=self.catalog.path)
+        if not selection.tensors and not (self.keep_root and selection.rest):
+            raise MappingError(
+                "no tensor is left to convert",
+                where=self.catalog.path,
+                why="it holds training state and no model" if selection.rest else None,
+                hint="`--only all`, of consolidate `--optimizer`, keeps it"
+                if selection.rest
+                else None,
+            )
         return self._whole(selection) if self.gone else selection
 
     def _whole(self, selection: Selection) -> Selection:

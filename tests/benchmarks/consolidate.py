@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -129,6 +130,15 @@ class Bench:
                     getattr(self, f"_{name}")()
             except ProcessFailed as failure:
                 self.failures.append(str(failure))
+
+    def say(self) -> None:
+        """Print the table and the failures, and write every sample."""
+        print(markdown(self.rows))
+        if self.given.json:
+            rows = [asdict(row) for row in self.rows]
+            self.given.json.write_text(json.dumps(rows, indent=1))
+        for failure in self.failures:
+            print(failure, file=sys.stderr)
 
     def _form(self, form: Form) -> None:
         for size in self.given.size or [256_000_000, 1_000_000_000]:
@@ -271,16 +281,15 @@ def _times(value: float | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the options ask for; return 1 if a process failed."""
     given = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as folder:
         bench = Bench(given, Path(folder))
         pages = int(3.5 * max(given.size or [1_000_000_000]))
         with pool(Path(folder), pages) if given.pages else nullcontext():
-            bench.all()
-    print(markdown(bench.rows))
-    if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in bench.rows], indent=1))
-    for failure in bench.failures:
-        print(failure, file=sys.stderr)
+            try:
+                bench.all()
+            finally:
+                bench.say()
     return 1 if bench.failures else 0
 
 

@@ -167,10 +167,8 @@ def balance(shapes: Shapes, decision: Decision, ranks: int) -> float:
 def torch_plan(shapes: Shapes, mesh: tuple[int, int], limit: float) -> tuple[float, float] | None:
     """Return the seconds of torch's local plan and global plan; None: beyond the limit."""
     import torch
-    from torch.distributed.checkpoint.default_planner import (
-        create_default_global_save_plan,
-        dedup_save_plans,
-    )
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         MetadataIndex,

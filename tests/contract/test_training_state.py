@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import ckptctl
+from ckptctl.errors import MappingError
+from ckptctl.formats import open_checkpoint
 from tests.checkpoints import (
     differences,
     load_any_reference,
@@ -212,3 +214,12 @@ def test_integer_keys_become_strings_and_that_is_said(tmp_path):
     torch.save({"model": {"w": torch.ones(1)}, "optimizer": {0: torch.ones(1)}}, tmp_path / "in.pt")
     result = ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", only="all")
     assert any("integer keys" in note for note in result.plan.notes)
+
+
+def test_an_optimizer_alone_is_converted_where_everything_is(tmp_path: Path, data: Path) -> None:
+    source = data / "wrappers/accelerate_dcp/ckpt/optimizer_0"
+    done = ckptctl.convert(source, tmp_path / "all.pt", to="torch", only="all")
+    assert done.plan.tensors == len(open_checkpoint(source).tensors)
+    with pytest.raises(MappingError, match="no tensor is left") as caught:
+        ckptctl.convert(source, tmp_path / "model", to="hf")
+    assert caught.value.hint and "--only all" in caught.value.hint
