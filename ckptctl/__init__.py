@@ -16,26 +16,40 @@ if TYPE_CHECKING:
     from ckptctl.api import plan_merge as plan_merge
     from ckptctl.api import verify as verify
     from ckptctl.catalog import Catalog as Catalog
+    from ckptctl.distributed.manager import CheckpointManager as CheckpointManager
+    from ckptctl.distributed.manager import Resumed as Resumed
+    from ckptctl.distributed.async_saving import AsyncSaver as AsyncSaver
+    from ckptctl.distributed.async_saving import SaveFuture as SaveFuture
+    from ckptctl.distributed.async_saving import async_save as async_save
     from ckptctl.distributed.saving import save as save
+    from ckptctl.distributed.loading import load as load
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.convert import ConversionPlan as ConversionPlan
     from ckptctl.ops.convert import ConversionResult as ConversionResult
     from ckptctl.ops.inspection import Inspection as Inspection
+    from ckptctl.ops.load_options import LoadReport as LoadReport
     from ckptctl.ops.merge import MergePlan as MergePlan
     from ckptctl.ops.verification import Verification as Verification
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncSaver": "ckptctl.distributed.async_saving",
     "Catalog": "ckptctl.catalog",
+    "CheckpointManager": "ckptctl.distributed.manager",
     "CkptError": "ckptctl.errors",
     "ConversionPlan": "ckptctl.ops.convert",
     "ConversionResult": "ckptctl.ops.convert",
     "Inspection": "ckptctl.ops.inspection",
+    "LoadReport": "ckptctl.ops.load_options",
     "MergePlan": "ckptctl.ops.merge",
+    "Resumed": "ckptctl.distributed.manager",
+    "SaveFuture": "ckptctl.distributed.async_saving",
     "Verification": "ckptctl.ops.verification",
+    "async_save": "ckptctl.distributed.async_saving",
     "convert": "ckptctl.api",
     "inspect": "ckptctl.api",
+    "load": "ckptctl.distributed.loading",
     "merge": "ckptctl.api",
     "plan_conversion": "ckptctl.api",
     "plan_merge": "ckptctl.api",
@@ -44,16 +58,23 @@ _HOME = {
 }
 
 __all__ = [
+    "AsyncSaver",
     "Catalog",
+    "CheckpointManager",
     "CkptError",
     "ConversionPlan",
     "ConversionResult",
     "Inspection",
+    "LoadReport",
     "MergePlan",
+    "Resumed",
+    "SaveFuture",
     "Verification",
     "__version__",
+    "async_save",
     "convert",
     "inspect",
+    "load",
     "merge",
     "plan_conversion",
     "plan_merge",

@@ -157,7 +157,7 @@ def carry_out(
         output.note(note)
     if dry_run:
         _print_plan(output, plan, dst, published)
-        _require_all(plan, dst)
+        together(ranks, lambda: _require_all(plan, dst))
         output.hint(f"run it with `{_without_dry_run(context)}`")
         return
     for reason, names in _by_reason(plan.left_out):
@@ -165,7 +165,7 @@ def carry_out(
     with progress(output, "copying", plan.nbytes, "syncing") as advance:
         result = run_conversion(plan, advance, ranks)
     _print_result(output, result, dst, published)
-    _require_all(plan, dst)
+    together(ranks, lambda: _require_all(plan, dst))
     output.hint(f"look at it with `{shlex.join(['ckptctl', 'inspect', str(dst)])}`")
 
 

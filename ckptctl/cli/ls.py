@@ -30,7 +30,10 @@ def ls(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """List the checkpoints of a run: step, time, size, format, complete or not, pointers to it."""
+    """List the checkpoints of a run, and which are complete.
+
+    With step, time, size, format, and what protects each from being pruned.
+    """
     from ckptctl.ops.runs import read_run
 
     output = Output(json, quiet)

@@ -197,8 +197,7 @@ def _headline(plan: PrunePlan) -> str:
     parts = [
         "; ".join(_rules(plan.policy)),
         f"series {', '.join(plan.run.series)}",
-        f"{whole:,} complete",
-        f"{len(plan.run.checkpoints) - whole:,} not",
+        f"{whole:,} complete, {len(plan.run.checkpoints) - whole:,} not",
     ]
     return " · ".join(parts)
 

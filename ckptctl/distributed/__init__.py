@@ -1,5 +1,40 @@
 """Saving, loading and managing checkpoints in training, over the core that the commands use.
 
 Everything here imports torch. Of the command line nothing imports any of it, but for the group of
-ranks of a run under torchrun.
+ranks of a run under torchrun. The names below are imported when they are first used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptctl.distributed.load_planner import LoadPlanner as LoadPlanner
+    from ckptctl.distributed.reader import Reader as Reader
+    from ckptctl.distributed.save_planner import SavePlanner as SavePlanner
+    from ckptctl.distributed.writer import Writer as Writer
+
+_HOME = {
+    "LoadPlanner": "ckptctl.distributed.load_planner",
+    "Reader": "ckptctl.distributed.reader",
+    "SavePlanner": "ckptctl.distributed.save_planner",
+    "Writer": "ckptctl.distributed.writer",
+}
+
+__all__ = ["LoadPlanner", "Reader", "SavePlanner", "Writer"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

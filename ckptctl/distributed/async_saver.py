@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypedDict, Unpack
+from typing import Literal, Self, Unpack
 
 import torch.distributed as dist
 
 from ckptctl.distributed.background import WriterProcess
-from ckptctl.distributed.ballot import Ballot, Situation
+from ckptctl.distributed.ballot import Ballot, Situation, attempt
 from ckptctl.distributed.group import Group, coordinator
 from ckptctl.distributed.host_pool import HostPool
-from ckptctl.distributed.rank_local import write_alone
-from ckptctl.distributed.rank_output import SaveOptions, held
+from ckptctl.distributed.plan_cache import chunks_of
+from ckptctl.distributed.rank_output import SaveOptions
 from ckptctl.distributed.save_future import SaveFuture
 from ckptctl.distributed.save_thread import Callback, SaveThread
-from ckptctl.distributed.saving import write
+from ckptctl.distributed.staged_write import Found, SaveKeywords, executor, find, write_staged
 from ckptctl.distributed.staging import Staged, stage
-from ckptctl.distributed.state import StateDict, state_of
+from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops.coordinator import Alone, Coordinator
 
+__all__ = ["AsyncSaver", "Mode", "SaveKeywords", "WhenBusy"]
+
 Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]
-
-
-class SaveKeywords(TypedDict, total=False):
-    """The options of :func:`ckptctl.save`; see :class:`SaveOptions`."""
-
-    overwrite: bool
-    files: int
-    jobs: int
-    memory: int
-    sync: bool
-    checksum: bool
 
 
 class AsyncSaver:
@@ -47,9 +39,11 @@ class AsyncSaver:
     gloo, one for the calls and one for the background; they last as long as ``torch.distributed``
     does. Several savers do not disturb each other.
 
-    The interpreter waits at its end for a save that is going on. One whose process is killed, or
-    whose process group is destroyed meanwhile, publishes nothing: call :meth:`close` before
-    ``destroy_process_group``.
+    Of tensors that several ranks hold, each copies only what it will write as soon as the ranks
+    have a plan: from the second save of the same structure on.
+
+    The interpreter waits at its end for a save that is going on. One whose process is killed
+    publishes nothing. Call :meth:`close` before ``destroy_process_group``.
 
     Args:
         process_group: The ranks; None: the default group, or this process alone.
@@ -116,12 +110,9 @@ class AsyncSaver:
         meaning = (str(future.path), "waits" if waits else "skips", how.overwrite, how.files)
         if self._skips(ballot, meaning, waits=waits):
             return future.skip()
-        staged = ballot.all_or_none(
-            lambda: stage(held(state_of(state_dict)), self._pool), self._release
-        )
-        if apart and staged.region:
-            how = replace(how, execute=partial(self._writer.execute, regions=[staged.region]))
-        work = partial(_write, staged, future.path, ranks, how, collectives=collectives)
+        staged = self._stage(ballot, meaning, partial(find, state_dict, ranks, how, collectives))
+        how = replace(how, execute=executor(staged, self._writer if apart else None))
+        work = partial(write_staged, staged, future.path, ranks, how, collectives=collectives)
         release = partial(self._release, staged)
         self._last = SaveThread(future, work, release, on_staged, on_published)
         future.staged.set()
@@ -173,20 +164,35 @@ class AsyncSaver:
     def _skips(self, ballot: Ballot, meaning: tuple[object, ...], *, waits: bool) -> bool:
         """Return whether this save is left out; otherwise none is going on any more."""
         last = self._last
-        if last and waits:
-            last.join()
-        own = Situation(bool(last and last.busy), bool(last and last.failed))
-        found = ballot.situation(own, meaning)
-        if found.busy:
-            return True
+        if not waits:
+            busy = Situation(busy=bool(last and last.busy), failed=False)
+            if ballot.situation(busy, meaning)[0].busy:
+                return True
         if last:
             last.join()
-            failure = last.take_failure()
-            if failure is not None:
-                raise failure
-        if found.failed:
-            raise RefusedError("the last save failed on another rank", hint="look at its log")
         return False
+
+    def _stage(
+        self, ballot: Ballot, meaning: tuple[object, ...], find: Callable[[], Found]
+    ) -> Staged:
+        """Copy what this rank holds, or of that what it will write; no save is going on.
+
+        Raises:
+            CkptError: The last save failed, or this one cannot begin; on every rank.
+        """
+        found, error = attempt(find)
+        plan = found[0].plan if found else None
+        own = Situation(
+            busy=False, failed=bool(self._last and self._last.failed), unable=error is not None
+        )
+        any_rank, same = ballot.situation(own, meaning, plan.generation if plan else b"")
+        if any_rank.failed:
+            failure = self._last.take_failure() if self._last else None
+            raise failure or RefusedError("the last save failed on another rank")
+        if any_rank.unable:
+            ballot.fail(error)
+        chosen = chunks_of(plan) if plan and same else None
+        return ballot.all_or_none(lambda: stage(found[0].held, self._pool, chosen), self._release)
 
     def _groups(self) -> tuple[Coordinator, Coordinator]:
         """Return the ranks for calls and those for the background; the first time all make them."""
@@ -212,14 +218,6 @@ class AsyncSaver:
                 "a callback of a save cannot wait for that save",
                 hint="begin the next one on the thread that trains",
             )
-
-
-def _write(
-    staged: Staged, path: Path, ranks: Coordinator, how: SaveOptions, *, collectives: bool
-) -> Path:
-    if collectives:
-        return write(staged.held, path, ranks, how)
-    return write_alone(staged.held, path, ranks.rank, ranks.world, how)
 
 
 def _own_group(parent: dist.ProcessGroup | None) -> Coordinator:

@@ -8,9 +8,10 @@ from typing import Unpack
 
 import torch.distributed as dist
 
-from ckptctl.distributed.async_saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
+from ckptctl.distributed.async_saver import AsyncSaver, Mode, WhenBusy
 from ckptctl.distributed.save_future import SaveFuture
 from ckptctl.distributed.save_thread import Callback
+from ckptctl.distributed.staged_write import SaveKeywords
 from ckptctl.distributed.state import StateDict
 
 __all__ = ["AsyncSaver", "SaveFuture", "async_save"]

@@ -186,7 +186,19 @@ def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
     raise NotImplementedError
 
 
-def _place(view: memoryview, regions: Sequence[Shared], numbers: Sequence[int]) -> Place:
+def require_shared(memory: Mapping[str, memoryview], regions: Sequence[Shared]) -> None:
+    """Make sure that all of *memory* is in *regions*: nothing else has been copied.
+
+    Raises:
+        CkptError: Some of it is not: a bug.
+    """
+    for view in memory.values():
+        _place(view, regions, range(len(regions)))
+
+
+def _place(view: object, regions: Sequence[Shared], numbers: Sequence[int]) -> Place:
+    if not isinstance(view, memoryview):
+        raise CkptError("a chunk was not copied from its device")
     if not view.nbytes:
         return 0, 0, 0
     first = ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -194,7 +206,7 @@ def _place(view: memoryview, regions: Sequence[Shared], numbers: Sequence[int]) 
         start = first - region.address
         if start >= 0 and start + view.nbytes <= region.nbytes:
             return number, start, view.nbytes
-    raise CkptError("a chunk does not lie in shared memory")
+    raise CkptError("a chunk was not copied before it is written")
 
 
 _writers: weakref.WeakSet[WriterProcess] = weakref.WeakSet()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ckptctl.distributed.group import Group
-from ckptctl.errors import RefusedError
+from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.coordinator import Coordinator, together
 
 T = TypeVar("T")
@@ -22,10 +22,12 @@ class Situation(NamedTuple):
     Attributes:
         busy: Its last save is still going on.
         failed: Its last save failed, and it has not raised that yet.
+        unable: It cannot say what it holds.
     """
 
     busy: bool
     failed: bool
+    unable: bool = False
 
 
 class Ballot:
@@ -38,21 +40,25 @@ class Ballot:
     def __init__(self, ranks: Coordinator) -> None:
         self._ranks = ranks
 
-    def situation(self, own: Situation, meaning: Sequence[object]) -> Situation:
-        """Return what is true of any rank.
+    def situation(
+        self, own: Situation, meaning: Sequence[object], plan: bytes = b""
+    ) -> tuple[Situation, bool]:
+        """Return what is true of any rank, and whether all of them have the same plan.
 
         Args:
             own: What is true of this one.
             meaning: Where and how it is about to save.
+            plan: Name of the plan that it has for what it holds; empty: none.
 
         Raises:
             RefusedError: The ranks are about to save in different ways; on every rank.
         """
-        number = _number(meaning)
-        *found, largest, smallest = self._highest([*own, number, -number])
-        if largest != -smallest:
+        numbers = [_number(repr(tuple(meaning)).encode("utf-8", "surrogatepass")), _number(plan)]
+        found = self._highest([*own, *numbers, *(-number for number in numbers)])
+        same = [found[-4] == -found[-2], found[-3] == -found[-1]]
+        if not same[0]:
             raise self._disagreement(meaning)
-        return Situation(*map(bool, found))
+        return Situation(*map(bool, found[:-4])), same[1] and bool(plan)
 
     def all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
         """Do *work* on every rank; if it fails on any, *undo* it on the others and raise on all.
@@ -60,17 +66,17 @@ class Ballot:
         Raises:
             CkptError: What this rank's work raised, or another's.
         """
-        done: list[T] = []
-        error: BaseException | None = None
-        try:
-            done.append(work())
-        except BaseException as failure:
-            error = failure
+        done, error = attempt(work)
         if any(self._highest([error is not None])):
             for result in done:
                 undo(result)
-            together(self._ranks, lambda: _reraise(error))
+            self.fail(error)
         return done[0]
+
+    def fail(self, error: BaseException | None) -> NoReturn:
+        """Raise on every rank what failed on any of them; there is one that has an error."""
+        together(self._ranks, lambda: _reraise(error))
+        raise CkptError("a rank failed and did not say how")
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         if not isinstance(self._ranks, Group):
@@ -90,11 +96,18 @@ class Ballot:
         )
 
 
+def attempt(work: Callable[[], T]) -> tuple[list[T], BaseException | None]:
+    """Return the result of *work* in a list, or an empty one and what it raised."""
+    try:
+        return [work()], None
+    except BaseException as failure:
+        return [], failure
+
+
 def _reraise(error: BaseException | None) -> None:
     if error is not None:
         raise error
 
 
-def _number(meaning: Sequence[object]) -> int:
-    digest = hashlib.blake2b(repr(tuple(meaning)).encode("utf-8", "surrogatepass"), digest_size=7)
-    return int.from_bytes(digest.digest(), "big")
+def _number(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")

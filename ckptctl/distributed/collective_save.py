@@ -6,8 +6,9 @@ and one afterwards, in which rank 0 learns that all are done and publishes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ from ckptctl.storage.publish import Staging, destination, staging, staging_direc
 VERSION = 1
 """Of what the key of a plan is made of."""
 
+LayOut = Callable[[], RankFiles]
+"""Lays out a rank's files; nothing that can fail on one rank alone happens before."""
+
 
 class Written(NamedTuple):
     """What a rank says when it is done.
@@ -42,6 +46,20 @@ class Written(NamedTuple):
     sizes: dict[str, int]
     values: list[tuple[Blob, Item]]
     items: RankItems | None
+
+
+def plan_key(own: Held, packed: Packed, ranks: Coordinator, options: SaveOptions) -> bytes:
+    """Return a digest of all that a rank's plan depends on.
+
+    Args:
+        own: What the rank holds.
+        packed: The same, as it is sent.
+        ranks: The group.
+        options: How it saves.
+    """
+    boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.boxes]
+    here = (VERSION, ranks.rank, ranks.world, options.files)
+    return digest((here, packed.identity, boxes, packed.which, own.steps))
 
 
 class CollectiveSave:
@@ -75,6 +93,7 @@ class CollectiveSave:
         self._plans = plans
         self._stack = stack
         self._plan: SavedPlan | None = None
+        self._new = False
         self._error: BaseException | None = None
 
     def prepare(self, state: State | StateDict | Held) -> Statement:
@@ -99,44 +118,43 @@ class CollectiveSave:
             raise self._error
         require_agreement(said, self._ranks.rank)
 
-    def planned(self, said: Sequence[Statement]) -> RankFiles:
-        """Return what this rank writes, by the plan that all ranks have or by a new one."""
-        rank, paths = self._ranks.rank, self._held.holding.paths
+    def planned(self, said: Sequence[Statement]) -> LayOut:
+        """Return how this rank lays out its files, by the plan that all have or by a new one."""
         if self._plan and unchanged(said):
-            groups = [one.groups for one in said]
-            written = written_now(rank, self._plan.groups, paths, groups)
-            return with_values(rank, self._plan.files, written, self._held.values)
-        share = self._share(first_to_say(said, rank))
-        self._plan = SavedPlan(
-            generation(said),
-            tensor_files(rank, self._held.holding, share, self._held.steps, self._options.files),
-            unpack_groups(list(paths), share.groups),
-        )
-        return with_values(rank, self._plan.files, share.values, self._held.values)
+            return partial(self._again, self._plan, said)
+        share = self._share(first_to_say(said, self._ranks.rank))
+        return partial(self._anew, share, generation(said))
 
-    def carry_out(self, files: RankFiles) -> Path:
+    def carry_out(self, lay_out: LayOut) -> Path:
         """Write this rank's files; rank 0 adds the metadata and publishes when all are done.
 
         Args:
-            files: Of :meth:`planned`.
+            lay_out: Of :meth:`planned`.
 
         Raises:
             CkptError: Nothing was published; on every rank.
         """
-        plan = self._plan
-        assert plan
-        through_first(self._ranks, lambda: self._write(files, plan), self._publish)
-        self._plans.put(self._key, plan)
+        through_first(self._ranks, lambda: self._write(lay_out()), self._publish)
+        assert self._plan
+        self._plans.put(self._key, self._plan)
         return self._target
+
+    def _again(self, plan: SavedPlan, said: Sequence[Statement]) -> RankFiles:
+        rank, groups = self._ranks.rank, [one.groups for one in said]
+        written = written_now(rank, plan.groups, self._held.holding.paths, groups)
+        return with_values(rank, plan.files, written, self._held.values)
+
+    def _anew(self, share: Share, made: bytes) -> RankFiles:
+        rank, held = self._ranks.rank, self._held
+        files = tensor_files(rank, held.holding, share, held.steps, self._options.files)
+        groups = unpack_groups(list(held.holding.paths), share.groups)
+        self._plan, self._new = SavedPlan(made, files, groups), True
+        return with_values(rank, files, share.values, held.values)
 
     def _hold(self, own: Held) -> None:
         self._held = own
         self._packed = pack(self._held.holding)
-        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self._packed.boxes]
-        here = (VERSION, self._ranks.rank, self._ranks.world, self._options.files)
-        self._key = digest(
-            (here, self._packed.identity, boxes, self._packed.which, self._held.steps)
-        )
+        self._key = plan_key(own, self._packed, self._ranks, self._options)
         self._plan = self._plans.get(self._key)
 
     def _make_room(self) -> None:
@@ -164,7 +182,7 @@ class CollectiveSave:
 
         return through_first(self._ranks, lambda: packed, answer)
 
-    def _write(self, files: RankFiles, plan: SavedPlan) -> Written:
+    def _write(self, files: RankFiles) -> Written:
         data = staging_directory(self._target) / "data"
         fill(files.plan, self._held.pieces, data, self._options)
         rank, paths = self._ranks.rank, self._held.holding.paths
@@ -173,8 +191,7 @@ class CollectiveSave:
             for name, under in files.values.items()
         ]
         sizes = {file.path: file.size for file in files.plan.files}
-        used = self._plans.get(self._key) is plan
-        return Written(sizes, values, None if used else plan.files.items)
+        return Written(sizes, values, files.tensors.items if self._new else None)
 
     def _publish(self, written: list[Written]) -> Sequence[None]:
         plan = self._plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from ckptctl.distributed.group import Group
 from ckptctl.errors import StorageError
 
-MEETING = timedelta(minutes=10)
+MEETING = timedelta(minutes=5)
 COPYING = timedelta(days=2)
 
 
@@ -24,10 +25,13 @@ def launched() -> Group:
     """
     try:
         dist.init_process_group("gloo", timeout=MEETING)
+        # Threads of a group that is still there when the interpreter ends abort the process.
+        atexit.register(dist.destroy_process_group)
         return Group(dist.new_group(backend="gloo", timeout=COPYING))
     except (RuntimeError, ValueError) as error:
         raise StorageError(
             "the other ranks do not answer",
             why=str(error).strip().partition("\n")[0],
-            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0",
+            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; a process that is to be "
+            "alone needs an environment without WORLD_SIZE",
         ) from error

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from ckptctl.catalog import memory_key
 from ckptctl.formats.dcp_metadata_writer import TensorMetadata
 from ckptctl.ops.save_values import Groups
 from ckptctl.ops.saving import TensorFiles
@@ -34,6 +35,12 @@ class SavedPlan:
     def nbytes(self) -> int:
         """Return about how much memory it takes."""
         return 1000 * len(self.files.plan.records) + (self.metadata.nbytes if self.metadata else 0)
+
+
+def chunks_of(plan: SavedPlan) -> set[int]:
+    """Return the indices of the chunks that a rank writes."""
+    transfers = plan.files.plan.transfers
+    return {int(memory_key(one.file)) for copy in transfers for one in copy.source.operands}
 
 
 class PlanCache:

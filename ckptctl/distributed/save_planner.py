@@ -13,30 +13,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 
-from ckptctl.catalog import Box, Index, Path
+from ckptctl.catalog import Box
+from ckptctl.distributed.noted import noted
 from ckptctl.distributed.rank_output import Held, held
 from ckptctl.distributed.state import state_of
+from ckptctl.distributed.torch_plans import items_of, metadata_of
 from ckptctl.errors import MappingError, RefusedError, listed
-from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.holdings import Packed, Structure, digest, pack
-from ckptctl.ops.save_decision import Decision, Share, decide
+from ckptctl.ops.holdings import Packed, digest, pack
+from ckptctl.ops.save_decision import Share, all_of, decide
 from ckptctl.ops.save_values import divide_values
 
 PLANS = 8
@@ -97,6 +94,7 @@ class SavePlanner(DefaultSavePlanner):
         self._made: tuple[bytes, _Global] | None = None
         self._names: dict[str, str] = {}
 
+    @noted
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -115,6 +113,7 @@ class SavePlanner(DefaultSavePlanner):
             place = (Box(chunk.offsets, chunk.sizes), piece)
             self._chunks.setdefault(chunk.name, []).append(place)
 
+    @noted
     def create_local_plan(self) -> SavePlan:
         """Return what this rank holds, or only that nothing has changed."""
         packed = pack(self._held.holding)
@@ -131,6 +130,7 @@ class SavePlanner(DefaultSavePlanner):
         )
         return self.plan
 
+    @noted
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Decide who writes what; on the coordinator only.
 
@@ -146,28 +146,32 @@ class SavePlanner(DefaultSavePlanner):
         again = not any(one.usable or one.generation != current for one in said)
         if known and again and known.written == _written(held):
             self._made = (current, known)
-            plans = [HeldPlan([], usable=False, generation=current, kept=kept) for _ in said]
-            self.global_plan, self.metadata = cast(list[SavePlan], plans), replace(known.metadata)
+            self.global_plan = [
+                replace(one, generation=current, kept=kept, values=b"") for one in said
+            ]
+            self.metadata = replace(known.metadata)
             return self.global_plan, self.metadata
-        decision = decide(held)
+        decision = decide(held) if len(held) > 1 or _alone() else all_of(0, 1, held[0])
         self._require_allowed(decision.shares)
-        metadata = _metadata(decision)
+        metadata = metadata_of(decision)
         written = [dict(share.values) for share in decision.shares]
         self._made = (current, _Global(held, [one.key for one in said], written, metadata))
-        items = _items(decision)
+        items = items_of(decision)
         self.global_plan = [
             HeldPlan(
                 own,
-                planner_data=metadata.planner_data,
+                one.storage_data,
+                metadata.planner_data,
                 generation=current,
                 names={under: name for name, under in share.values.items()},
                 kept=kept,
             )
-            for own, share in zip(items, decision.shares, strict=True)
+            for one, own, share in zip(said, items, decision.shares, strict=True)
         ]
         self.metadata = replace(metadata)
         return self.global_plan, self.metadata
 
+    @noted
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return what this rank writes, by the new plan or by the one that it has."""
         plan, key = self._checked(new_plan), cast(HeldPlan, self.plan).key
@@ -239,53 +243,14 @@ class SavePlanner(DefaultSavePlanner):
         self._made = None
 
 
+def _alone() -> bool:
+    """Return whether one plan is all there is; without collectives each rank has its own."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def _written(held: Sequence[Packed]) -> list[dict[str, str]]:
     structures = {one.identity: one.structure for one in reversed(held) if one.structure}
-    return [dict(one) for one in divide_values(held, cast(dict[bytes, Structure], structures)).written]
-
-
-def _metadata(decision: Decision) -> Metadata:
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        tensor.name: TensorStorageMetadata(
-            _properties(tensor), torch.Size(tensor.shape), [_chunk(box) for box in boxes]
-        )
-        for tensor, boxes in zip(decision.tensors, decision.boxes, strict=True)
-    }
-    entries |= {name: BytesStorageMetadata() for name in decision.paths}
-    paths = {tensor.name: _keys(tensor.path) for tensor in decision.tensors}
-    return Metadata(entries, paths | {n: _keys(path) for n, path in decision.paths.items()})
-
-
-def _items(decision: Decision) -> list[list[WriteItem]]:
-    items: list[list[WriteItem]] = [[] for _ in decision.shares]
-    for tensor, boxes, ranks in zip(
-        decision.tensors, decision.boxes, decision.writers, strict=True
-    ):
-        kind = WriteItemType.SHARD if len(boxes) > 1 else WriteItemType.TENSOR
-        size, properties = torch.Size(tensor.shape), _properties(tensor)
-        for number, (box, rank) in enumerate(zip(boxes, ranks, strict=True)):
-            chunk = _chunk(box)
-            index = MetadataIndex(tensor.name, chunk.offsets, number)
-            data = TensorWriteData(chunk, properties, size)
-            items[rank].append(WriteItem(index, kind, tensor_data=data))
-    for own, share in zip(items, decision.shares, strict=True):
-        own += [
-            WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)
-            for under in share.values.values()
-        ]
-    return items
-
-
-def _properties(tensor: OutputTensor) -> TensorProperties:
-    return TensorProperties(getattr(torch, tensor.dtype), requires_grad=tensor.requires_grad)
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-def _keys(path: Path) -> tuple[str | int, ...]:
-    return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
+    return [dict(one) for one in divide_values(held, structures).written]
 
 
 def _inside(part: Box, box: Box) -> bool:

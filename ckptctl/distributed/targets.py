@@ -15,8 +15,8 @@ from ckptctl.distributed.state import State
 from ckptctl.distributed.tensor_memory import steps_of, target
 from ckptctl.errors import MappingError
 from ckptctl.ops.coordinator import Coordinator
-from ckptctl.ops.loading import Target, Wanted
 from ckptctl.ops.state_mapping import Leaf
+from ckptctl.ops.wanted import Target, Wanted
 
 
 class Place(NamedTuple):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Iterable, MutableMapping, MutableSequence
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 
-from ckptctl.catalog import Blob, Catalog
 from ckptctl.catalog import Path as Keys
-from ckptctl.distributed.state import Value
 from ckptctl.errors import UnsafePickleError
 from ckptctl.formats.value_bytes import value_bytes
 from ckptctl.ops.leftovers import held_as
@@ -24,39 +22,58 @@ FLOATS = ("float16", "float32", "float64")
 
 
 def read_values(
-    mapping: StateMapping, values: Mapping[str, Value], rank: int, *, trusted: bool
+    mapping: StateMapping,
+    values: Iterable[str],
+    rank: int,
+    *,
+    trusted: bool,
+    files: SourceFiles | None = None,
 ) -> dict[str, object]:
     """Return what the checkpoint has for each of the state's leaves that are no tensors.
 
     Args:
         mapping: How the checkpoint becomes the state.
-        values: The leaves of the state, by name.
+        values: Names of the leaves of the state.
         rank: Whose value is preferred where every rank has its own.
         trusted: Whether they may run code when they are unpickled.
+        files: The checkpoint's; None: those below its root.
 
     Raises:
         UnsafePickleError: A leaf needs a class that is not known to be harmless.
     """
     found: dict[str, object] = {}
     catalog = mapping.catalog
-    with SourceFiles(catalog.root) as files:
+    with nullcontext(files) if files else SourceFiles(catalog.root) as opened:
         for name in values:
             held = held_as(mapping, name, rank)
             if held is not None:
-                found[name] = _value(catalog, files, catalog.blobs[held], trusted)
+                blob = catalog.blobs[held]
+                where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
+                content = io.BytesIO(value_bytes(opened, blob))
+                found[name] = unpickled(content, blob.name, where, trusted=trusted)
     return found
 
 
-def _value(catalog: Catalog, files: SourceFiles, blob: Blob, trusted: bool) -> object:
-    content = io.BytesIO(value_bytes(files, blob))
+def unpickled(content: io.BytesIO, name: str, where: str, *, trusted: bool) -> object:
+    """Return a leaf that is no tensor.
+
+    Args:
+        content: As ``torch.save`` has written it.
+        name: The leaf.
+        where: Where it lies, for errors.
+        trusted: Whether it may run code when it is unpickled.
+
+    Raises:
+        UnsafePickleError: It needs a class that is not known to be harmless.
+    """
     allowed = nullcontext() if trusted else torch.serialization.safe_globals(_harmless())
     try:
         with allowed:
             return torch.load(content, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         raise UnsafePickleError(
-            f"`{blob.name}` holds objects that are not known to be harmless",
-            where=f"{catalog.root}/{blob.file}" if blob.file else catalog.path,
+            f"`{name}` holds objects that are not known to be harmless",
+            where=where,
             why=str(error).partition("\n")[0],
             hint="`trusted=True` loads it all the same, which can run any code",
         ) from None

@@ -43,9 +43,7 @@ class Resolved:
                 self.tensors, places.file, places.offset, places.nbytes, strict=True
             )
         ]
-        return found + [
-            _result(item, *self.files.items[item.index.fqn]) for item in self.values
-        ]
+        return found + [_result(item, *self.files.items[item.index.fqn]) for item in self.values]
 
 
 def resolve(plan: SavePlan, planner: SavePlanner, rank: int, files: int) -> Resolved:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptctl.distributed.noted import noted
 from ckptctl.distributed.rank_local import make_room, publish
 from ckptctl.distributed.rank_output import SaveOptions, add_file, fill
 from ckptctl.distributed.streams import stream
@@ -34,6 +35,8 @@ from ckptctl.storage import remote
 from ckptctl.storage.publish import Staging, destination, staging, staging_directory
 
 VERSION = "1.0.0"
+_OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
+"""The writers of this process that have made room and not yet published, by destination."""
 
 
 class Writer(StorageWriter):
@@ -83,7 +86,13 @@ class Writer(StorageWriter):
             self.checkpoint_id = checkpoint_id
             self._url = remote.url_of(checkpoint_id)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    @noted
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: ARG002
+        *_: Any,
+        **kwargs: Any,
+    ) -> None:
         """Take note of who this rank is; see ``torch.distributed.checkpoint.StorageWriter``.
 
         Raises:
@@ -94,6 +103,7 @@ class Writer(StorageWriter):
         self._apart = not kwargs.get("use_collectives", True)
         self._target = self._url or str(_destination(self.checkpoint_id))
 
+    @noted
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say where this rank is about to write; alone, make room there."""
         if self._apart:
@@ -105,6 +115,7 @@ class Writer(StorageWriter):
             make_room(Path(self._target), self._rank)
         return dataclasses.replace(plan, storage_data=self._target)
 
+    @noted
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make room for all ranks; on the coordinator only.
 
@@ -130,6 +141,7 @@ class Writer(StorageWriter):
             self._make_room(Path(self._target))
         return plans
 
+    @noted
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what this rank has to; when this returns, it is written.
 
@@ -145,6 +157,7 @@ class Writer(StorageWriter):
         future.set_result(found.results())
         return future
 
+    @noted
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and publish; on the coordinator only.
 
@@ -166,8 +179,9 @@ class Writer(StorageWriter):
         elif self._apart:
             publish(Path(self._target), self._rank, content, sync=self._options.sync)
         else:
+            if not self._stage:
+                raise RefusedError("another save took the place of this one", where=self._target)
             add_file(self._data / METADATA, content, sync=self._options.sync)
-            assert self._stage
             self._stage.publish()
         self._close()
 
@@ -195,11 +209,15 @@ class Writer(StorageWriter):
             )
 
     def _make_room(self, target: Path) -> None:
+        # A save that fails on another rank does not come back here; its place is still taken.
+        earlier = _OPEN.get(self._target)
+        if earlier:
+            earlier._close()
         stack = ExitStack()
         room = staging(target, overwrite=self._options.overwrite, is_checkpoint=replaceable)
         self._stage = stack.enter_context(room)
         self._stack = stack
-        # A save that fails on another rank does not come back here.
+        _OPEN[self._target] = self
         weakref.finalize(self, _close, stack)
 
     def _require_files(self, places: Any) -> None:
@@ -256,4 +274,3 @@ def _planned(metadata: Metadata) -> Iterator[MetadataIndex]:
         else:
             for chunk in entry.chunks:
                 yield MetadataIndex(name, chunk.offsets)
-

@@ -89,7 +89,7 @@ class DcpFormat(WritableFormat):
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""
         with SourceFiles(catalog.root) as files:
-            tensors = _resolved(files, catalog.tensors)
+            tensors = resolved(files, catalog.tensors)
             blobs = {name: _valued(files, blob) for name, blob in catalog.blobs.items()}
             replicas = {
                 name: tuple(_resolved_extent(files, entry, copy) for copy in catalog.replicas[name])
@@ -151,8 +151,8 @@ def catalog_of(
         path=str(path),
         format=name,
         files=sizes,
-        tensors={key: _entry(leaf) for key, leaf in leaves.items() if leaf.dtype},
-        blobs={key: _blob(leaf) for key, leaf in leaves.items() if not leaf.dtype},
+        tensors={key: entry_of(leaf) for key, leaf in leaves.items() if leaf.dtype},
+        blobs={key: blob_of(leaf) for key, leaf in leaves.items() if not leaf.dtype},
         assets=side_files(path),
         documents=documents(path),
         notes=(
@@ -357,7 +357,8 @@ def _data_files(files: SourceFiles, leaves: Mapping[str, Leaf]) -> dict[str, int
     return sizes
 
 
-def _entry(leaf: Leaf) -> TensorEntry:
+def entry_of(leaf: Leaf) -> TensorEntry:
+    """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
     extents = tuple(
         Extent(box, item.file, item.offset, item.nbytes, codec="torch")
         for box, item in leaf.items
@@ -368,12 +369,13 @@ def _entry(leaf: Leaf) -> TensorEntry:
     )
 
 
-def _blob(leaf: Leaf) -> Blob:
+def blob_of(leaf: Leaf) -> Blob:
+    """Return another leaf of the metadata as a catalog has it."""
     item = leaf.items[0][1]
     return Blob(leaf.name, leaf.path, item.file, item.offset, item.nbytes)
 
 
-def _resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Resolve extents in the order in which they lie, file by file."""
     found = {name: list(entry.extents) for name, entry in tensors.items()}
     by_file: dict[str, list[tuple[int, int, TensorEntry]]] = {}

@@ -162,7 +162,7 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
         },
     )
     if options.resume:
-        sharing.require_alone(ranks)
+        together(ranks, lambda: sharing.require_alone(ranks))
 
 
 def _staging(plan: ConversionPlan) -> AbstractContextManager[Staging]:

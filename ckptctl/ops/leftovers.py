@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.ops.quantised import quantised
 from ckptctl.ops.selection import is_training
 from ckptctl.ops.state_mapping import StateMapping, moved
 
@@ -41,6 +42,8 @@ class Comparison:
         said = [f"{why} {listed(names)}" for names, why in sides if names]
         close = [nearest(name, list(mapping.offered)) for name in self.missing[:1]]
         hints = [f"`{close[0]}` is near" if close and close[0] else ""]
+        if quantised(mapping.catalog):
+            hints.append('the checkpoint is quantised: `dequantize="bf16"` reads plain tensors')
         hints += ["`strict=False` loads what both have and reports the rest", *mapping.notes]
         raise MappingError(
             f"{len(self.missing):,} names of the state are missing in the checkpoint, "

@@ -8,59 +8,29 @@ has another layout. No torch here: memory has names.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import (
     Box,
-    Catalog,
     Extent,
     TensorEntry,
     is_computed,
+    is_memory,
     made_of,
     memory_name,
     reached,
 )
-from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import Output, Place
-from ckptctl.ops.quantised import quantised
+from ckptctl.ops.load_checks import casts, require_boxes, require_filled, require_shapes
 from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.ops.transfers import transfers
+from ckptctl.ops.wanted import Wanted
 from ckptctl.planner.boxes import check_coverage, intersect
-from ckptctl.planner.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapped import MappedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
 from ckptctl.storage.files import SourceFiles
-
-
-class Target(NamedTuple):
-    """A box of a tensor in memory.
-
-    Attributes:
-        box: The part of the global tensor.
-        memory: What the plan calls its memory.
-        steps: Elements between neighbours along each dimension.
-    """
-
-    box: Box
-    memory: str
-    steps: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tensor that is to be filled.
-
-    Attributes:
-        dtype: torch's name.
-        shape: Global shape.
-        targets: The boxes that this process holds.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    targets: tuple[Target, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +68,7 @@ class Reading:
         read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
         computed = reached(catalog.computed, read)
         files = {file for root, file in made_of(computed) if root == catalog.root}
-        files |= {file for file in read if not is_computed(file)}
+        files |= {file for file in read if not (is_computed(file) or is_memory(file))}
         with SourceFiles(catalog.root) as opened:
             sources = {file: opened.identity(file) for file in sorted(files)}
         return Plan(
@@ -131,125 +101,16 @@ def prepare(
         CoverageError: A tensor of the checkpoint is not whole.
     """
     chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
-    _require_shapes(chosen, wanted)
-    _require_filled(mapping.tensors, wanted)
+    require_shapes(chosen, wanted)
+    require_filled(mapping.tensors, wanted)
     entries = mapping.catalog.tensors
     for one in chosen:
         for view in one.sources:
             if whole:
                 check_coverage(entries[view.key])
             else:
-                _require_boxes(entries[view.key], wanted[one.targets[0].key].targets)
-    return Reading(mapping, tuple(chosen), _casts(mapping, chosen, wanted, cast))
-
-
-def _require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
-    """Prove that what becomes of the checkpoint's tensors fills those that are wanted."""
-    held = dict.fromkeys(wanted, 0)
-    for one in mapped:
-        for view in one.targets:
-            if view.key in held:
-                held[view.key] += math.prod(view.sizes)
-    offered = {view.key for one in mapped for view in one.targets}
-    torn = [n for n, one in wanted.items() if n in offered and held[n] != math.prod(one.shape)]
-    if torn:
-        raise MappingError(
-            f"{len(torn):,} tensors could only be filled in part",
-            where=listed(torn),
-            why="the tensors of the checkpoint that make up the rest of them are not there",
-        )
-
-
-def _require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
-    """Prove that the extents of *entry* tile each of the boxes."""
-    for target in targets:
-        inside: list[Extent] = []
-        for extent in entry.extents:
-            part = extent.box if extent.box == target.box else intersect(extent.box, target.box)
-            if part is not None:
-                pairs = zip(part.offsets, target.box.offsets, strict=True)
-                moved = Box(tuple(a - b for a, b in pairs), part.sizes)
-                inside.append(replace(extent, box=moved))
-        check_coverage(replace(entry, shape=target.box.sizes, extents=tuple(inside)))
-
-
-def _require_shapes(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
-    shapes = stored_shapes(mapped)
-    wrong = [n for n, one in wanted.items() if n in shapes and shapes[n] != one.shape]
-    if wrong:
-        name = wrong[0]
-        raise MappingError(
-            f"{len(wrong):,} tensors have another shape in the checkpoint"
-            if wrong[1:]
-            else f"`{name}` has another shape in the checkpoint",
-            where=listed(wrong),
-            why=f"`{name}` is {list(shapes[name])} there, {list(wanted[name].shape)} is wanted",
-        )
-
-
-def _casts(
-    mapping: StateMapping,
-    mapped: Sequence[MappedTensor],
-    wanted: Mapping[str, Wanted],
-    allowed: bool,
-) -> dict[str, tuple[str, str]]:
-    """Return which dtypes change; refuse to change any that must not."""
-    entries = mapping.catalog.tensors
-    found: dict[str, tuple[str, str]] = {}
-    read: dict[str, str] = {}
-    for one in mapped:
-        held = list(dict.fromkeys(entries[view.key].dtype for view in one.sources))
-        asked = {wanted[view.key].dtype for view in one.targets if view.key in wanted}
-        _require_alike(one, held, asked)
-        if asked != set(held):
-            names = [view.key for view in one.targets if view.key in wanted]
-            found |= dict.fromkeys(names, (held[0], next(iter(asked))))
-            read |= {view.key: names[0] for view in one.sources}
-    if found:
-        _require_castable(found, allowed)
-        _require_plain(mapping.catalog, read)
-    return found
-
-
-def _require_alike(mapped: MappedTensor, held: Sequence[str], asked: Collection[str]) -> None:
-    """Refuse to cut or join tensors of several dtypes."""
-    if len(held) > 1 or len(asked) > 1:
-        raise MappingError(
-            "tensors that belong together have several dtypes",
-            where=listed([view.key for view in (*mapped.sources, *mapped.targets)]),
-            why=f"{' and '.join(held)} in the checkpoint, {' and '.join(asked)} in the state",
-        )
-
-
-def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> None:
-    wrong = [
-        name
-        for name, kinds in found.items()
-        if not (allowed and all(dtypes.BY_NAME[kind].floating for kind in kinds))
-    ]
-    if wrong:
-        name = wrong[0]
-        before, after = found[name]
-        raise MappingError(
-            f"{len(wrong):,} tensors have another dtype in the checkpoint"
-            if wrong[1:]
-            else f"`{name}` has another dtype in the checkpoint",
-            where=listed(wrong),
-            why=f"`{name}` is {before} there, {after} is wanted",
-            hint=None if allowed else "`cast=True` casts floating tensors",
-        )
-
-
-def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
-    """Refuse to cast quantised elements without regard to their scales."""
-    found = [name for name in quantised(catalog) if name in read]
-    if found:
-        raise MappingError(
-            f"{len(found):,} tensors are quantised in the checkpoint",
-            where=listed([read[name] for name in found]),
-            why="a cast would turn their elements into numbers that they are not",
-            hint='`dequantize="bf16"` reads the plain tensors that they stand for',
-        )
+                require_boxes(entries[view.key], wanted[one.targets[0].key].targets)
+    return Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, cast))
 
 
 def _located(

@@ -7,6 +7,7 @@ both come here.
 
 from __future__ import annotations
 
+import os
 import time as clock
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ def plan_prune(
     force: bool = False,
     thin: bool = False,
     replaced: bool = False,
-    strict: bool = True,
+    series: str | None = None,
     now: float | None = None,
 ) -> PrunePlan:
     """Decide what is removed from a run; changes nothing.
@@ -153,7 +154,7 @@ def plan_prune(
         force: Go by the steps where times say otherwise, and look into a checkpoint.
         thin: Take optimizer state away instead of removing.
         replaced: Whether something complete elsewhere stands for all of them: none has to stay.
-        strict: Whether a metric that no checkpoint has is an error; else it keeps none.
+        series: Look at those alone whose names have this in common; None: at all.
         now: Seconds since the epoch; None: what the clock says.
 
     Raises:
@@ -166,12 +167,11 @@ def plan_prune(
     if not replaced:
         require_policy(policy)
     real = require_root(Path(root), force=force)
-    run = read_run(real, now)
+    run = read_run(real, now, series)
     candidates = [one.candidate for one in run.checkpoints]
     if not force:
         require_order(candidates)
-    if strict:
-        policy = with_known_metrics(policy, candidates)
+    policy = with_known_metrics(policy, candidates)
     decisions = decide(candidates, policy, now, replaced=replaced)
     by_name = {one.candidate.name: one for one in run.checkpoints}
     verdicts = tuple(_verdict(by_name[one.candidate.name], one, thin) for one in decisions)
@@ -206,6 +206,8 @@ def run_prune(plan: PrunePlan) -> PruneResult:
         _require_kept(plan)
         pinned = pins(plan.root, [one.name for one in plan.verdicts])
         for one in plan.of("remove"):
+            if not os.path.lexists(one.checkpoint.entry.path):
+                continue  # somebody else has removed it
             try:
                 _require_unchanged(one, pinned.get(one.name, ()))
                 _remove(retirement, one)
@@ -235,7 +237,7 @@ def _require_kept(plan: PrunePlan) -> None:
     """Refuse if a checkpoint because of which others may go has gone meanwhile."""
     for one in plan.of("keep"):
         entry = entry_at(one.checkpoint.entry.path)
-        if entry is None or entry.identity != one.checkpoint.entry.identity:
+        if entry is None or entry.identity[:2] != one.checkpoint.entry.identity[:2]:
             raise RefusedError(
                 "the run has changed since it was looked at",
                 where=str(one.checkpoint.entry.path),

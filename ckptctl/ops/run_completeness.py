@@ -50,7 +50,8 @@ def health(path: Path) -> Health:
         if problem:
             inside = "" if part == path else f"`{part.relative_to(path)}`: "
             return Health(name, parts, inside + problem)
-    return Health(found[0][1], parts)
+    model = [name for part, name in found if not formats.NO_MODEL.fullmatch(part.name)]
+    return Health((model or [found[0][1]])[0], parts)
 
 
 def lacking(path: Path, others: Sequence[Path]) -> str:

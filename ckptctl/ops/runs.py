@@ -21,6 +21,7 @@ from ckptctl.ops.run_pointers import SIDECAR, metrics, pins
 from ckptctl.planner.retention import Candidate, State, ordered
 from ckptctl.storage import lock
 from ckptctl.storage.publish import staging_directory
+from ckptctl.storage.retirement import Identity, identity_of
 
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
@@ -39,7 +40,7 @@ class Entry:
         time: When the newest of them was written, seconds since the epoch.
         touched: Likewise, those that were added later included.
         staging: Whether it is made here under another name and not finished.
-        identity: Device and inode.
+        identity: Device, inode, and when the inode last changed.
     """
 
     path: Path
@@ -48,7 +49,7 @@ class Entry:
     time: float
     touched: float
     staging: bool
-    identity: tuple[int, int]
+    identity: Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +114,20 @@ def rfc3339(seconds: float) -> str:
     return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(seconds))
 
 
-def read_run(root: Path, now: float | None = None) -> Run:
+def read_run(root: Path, now: float | None = None, series: str | None = None) -> Run:
     """Return the checkpoints in *root*.
 
     Args:
         root: A directory.
         now: Seconds since the epoch; None: what the clock says.
+        series: Only those whose names have this in common; None: all.
 
     Raises:
         SourceNotFoundError: There is no such directory.
         FormatError: No entry is named as checkpoints of a run are.
     """
     now = clock.time() if now is None else now
-    found = entries(root)
+    found = [one for one in entries(root) if series in (None, one.named.series)]
     real = [one for one in found if not one.staging]
     pinned = pins(root, [one.path.name for one in real])
     examined = [
@@ -164,6 +166,14 @@ def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, l
     chosen = max(found, key=lambda one: one.entry.time)
     newer = [one for one in skipped if one.candidate.series == chosen.candidate.series]
     return chosen, newer
+
+
+def is_run(root: Path) -> bool:
+    """Return whether *root* holds something that is named as a checkpoint and not being made."""
+    if not root.is_dir():
+        return False
+    found = (entry_at(item) for item in root.iterdir())
+    return any(one is not None and not one.staging for one in found)
 
 
 def entries(root: Path) -> list[Entry]:
@@ -259,7 +269,7 @@ def entry_at(item: Path) -> Entry | None:
         time or status.st_mtime,
         max(touched, status.st_mtime),
         target is not None,
-        (status.st_dev, status.st_ino),
+        identity_of(status),
     )
 
 
@@ -276,7 +286,7 @@ def _measured(folder: Path) -> tuple[int, float, float]:
     for name, status in _files(folder):
         nbytes += status.st_size
         touched = max(touched, status.st_mtime)
-        if name not in ADDED:
+        if name not in ADDED and stat.S_ISREG(status.st_mode):
             time = max(time, status.st_mtime)
     return nbytes, time, touched
 

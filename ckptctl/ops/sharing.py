@@ -57,8 +57,12 @@ def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
     if ranks.world == 1:
         return
     found = ranks.all_gather({name: repr(value) for name, value in said.items()})
+    together(ranks, lambda: _compare(found))
+
+
+def _compare(found: Sequence[Mapping[str, str]]) -> None:
     for rank, other in enumerate(found):
-        for name in found[0].keys() | other.keys():
+        for name in dict.fromkeys([*found[0], *other]):
             values = [one.get(name, "nothing") for one in (found[0], other)]
             if values[0] != values[1]:
                 raise UsageError(

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError, UsageError
@@ -71,9 +71,7 @@ def create(url: str, name: str) -> Iterator[IO[bytes]]:
         try:
             yield cast(IO[bytes], target)
         except BaseException:
-            if hasattr(target, "discard"):
-                target.discard()
-            target.closed = True
+            _abandon(system, path, target)
             raise
         target.close()
 
@@ -184,6 +182,20 @@ def _system(url: str) -> tuple[Any, str]:
             hint="install the fsspec package for it, such as s3fs or gcsfs",
         ) from error
     return system, str(root).rstrip("/")
+
+
+def _abandon(system: Any, path: str, target: Any) -> None:
+    """Make sure that there is no file where one was begun, whatever else fails."""
+    from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
+
+    with suppress(Exception):
+        if isinstance(target, AbstractBufferedFile):
+            target.discard()
+            target.closed = True  # closing it would upload what there is
+        else:
+            target.close()
+    with suppress(Exception):
+        system.rm_file(path)
 
 
 @contextmanager

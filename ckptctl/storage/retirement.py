@@ -18,7 +18,7 @@ from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.sync import sync_directory
 
 TRASH = ".ckptctl-trash"
-Identity = tuple[int, int]
+Identity = tuple[int, int, int]
 
 
 class Retirement:
@@ -37,7 +37,7 @@ class Retirement:
 
         Args:
             name: A directory or a file; no link.
-            identity: Its device and inode.
+            identity: See :func:`identity_of`.
 
         Raises:
             RefusedError: It is something else by now, or another file system is mounted in it; it
@@ -67,6 +67,11 @@ class Retirement:
     def left(self) -> list[str]:
         """Return the names of what is in the trash."""
         return leftovers(self.root)
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """Return what tells a thing from another one that has its name later, inode or not."""
+    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def leftovers(root: Path) -> list[str]:
@@ -124,7 +129,7 @@ def _require(path: Path, identity: Identity) -> None:
         status = path.lstat()
     except OSError as error:
         raise StorageError.from_os_error(error, "remove", str(path)) from error
-    if (status.st_dev, status.st_ino) != identity:
+    if identity_of(status) != identity:
         raise RefusedError("it was replaced meanwhile", where=str(path))
     mounted = mounted_in(path)
     if mounted:

@@ -165,12 +165,36 @@ class Worker:
 
     def _into_memory(self, unit: Unit, place: memoryview) -> Done:
         """Read a tile into the memory that it is for."""
+        if self._rows(unit, place):
+            return Done(unit.transfer, unit.number, [0], [])
         read = [
             crc
             for one in unit.tile.reads
             if (crc := self._read(unit.files, one, place, again=False)) >= 0
         ]
         return Done(unit.transfer, unit.number, [0], read)
+
+    def _rows(self, unit: Unit, place: memoryview) -> bool:
+        """Read many short runs of one file; return whether the tile is made of such."""
+        reads = unit.tile.reads
+        if len(reads) < 2 or is_memory(reads[0].file) or not all(map(_is_run, reads)):
+            return False
+        name = reads[0].file
+        if any(read.file != name for read in reads):
+            return False
+        descriptor = self._descriptors.source(unit.files, name)
+        for read in reads:
+            start, nbytes = read.pattern.runs[0] if read.pattern else (0, read.nbytes)
+            view = place[start : start + nbytes]
+            try:
+                count = os.preadv(descriptor, (view,), read.offset)
+            except OSError as error:
+                path = str(unit.files.root / name)
+                raise StorageError.from_os_error(error, "read", path) from error
+            if count != nbytes:
+                unit.files.readv(name, after([view], count), read.offset + count)
+        self.bytes_read += unit.tile.nbytes
+        return True
 
     def _put(self, write: Write, view: memoryview) -> None:
         if is_memory(write.file):
@@ -343,6 +367,11 @@ class Worker:
             self._views, self._held = {}, 0
             found = self._buffers[name] = memoryview(bytearray(nbytes))
         return found
+
+
+def _is_run(read: Read) -> bool:
+    """Whether what is read goes to one place, unchecked."""
+    return read.operand < 0 and (read.pattern is None or len(read.pattern.runs) == 1)
 
 
 def _places(pattern: Pattern, buffer: memoryview) -> Iterator[Places]:

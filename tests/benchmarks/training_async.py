@@ -1,9 +1,10 @@
-"""How long training is blocked by a save in the background: ``python -m tests.benchmarks.training_async``.
+"""How long a save in the background blocks training.
 
-One process, 16 tensors. In each round, one after the other: a plain copy by torch into memory that
-was written before, with torch's own threads and with one; ``ckptctl.async_save`` in both modes;
-``dcp.async_save`` as it is called by default. Then ratios of medians; the first round, in which
-everybody finds memory and starts processes, is shown apart.
+Run as ``python -m tests.benchmarks.training_async``. One process, 16 tensors. In each round, one
+after the other: a plain copy by torch into memory that was written before, with torch's own threads
+and with one; ``ckptctl.async_save`` in both modes; ``dcp.async_save`` as it is called by default.
+Then ratios of medians; the first round, in which everybody finds memory and starts processes, is
+shown apart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -65,7 +68,7 @@ def stock(state: dict[str, torch.Tensor], root: Path) -> Blocked:
     def run(number: int) -> tuple[float, float]:
         path = root / f"dcp-{number}"
         start = time.perf_counter()
-        future = dcp_async_save(state, checkpoint_id=path, no_dist=True)
+        future = cast(Future[Any], dcp_async_save(state, checkpoint_id=path, no_dist=True))
         blocked = time.perf_counter() - start
         future.result()
         end = time.perf_counter() - start
@@ -73,15 +76,6 @@ def stock(state: dict[str, torch.Tensor], root: Path) -> Blocked:
         return blocked, end
 
     return run
-
-
-def rival(state: dict[str, torch.Tensor], root: Path) -> Blocked | None:
-    """Save by ``torch_checkpointing``, where it is installed: until its copy is made."""
-    try:
-        import torch_checkpointing  # noqa: F401
-    except ImportError:
-        return None
-    return None
 
 
 def main() -> None:
@@ -102,9 +96,7 @@ def main() -> None:
             "async_save process": ours(state, root, "process"),
             "dcp.async_save": stock(state, root),
         }
-        times = {name: [run(number) for number in range(options.rounds)] for name, run in ()} or {
-            name: [] for name in measured
-        }
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in measured}
         for number in range(options.rounds):
             for name, run in measured.items():
                 times[name].append(run(number))
@@ -118,7 +110,9 @@ def _report(times: dict[str, list[tuple[float, float]]]) -> None:
     }
     copy = min(medians["torch copy"][0], medians["torch copy, 1 thread"][0])
     dcp = medians["dcp.async_save"][0]
-    print("| | blocked s | least | first | total s | / copy | / dcp |\n|---|---|---|---|---|---|---|")
+    print(
+        "| | blocked s | least | first | total s | / copy | / dcp |\n|---|---|---|---|---|---|---|"
+    )
     for name, (blocked, total) in medians.items():
         least = min(one for one, _ in times[name][1:])
         print(

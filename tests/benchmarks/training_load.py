@@ -2,12 +2,15 @@
 
 Llama-shaped tensors, saved by stock ``dcp.save`` on some gloo ranks and loaded on some, in the same
 sharding and in another. The bare loop reads as many bytes per rank from the same files, with the
-same number of threads, into memory that exists. Run as ``python -m tests.benchmarks.training_load``.
+same number of threads, into memory that exists.
+
+Run as ``python -m tests.benchmarks.training_load``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -119,10 +122,8 @@ def measure(rank: int, world: int, folder: str, gigabytes: float, words: str, ou
 
 
 def _forget() -> None:
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def _status(key: str) -> int:

@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ckptctl.distributed.async_saver import Mode
 from ckptctl.distributed.async_saving import AsyncSaver, async_save
+from ckptctl.distributed.staging import stage
 from ckptctl.errors import CkptError, RefusedError
 from tests.checkpoints.dcp import distribute
 from tests.integration.dcp_ranks import SHARDINGS
 from tests.integration.training_ranks import state
 
-MODES = ("thread", "process")
+MODES: tuple[Mode, ...] = ("thread", "process")
 
 
 def local_tensors(placed: dict[str, Any]) -> list[torch.Tensor]:
@@ -83,17 +85,17 @@ def skip_alike(rank: int, world: int, root: Path) -> None:
 
 def fail_alike(rank: int, world: int, root: Path) -> None:
     """Whatever fails on one rank is raised on all, once; then saving works again."""
-    good = {"a": torch.ones(3)}
+    good = {"a": torch.ones(3), f"own{rank}": torch.ones(2)}
     bad = good | ({"b": lambda: 0} if rank == 1 else {"b": 1})
     with pytest.raises(CkptError, match="cannot be saved"):
         async_save(bad, root / "staging")
     assert async_save(good, root / "next", sync=False).result()
 
-    future = async_save(good, root / ("same" if rank == 0 else "same"), sync=False)
+    future = async_save(good, root / "same", sync=False)
     future.result()
     future = async_save(good, root / "same", sync=False)
-    assert isinstance(future.exception(), RefusedError)
-    with pytest.raises(RefusedError, match="exists"):
+    assert isinstance(future.exception(), CkptError)
+    with pytest.raises(CkptError, match="exists"):
         async_save(good, root / "after")
     assert not (root / "after").exists()
 
@@ -112,7 +114,9 @@ def fail_alike(rank: int, world: int, root: Path) -> None:
     with pytest.raises(CkptError):
         async_save(good, root / "after")
     assert async_save(good, root / "after", sync=False).result()
-    assert sorted(path.name for path in root.iterdir()) == ["after", "next", "same"]
+    dist.barrier()
+    seen = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    assert seen == ["after", "next", "same"]
 
 
 def disk_full(*_: object) -> None:
@@ -137,7 +141,7 @@ def two_savers(rank: int, world: int, root: Path) -> None:
 
 
 def group_destroyed(rank: int, world: int, root: Path) -> None:
-    """The group is destroyed while a save waits: it fails, and nothing is left behind."""
+    """The group is destroyed while a save waits: it ends, whole or without a trace."""
     async_save({"a": torch.ones(3)}, root / "good", sync=False).result()
     wait = threading.Event()
     future = async_save(
@@ -146,8 +150,8 @@ def group_destroyed(rank: int, world: int, root: Path) -> None:
     dist.barrier()
     dist.destroy_process_group()
     wait.set()
-    assert future.exception(timeout=20) is not None
-    assert not (root / "late").exists()
+    failed = future.exception(timeout=20) is not None
+    assert (root / "late").exists() != failed
     os._exit(0)  # `run_on_ranks` ends with a barrier
 
 
@@ -163,6 +167,30 @@ def rank_killed(rank: int, world: int, root: Path) -> None:
     assert future.exception(timeout=20) is not None
     assert [path.name for path in root.iterdir()] == ["step-1"]
     (root.parent / f"seen-{rank}").touch()
+
+
+def replicated(rank: int, world: int, root: Path) -> None:
+    """From the second save on each rank copies only what it writes; changes are noticed."""
+    copied: list[int] = []
+
+    def noted(*arguments: Any) -> Any:
+        found = stage(*arguments)
+        copied.append(found.nbytes)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, AsyncSaver() as saver:
+        patch.setattr("ckptctl.distributed.async_saver.stage", noted)
+        for step in range(5):
+            rows = 7 if step == 3 and rank == 0 else 6  # this rank alone holds more
+            tensors = {f"l{index}": torch.full((100, 10), float(step)) for index in range(6)}
+            own = {f"own{rank}": torch.full((rows, 10), float(step))}
+            saver.save(tensors | own | {"step": step}, root / f"{step}", sync=False)
+            for tensor in (tensors | own).values():
+                tensor.zero_()
+    total = 6 * 4000 + 240
+    more = 40 if rank == 0 else 0
+    least = 2 * 4000 + 240  # the last plan of the other ranks is that of the step before
+    assert copied == [total, least, least, total + more, total]
 
 
 def without_collectives(rank: int, world: int, root: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.distributed.loading import load
+from ckptctl.errors import CkptError
 from tests.checkpoints.dcp import distribute
 from tests.integration.dcp_ranks import SHARDINGS
 
@@ -82,3 +83,32 @@ def load_cases(rank: int, world: int, cases: list[Case]) -> None:
     """Load ``(checkpoint, full tensors, prefix in the state, options)`` in every sharding."""
     for folder, truth, prefix, options in cases:
         load_into_shards(rank, world, folder, truth, prefix, options)
+
+
+def load_stage(rank: int, world: int, folder: str, truth: str) -> None:
+    """Load other tensors on every rank, as pipeline stages do; then let one want what is not."""
+    full = torch.load(truth)
+    names = [name for number, name in enumerate(full) if number % world == rank]
+    mine = {name: full[name] for name in names}
+    placed = wiped(mine)
+    report = load(placed, folder)
+    require_equal(placed, mine, "stage")
+    assert not report.unexpected and set(report.loaded) == set(names)
+    more = {"strange": torch.zeros(2)} if rank == world - 1 else {}
+    again = {**wiped(mine), **more}
+    before = {name: tensor.clone().view(torch.uint8) for name, tensor in again.items()}
+    try:
+        load(again, folder)
+    except CkptError as error:
+        assert "strange" in str(error.why)
+    else:
+        raise AssertionError("it did not fail everywhere")
+    assert all(torch.equal(again[n].view(torch.uint8), before[n]) for n in again)
+    if rank == world - 1:
+        again[names[0]] = torch.zeros(5, 5, 5)
+    try:
+        load(again, folder, strict=False)
+    except CkptError as error:
+        assert "another shape" in str(error)
+    else:
+        raise AssertionError("it did not fail everywhere")

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from ckptctl.distributed.loading import load
+from ckptctl.distributed.tensor_memory import Filled
 from ckptctl.errors import MappingError, UnsafePickleError
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
+from tests.checkpoints.mxfp4 import decoded
+from tests.integration.test_dequantize import quantised_state
 
 
 def test_names_dtypes_and_shapes_are_errors_that_list_them(tmp_path: Path) -> None:
@@ -22,7 +25,7 @@ def test_names_dtypes_and_shapes_are_errors_that_list_them(tmp_path: Path) -> No
         load({"model": {"one": torch.zeros(3), "twos": torch.zeros(4)}}, folder)
     assert "twos" in str(found.value.why) and "model.two" in str(found.value.why)
     assert "near" in str(found.value.hint)
-    with pytest.raises(MappingError, match="0 names .* missing in the checkpoint, 1 of its"):
+    with pytest.raises(MappingError, match=r"0 names .* missing in the checkpoint, 1 of its"):
         load({"model": {"one": torch.zeros(3)}}, folder)
     with pytest.raises(MappingError, match="another shape"):
         load({"model": {"one": torch.zeros(5), "two": torch.zeros(4)}}, folder)
@@ -60,7 +63,7 @@ def test_another_part_of_the_checkpoint_is_left_out(tmp_path: Path) -> None:
 
 
 def test_other_leaves_are_replaced_where_they_are(tmp_path: Path) -> None:
-    saved = {
+    saved: dict[str, Any] = {
         "step": 7,
         "optim": {
             "state": {0: {"exp_avg": torch.randn(3), "step": 9.0}},
@@ -144,42 +147,40 @@ def test_any_strides(tmp_path: Path, kind: str) -> None:
     assert base.count_nonzero() == full.count_nonzero()
 
 
-def test_a_slice_reads_its_own_bytes(tmp_path: Path) -> None:
-    """One rank of eight, without a process group: what it reads goes with what it wants."""
-    from ckptctl import formats
-    from ckptctl.catalog import Box, memory_name
-    from ckptctl.ops.load_options import LoadOptions
-    from ckptctl.ops.loading import Target, Wanted, prepare
-    from ckptctl.ops.state_mapping import Leaf, map_state
-    from ckptctl.storage.executor import ExecutionOptions, execute
-
-    weights, config = tiny_llama()
-    folder = save_hf(tmp_path / "hf", weights, config)
-    name = "layers.0.attention.wq.weight"
-    full = torch.zeros(weights["model.layers.0.self_attn.q_proj.weight"].shape).bfloat16()
-    rows, columns = full.shape
-    leaves = {
-        key: Leaf("bfloat16", tuple(value.shape), (key,)) for key, value in _meta(weights).items()
-    }
-    for box in (Box((rows // 8, 0), (rows // 8, columns)), Box((0, 24), (rows, columns // 8))):
-        memory = bytearray(box.numel * 2)
-        target = Target(box, "0", (box.sizes[1], 1))
-        wanted = {name: Wanted("bfloat16", (rows, columns), (target,))}
-        mapping = map_state(formats.open_checkpoint(folder), leaves, LoadOptions())
-        plan = prepare(mapping, wanted, cast=False).plan(wanted)
-        how = ExecutionOptions(checksum=False)
-        views = {memory_name("0"): memoryview(memory)}
-        done = execute(plan, folder, how, lambda _: None, memory=views)
-        assert done.bytes_read == len(memory)
-        from tests.checkpoints import to_meta_names
-
-        part = to_meta_names(weights, config)[name]
-        slices = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
-        found = torch.frombuffer(memory, dtype=torch.bfloat16).view(box.sizes)
-        assert torch.equal(found, part[slices])
+def test_parts_that_begin_and_end_anywhere() -> None:
+    full = torch.arange(5 * 3 * 4, dtype=torch.int16).reshape(5, 3, 4)
+    content = memoryview(bytearray(full.numpy().tobytes()))
+    for begin in range(0, 120, 14):
+        for end in range(begin + 2, 121, 22):
+            tensor = torch.zeros(3, 4, 5, dtype=torch.int16).permute(2, 0, 1)
+            Filled(tensor)[begin:end] = content[begin:end]
+            expected = torch.zeros(60, dtype=torch.int16)
+            expected[begin // 2 : end // 2] = full.reshape(-1)[begin // 2 : end // 2]
+            assert torch.equal(tensor.reshape(-1), expected), (begin, end)
 
 
-def _meta(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    from tests.checkpoints import rename
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_onto_a_device(tmp_path: Path) -> None:
+    full = {"a": torch.randn(3000, 2000).bfloat16(), "b": torch.randn(37, 13), "c": torch.ones(())}
+    folder = save_dcp(tmp_path / "a", full)
+    base = torch.zeros(2000, 3000, dtype=torch.bfloat16, device="cuda")
+    state = {"a": base.t(), "b": torch.zeros(37, 13).cuda(), "c": torch.zeros(()).cuda()}
+    load(state, folder)
+    assert all(torch.equal(state[name].cpu(), value) for name, value in full.items())
 
-    return rename(weights, "hf", "meta")
+
+def test_quantised_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
+    source = quantised_state()
+    folder = save_hf(tmp_path / "hf", source)
+    blocks, scales = (source[f"l.0.mlp.experts.down_proj_{name}"] for name in ("blocks", "scales"))
+    shape = (3, 64, 10)
+    state = {"l.0.mlp.experts.down_proj": torch.zeros(shape).bfloat16()}
+    load(state, folder, dequantize="bf16", strict=False)
+    expected = decoded(blocks, scales, torch.bfloat16)
+    assert torch.equal(state["l.0.mlp.experts.down_proj"], expected)
+    plain = {"l.0.up.weight": torch.zeros(300, 200)}
+    with pytest.raises(MappingError, match="quantised"):
+        load(plain, folder, cast=True, strict=False)
+    with pytest.raises(MappingError) as found:
+        load(plain, folder)
+    assert "dequantize" in str(found.value.hint)

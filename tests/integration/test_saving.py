@@ -70,7 +70,7 @@ def test_without_collectives(tmp_path: Path) -> None:
         ckptctl.convert(folder, out, to="torch")
         found = torch.load(out, weights_only=True)
         for name, tensor in tensors(3).items():
-            assert torch.equal(found["model"][name], tensor), (folder.name, name)
+            assert torch.equal(found[name], tensor), (folder.name, name)
 
 
 def test_unfinished_without_collectives(tmp_path: Path) -> None:
@@ -131,6 +131,7 @@ def kinds() -> dict[str, Any]:
 
 def test_kinds_are_kept_as_stock_keeps_them(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
     with warnings.catch_warnings():
@@ -142,9 +143,9 @@ def test_kinds_are_kept_as_stock_keeps_them(tmp_path: Path) -> None:
         found = FileSystemReader(ours).read_metadata()
         assert found.planner_data == theirs.planner_data
         assert found.state_dict_metadata == theirs.state_dict_metadata
-        flat = dict.fromkeys(theirs.state_dict_metadata)
+        flat: dict[str, Any] = dict.fromkeys(theirs.state_dict_metadata)
         for name, entry in theirs.state_dict_metadata.items():
-            if hasattr(entry, "size"):
+            if isinstance(entry, TensorStorageMetadata):
                 flat[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         one, other = stock_load(ours, flat), stock_load(tmp_path / "stock", flat)
         for name in flat:

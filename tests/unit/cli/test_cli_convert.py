@@ -58,7 +58,7 @@ def calls(monkeypatch):
         found.plan.append((src, dst, options))
         return Plan()
 
-    def run(plan, progress):
+    def run(plan, progress, ranks=None):
         found.run.append(progress)
         return Result()
 

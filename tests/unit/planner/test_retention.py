@@ -14,7 +14,8 @@ NOW = 1_000_000.0
 
 
 def candidate(step: int, **more) -> Candidate:
-    return Candidate(**{"name": f"s-{step}", "series": "s-", "order": (step,), "time": step, **more})
+    usual = {"name": f"s-{step}", "series": "s-", "order": (step,), "time": step}
+    return Candidate(**{**usual, **more})
 
 
 def kept(policy: Policy, *candidates: Candidate, **more) -> dict[str, tuple[str, ...]]:

@@ -1,0 +1,327 @@
+"""``ckptctl.CheckpointManager``: the checkpoints of one training run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import torch.distributed as dist
+
+from ckptctl.api import Options, conversion_options
+from ckptctl.distributed.async_saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
+from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.loading import load
+from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper
+from ckptctl.distributed.save_future import SaveFuture
+from ckptctl.distributed.saving import save
+from ckptctl.distributed.state import StateDict
+from ckptctl.errors import CkptError, RefusedError, UsageError
+from ckptctl.ops.convert import plan_conversion, run_conversion
+from ckptctl.ops.coordinator import on_first
+from ckptctl.ops.load_options import LoadReport
+from ckptctl.ops.prune_safety import parse_best
+from ckptctl.ops.runs import Checkpoint, is_run, newest_complete
+from ckptctl.planner.retention import Policy
+from ckptctl.storage import trash
+from ckptctl.storage.publish import check_target, destination
+
+MODEL = "model"
+
+_log = logging.getLogger("ckptctl")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """From where training goes on.
+
+    Attributes:
+        path: The checkpoint that was loaded.
+        step: The number in its name: its step, or its epoch.
+        skipped: Newer ones that are not complete, with the reason.
+        report: What was loaded.
+    """
+
+    path: Path
+    step: int
+    skipped: Mapping[str, str]
+    report: LoadReport
+
+
+class CheckpointManager:
+    """Saves, loads and clears away the checkpoints of one run.
+
+    Every rank makes one and calls its methods in the same order. Checkpoints are DCP directories
+    ``ROOT/step-N``. What no rule keeps is removed after a newer one is published, on rank 0, in the
+    background, by the code of ``ckptctl prune``: the rules are joined by *or*, incomplete
+    checkpoints do not count, the newest complete one always stays, and nothing is removed that
+    does not have such a name.
+
+    Args:
+        root: The folder of the run; made with the first save.
+        keep_last: Keep the newest so many; 0: none of them once :meth:`save_final` has published,
+            and all until then. None, where no other rule is given: keep all.
+        keep_every: Keep those whose step is a multiple.
+        keep_best: Keep the best by this metric: ``"eval_loss"``, ``"reward:max"``; or several.
+        save_every: When :meth:`should_save` says so.
+        final_format: Format of :meth:`save_final`; None: ``hf``.
+        model_type: Model family, for :meth:`save_final`; None: detect it.
+        async_: Whether :meth:`save` returns when the state is copied, and writes in the background.
+        mode: See :class:`AsyncSaver`.
+        when_busy: Likewise.
+        process_group: The ranks; None: the default group, or this process alone.
+        on_published: Called on rank 0 with the path of every checkpoint when it has its name:
+            uploads, logs. A checkpoint is not removed while they run for it; what one raises is
+            logged.
+        **options: ``overwrite``, ``files``, ``jobs``, ``memory``, ``sync``, ``checksum`` of
+            :func:`ckptctl.save`.
+
+    Raises:
+        UsageError: A rule makes no sense.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: str | Sequence[str] = (),
+        save_every: int | None = None,
+        final_format: str | None = None,
+        model_type: str | None = None,
+        async_: bool = True,
+        mode: Mode = "thread",
+        when_busy: WhenBusy = "wait",
+        process_group: dist.ProcessGroup | None = None,
+        on_published: Hook | Sequence[Hook] = (),
+        **options: Unpack[SaveKeywords],
+    ) -> None:
+        for name, value, least in (
+            ("keep_last", keep_last, 0),
+            ("keep_every", keep_every, 1),
+            ("save_every", save_every, 1),
+        ):
+            if value is not None and (type(value) is not int or value < least):
+                raise UsageError(f"{value!r} is not a number from {least} on", where=name)
+        rated = (keep_best,) if isinstance(keep_best, str) else tuple(keep_best)
+        policy = Policy(keep_last, keep_every, best=tuple(map(parse_best, rated)))
+        hooks = (on_published,) if callable(on_published) else tuple(on_published)
+        self.root = Path(root).expanduser().absolute()
+        self._group = process_group
+        self._save_every = save_every
+        self._final = (final_format or "hf", model_type)
+        self._options = options
+        self._keeper = Keeper(self.root, policy, hooks, sync=options.get("sync", True))
+        how = AsyncSaver(process_group, mode=mode, when_busy=when_busy)
+        self._saver = how if async_ else None
+        self._closed = False
+
+    def should_save(self, step: int) -> bool:
+        """Return whether *step* is one of those that ``save_every`` names."""
+        return self._save_every is not None and step > 0 and step % self._save_every == 0
+
+    def save(
+        self, step: int, state: StateDict, metrics: Mapping[str, float] | None = None
+    ) -> SaveFuture:
+        """Save *state* as ``step-N``: the model and all that training goes on from.
+
+        Args:
+            step: Its number.
+            state: See :func:`ckptctl.save`; an adapter alone, if that is what is trained.
+            metrics: What it is rated with, for ``keep_best``; rank 0's count.
+
+        Returns:
+            The outcome, which is known already where saving is not in the background.
+
+        Raises:
+            CkptError: The last save failed, or this one did or cannot begin; on every rank.
+        """
+        self._require_open()
+        if type(step) is not int or step < 0:
+            raise UsageError(f"{step!r} is not the number of a step")
+        path = self.root / f"{SERIES}{step}"
+        ranks = coordinator(self._group)
+        rated = {name: float(value) for name, value in (metrics or {}).items()}
+        told = partial(self._keeper.published, rated=rated) if ranks.rank == 0 else None
+        if self._saver is not None:
+            return self._saver.save(state, path, on_published=told, **self._options)
+        future = SaveFuture(path)
+        save(state, path, process_group=self._group, **self._options)
+        future.staged.set()
+        if told:
+            told(path)
+        future.set_result(path)
+        return future
+
+    def rate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a checkpoint that is there: an evaluation came later; rank 0 writes.
+
+        Args:
+            step: Its number.
+            metrics: What it is rated with.
+
+        Raises:
+            CkptError: The save that was going on failed.
+        """
+        self.wait()
+        if coordinator(self._group).rank == 0:
+            rated = {name: float(value) for name, value in metrics.items()}
+            self._keeper.rate(self.root / f"{SERIES}{step}", rated)
+
+    def load_latest(self, state: MutableMapping[str, Any], **options: Any) -> Resumed | None:
+        """Fill *state* from the newest complete checkpoint of the run, whoever wrote it.
+
+        Names of torchtitan, torchtune, transformers, accelerate, Lightning, DeepSpeed, Megatron
+        and verl are understood. Newer checkpoints that are not complete are passed over, with a
+        warning.
+
+        Args:
+            state: See :func:`ckptctl.load`; it is filled in place.
+            **options: Those of :func:`ckptctl.load`.
+
+        Returns:
+            What was loaded; None: there is no checkpoint yet.
+
+        Raises:
+            SourceNotFoundError: There are some, and none is complete.
+            CkptError: It cannot be loaded; on every rank.
+        """
+        self._require_open()
+        self.wait()
+        ranks = coordinator(self._group)
+        found = ranks.broadcast(on_first(ranks, self._newest))
+        if found is None:
+            return None
+        path, step, skipped = found
+        for name, problem in skipped.items() if ranks.rank == 0 else ():
+            _log.warning("passed over %s: %s", self.root / name, problem)
+        report = load(state, path, process_group=self._group, **options)
+        return Resumed(path, step, skipped, report)
+
+    def save_final(
+        self,
+        state: StateDict,
+        out: str | Path,
+        *,
+        to: str | None = None,
+        **options: Unpack[Options],
+    ) -> Path:
+        """Save what was trained in the format that others use; returns when it is published.
+
+        All ranks write it beside *out*, rank 0 converts it, and it appears once, whole. With
+        ``keep_last=0`` the run's checkpoints are removed after that.
+
+        Args:
+            state: What is saved; of one with a key ``model`` that alone.
+            out: Where it will appear.
+            to: Format: ``hf``, ``meta``, ``dcp``, ``torch``, ...; None: the manager's.
+            **options: Those of :func:`ckptctl.convert`: ``max_shard_size``, ``mp``, ``assets``, ...
+
+        Returns:
+            The absolute path.
+
+        Raises:
+            CkptError: Nothing was published and nothing removed; on every rank.
+        """
+        self._require_open()
+        self.wait()
+        options.setdefault("model_type", self._final[1])
+        chosen = conversion_options(to or self._final[0], **options)
+        ranks = coordinator(self._group)
+        target = destination(Path(out).expanduser().absolute())
+        stage = target.parent / f".{target.name}.ckptctl-final"
+        alone = MODEL in state and chosen.only == MODEL
+        kept: StateDict = {MODEL: state[MODEL]} if alone else state
+
+        def make_room() -> None:
+            if not chosen.overwrite:
+                check_target(target, overwrite=False, is_checkpoint=lambda _: False)
+            trash.remove(stage)
+
+        def convert() -> None:
+            run_conversion(plan_conversion(stage, target, chosen))
+
+        on_first(ranks, make_room)
+        try:
+            save(kept, stage, process_group=self._group)
+            on_first(ranks, convert)
+        finally:
+            if ranks.rank == 0:
+                _discard(stage)
+        on_first(ranks, lambda: self._finished(target))
+        return target
+
+    def wait(self) -> None:
+        """Wait for the save that is going on, and on rank 0 for removals.
+
+        Raises:
+            CkptError: The save failed; on every rank.
+        """
+        try:
+            if self._saver is not None:
+                self._saver.wait()
+        finally:
+            self._keeper.wait()
+
+    def close(self) -> None:
+        """Wait likewise, and give memory and threads back.
+
+        Raises:
+            CkptError: The save failed; on every rank.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            self._keeper.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RefusedError("this manager was closed", hint="make a new one")
+
+    def _newest(self) -> tuple[Path, int, dict[str, str]] | None:
+        if not is_run(self.root):
+            return None
+        found, skipped = newest_complete(self.root)
+        passed = {one.candidate.name: one.candidate.problem for one in skipped}
+        return _loaded(found), found.candidate.step, passed
+
+    def _finished(self, target: Path) -> None:
+        self._keeper.call_hooks(target)
+        if self._keeper.policy.last == 0:
+            self._keeper.replaced()
+
+
+def _loaded(found: Checkpoint) -> Path:
+    """Return what of a checkpoint is loaded: itself, or the one part that it consists of."""
+    return found.parts[0] if len(found.parts) == 1 else found.entry.path
+
+
+def _discard(stage: Path) -> None:
+    try:
+        trash.remove(stage)
+    except CkptError as error:
+        _log.warning("%s could not be removed: %s", stage, error)

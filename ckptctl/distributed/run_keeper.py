@@ -1,0 +1,115 @@
+"""What rank 0 does for a run after a checkpoint is published: metrics, hooks, removals."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from ckptctl.distributed.rank_output import add_file
+from ckptctl.errors import CkptError
+from ckptctl.ops.prune import plan_prune, run_prune
+from ckptctl.ops.run_pointers import SIDECAR, metrics
+from ckptctl.planner.retention import Policy
+from ckptctl.storage import trash
+
+Hook = Callable[[Path], object]
+SERIES = "step-"
+SCHEMA = "ckptctl.run/1"
+
+_log = logging.getLogger("ckptctl")
+
+
+class Keeper:
+    """Looks after the checkpoints ``step-N`` of a run; nothing in it fails a save.
+
+    Args:
+        root: The run.
+        policy: What is kept; one that says nothing keeps all.
+        hooks: Called with the path of each checkpoint when it is published.
+        sync: Whether what is written has to be on disk.
+    """
+
+    def __init__(self, root: Path, policy: Policy, hooks: Sequence[Hook], *, sync: bool) -> None:
+        self.root = root
+        self.policy = policy
+        self._hooks = hooks
+        self._sync = sync
+        self._pool: ThreadPoolExecutor | None = None
+        self._removal: Future[None] | None = None
+
+    def published(self, path: Path, rated: Mapping[str, float]) -> None:
+        """Note the metrics of a new checkpoint, call the hooks, begin to remove what is too old.
+
+        Args:
+            path: The checkpoint.
+            rated: Its metrics.
+        """
+        self.rate(path, rated)
+        self.call_hooks(path)
+        if not self.policy.empty and self.policy.last != 0:
+            self._remove_later()
+
+    def rate(self, path: Path, rated: Mapping[str, float]) -> None:
+        """Add metrics to those of a checkpoint."""
+        if not rated:
+            return
+        whole = {"schema": SCHEMA, "metrics": {**metrics(path), **rated}}
+        part = path / f".{SIDECAR}.tmp"
+        try:
+            trash.remove(part)
+            add_file(part, [json.dumps(whole, indent=2).encode()], sync=self._sync)
+            part.replace(path / SIDECAR)
+        except (CkptError, OSError) as error:
+            _log.error("the metrics of %s were not written: %s", path, error)
+
+    def call_hooks(self, path: Path) -> None:
+        """Call every hook with *path*; what one raises is logged."""
+        for hook in self._hooks:
+            try:
+                hook(path)
+            except Exception:
+                _log.exception("a hook failed for %s", path)
+
+    def replaced(self) -> None:
+        """Remove what the policy does not keep, now that something else stands for all of it."""
+        self.wait()
+        self._remove(replaced=True)
+
+    def wait(self) -> None:
+        """Wait until what is being removed is gone."""
+        if self._removal is not None:
+            self._removal.result()
+
+    def close(self) -> None:
+        """Wait likewise; there are no removals after that."""
+        self.wait()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _remove_later(self) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptctl-prune")
+        self._removal = self._pool.submit(self._remove)
+
+    def _remove(self, *, replaced: bool = False) -> None:
+        try:
+            plan = plan_prune(self.root, self.policy, replaced=replaced, series=SERIES)
+            if plan.idle:
+                return
+            result = run_prune(plan)
+        except (CkptError, OSError) as error:
+            _log.warning("nothing was removed from %s: %s", self.root, _said(error))
+            return
+        for name in result.done:
+            _log.info("removed %s", self.root / name)
+        for name, failure in result.failed.items():
+            _log.warning("%s was not removed: %s", self.root / name, _said(failure))
+
+
+def _said(error: Exception) -> str:
+    if not isinstance(error, CkptError):
+        return str(error)
+    return ": ".join(filter(None, (error.what, error.where, error.why)))

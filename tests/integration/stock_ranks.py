@@ -1,0 +1,292 @@
+"""What ranks do in tests of torch's own functions with our planners and storage."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer
+from tests.checkpoints.dcp import distribute
+from tests.integration.dcp_ranks import SHARDINGS
+from tests.integration.loading_ranks import require_equal, wiped
+from tests.integration.training_ranks import state
+
+
+def save_all(rank: int, world: int, root: Path) -> None:
+    """Save in every sharding with each pair of a planner and a writer of which one is ours."""
+    warnings.simplefilter("ignore")
+    own = {"model": state(), "step": 5}
+    for number, (mesh, words) in enumerate(SHARDINGS[world]):
+        placed = {"model": distribute(state(), mesh, words), "step": own["step"], "rank": rank}
+        for name, planner, writer in (
+            ("ours", SavePlanner(), Writer),
+            ("planner", SavePlanner(), FileSystemWriter),
+            ("writer", DefaultSavePlanner(), Writer),
+        ):
+            path = root / f"{name}-w{world}-{number}"
+            state_dict_saver.save(placed, storage_writer=writer(path), planner=planner)
+
+
+def load_all(rank: int, world: int, root: Path) -> None:
+    """Load all that was saved with each pair of a planner and a reader of which one is ours."""
+    full = state()
+    for folder in sorted(root.iterdir()):
+        for mesh, words in SHARDINGS[world]:
+            for planner, reader in (
+                (LoadPlanner(), Reader),
+                (LoadPlanner(), FileSystemReader),
+                (DefaultLoadPlanner(), Reader),
+            ):
+                placed = distribute(wiped(full), mesh, words)
+                found = {"model": placed, "step": 0, "rank": -1}
+                state_dict_loader.load(found, storage_reader=reader(folder), planner=planner)
+                require_equal(found["model"], full, (folder.name, words, planner, reader))
+                assert found["step"] == 5 and found["rank"] >= 0, found
+
+
+def load_model(
+    rank: int, world: int, folder: str, truth: str, options: Mapping[str, Any], prefix: str
+) -> None:
+    """Load a checkpoint of any format in every sharding, with both planners."""
+    full = torch.load(truth)
+    for mesh, words in SHARDINGS[world]:
+        placed = distribute(wiped(full), mesh, words)
+        whole: dict[str, Any] = {prefix: placed} if prefix else dict(placed)
+        planner = LoadPlanner()
+        state_dict_loader.load(whole, storage_reader=Reader(folder, **options), planner=planner)
+        require_equal(placed, full, (words, "ours"))
+        assert planner.report.missing == planner.report.unexpected == ()
+        placed = distribute(wiped(full), mesh, words)
+        whole = {prefix: placed} if prefix else dict(placed)
+        state_dict_loader.load(whole, storage_reader=Reader(folder, state_dict=whole, **options))
+        require_equal(placed, full, (words, "stock"))
+
+
+def load_fsdp(rank: int, world: int, folder: str, truth: str, options: Mapping[str, Any]) -> None:
+    """Load into a module that FSDP2 has sharded."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    full = torch.load(truth)
+    module = torch.nn.Module()
+    for name, tensor in wiped(full).items():
+        *path, last = name.split(".")
+        place = module
+        for part in path:
+            if not hasattr(place, part):
+                place.add_module(part, torch.nn.Module())
+            place = getattr(place, part)
+        place.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+    fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+    found = get_model_state_dict(module)
+    state_dict_loader.load(found, storage_reader=Reader(folder, **options), planner=LoadPlanner())
+    require_equal(get_model_state_dict(module), full, "fsdp")
+
+
+def failing(work: Any) -> str:
+    """Return what *work* fails with on this rank, as text."""
+    try:
+        work()
+    except CheckpointException as error:
+        return str(error) + repr(error.failures)
+    raise AssertionError("nothing failed")
+
+
+def save_apart(rank: int, world: int, root: Path) -> None:
+    """Values that differ are all kept, or an error."""
+    mine = {"rng": rank, "same": 1, "w": distribute(state(), (world,), "S0")["emb.weight"]}
+    state_dict_saver.save(mine, storage_writer=Writer(root / "kept"), planner=SavePlanner())
+    found = {"rng": -1, "same": 0}
+    state_dict_loader.load(
+        found, storage_reader=Reader(root / "kept"), planner=LoadPlanner(strict=False)
+    )
+    assert found == {"rng": rank, "same": 1}, found
+    strict = SavePlanner(per_rank="error")
+    said = failing(
+        lambda: state_dict_saver.save(mine, storage_writer=Writer(root / "no"), planner=strict)
+    )
+    assert "rng" in said
+    dist.barrier()
+    assert sorted(one.name for one in root.iterdir()) == ["kept"], list(root.iterdir())
+
+
+def save_again(rank: int, world: int, root: Path) -> None:
+    """Plans are used again, and never for what has changed."""
+    planner = SavePlanner(plans=3)
+    mesh, words = SHARDINGS[world][0]
+    numbers = range(8)
+    for number in numbers:
+        full = changed(number % 4, number)
+        known = planner.plan if number else None
+        own = {"model": distribute(full, mesh, words), "step": number, "rng": rank * (number > 2)}
+        state_dict_saver.save(own, storage_writer=Writer(root / f"{number}"), planner=planner)
+        assert known is not planner.plan
+        assert len(planner._own) <= 3 and len(planner._all) <= 3
+    for number in numbers:
+        full = changed(number % 4, number)
+        placed = distribute(wiped(full), mesh, words)
+        own = {"model": placed, "step": -1, "rng": -1}
+        state_dict_loader.load(
+            own, storage_reader=Reader(root / f"{number}"), planner=LoadPlanner()
+        )
+        require_equal(placed, full, number)
+        assert (own["step"], own["rng"]) == (number, rank * (number > 2)), own
+
+
+def changed(kind: int, number: int) -> dict[str, torch.Tensor]:
+    """Return a state whose structure depends on *kind* and whose elements depend on *number*."""
+    generator = torch.Generator().manual_seed(number)
+    tensor = torch.randn(6, 5, generator=generator)
+    return {
+        0: {"a": tensor, "b": tensor + 1},
+        1: {"a": tensor.bfloat16(), "b": tensor + 1},
+        2: {"a": tensor, "c": tensor + 1},
+        3: {"a": tensor, "b": tensor + 1},
+    }[kind]
+
+
+def cached(rank: int, world: int, root: Path) -> None:
+    """A plan that holds is not sent again; one rank's change makes all plan anew."""
+    planner = SavePlanner()
+    sent: list[bool] = []
+    original = SavePlanner.create_local_plan
+
+    def listening(self: SavePlanner) -> Any:
+        plan = original(self)
+        sent.append(plan.usable)
+        return plan
+
+    planner.create_local_plan = listening.__get__(planner)  # type: ignore[method-assign]
+    extra = [0, 0, 0, 1, 1, 0]
+    for number, more in enumerate(extra):
+        mine = {"w": distribute(changed(0, number), (world,), "S0"), "step": number}
+        if more and rank == world - 1:
+            mine["own"] = number
+        state_dict_saver.save(mine, storage_writer=Writer(root / f"{number}"), planner=planner)
+        found: dict[str, Any] = {"w": distribute(wiped(changed(0, 0)), (world,), "S0"), "step": -1}
+        if more:
+            found["own"] = -1
+        state_dict_loader.load(
+            found, storage_reader=Reader(root / f"{number}"), planner=LoadPlanner()
+        )
+        require_equal(found["w"], changed(0, number), number)
+        assert found["step"] == number and found.get("own", number) == number
+    last = rank == world - 1
+    assert sent == ([True, False, False, last, False, False]), (rank, sent)
+
+
+def swallowed(rank: int, world: int, root: Path) -> None:
+    """A rank whose files cannot be written fails on all ranks, and nothing is published."""
+    import resource
+
+    mine = {"w": distribute({"a": torch.randn(4096, 64)}, (world,), "S0")}
+    if rank == world - 1:
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    said = failing(
+        lambda: state_dict_saver.save(
+            mine, storage_writer=Writer(root / "x"), planner=SavePlanner()
+        )
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert "File too large" in said or "EFBIG" in said, said
+    dist.barrier()
+    assert not (root / "x").exists()
+    dist.barrier()
+    state_dict_saver.save(mine, storage_writer=Writer(root / "x"), planner=SavePlanner())
+    assert (root / "x/.metadata").exists()
+
+
+def places(rank: int, world: int, root: Path) -> None:
+    """Ranks that name different destinations, checkpoints that exist, dtypes that differ."""
+    mine = {"w": distribute(state(), (world,), "S0")}
+    said = failing(lambda: state_dict_saver.save(mine, storage_writer=Writer(root / f"{rank}")))
+    assert "different destinations" in said
+    said = failing(
+        lambda: state_dict_saver.save(
+            mine, storage_writer=Writer(root / f"{rank}"), planner=SavePlanner()
+        )
+    )
+    assert "different destinations" in said
+    state_dict_saver.save(mine, storage_writer=Writer(root / "x"))
+    dist.barrier()
+    said = failing(lambda: state_dict_saver.save(mine, storage_writer=Writer(root / "x")))
+    assert "exists" in said
+    state_dict_saver.save({"v": torch.ones(2)}, storage_writer=Writer(root / "x", overwrite=True))
+    found = {"v": torch.zeros(2)}
+    state_dict_loader.load(found, storage_reader=Reader(root / "x"), planner=LoadPlanner())
+    assert torch.equal(found["v"], torch.ones(2))
+    odd = {"w": torch.ones(3, dtype=torch.float32 if rank else torch.float64)}
+    said = failing(
+        lambda: state_dict_saver.save(
+            odd, storage_writer=Writer(root / "odd"), planner=SavePlanner()
+        )
+    )
+    assert "disagree on `w`" in said, said
+    hole = failing(
+        lambda: state_dict_loader.load({"v": torch.zeros(2)}, storage_reader=Reader(root / "none"))
+    )
+    assert "SourceNotFoundError" in hole or "no such" in hole.lower(), hole
+
+
+def rank_local(rank: int, world: int, root: Path) -> None:
+    """Without collectives each rank writes metadata of its own, which stock ranks read."""
+    full = state()
+    for name, planner in (("stock", DefaultSavePlanner()), ("ours", SavePlanner())):
+        placed = {"model": distribute(state(), (world,), "S0"), "rank": rank}
+        state_dict_saver.save(
+            placed, storage_writer=Writer(root / name), planner=planner, use_collectives=False
+        )
+        dist.barrier()
+        names = {one.name for one in (root / name).iterdir()}
+        assert {f"__{one}.metadata" for one in range(world)} <= names, names
+        for reader in (FileSystemReader, Reader):
+            found = {"model": distribute(wiped(full), (world,), "S0"), "rank": -1}
+            state_dict_loader.load(found, storage_reader=reader(root / name))
+            require_equal(found["model"], full, (name, reader))
+            assert found["rank"] == rank
+
+
+def asynchronous(rank: int, world: int, root: Path) -> None:
+    """``dcp.async_save`` with both of ours, in a thread."""
+    placed = {"model": distribute(state(), (world,), "S0"), "step": 5}
+    future = state_dict_saver.async_save(
+        placed, storage_writer=Writer(root / "x"), planner=SavePlanner()
+    )
+    assert isinstance(future, Future)
+    future.result()
+    found = {"model": distribute(wiped(state()), (world,), "S0"), "step": 0}
+    state_dict_loader.load(found, storage_reader=Reader(root / "x"), planner=LoadPlanner())
+    require_equal(found["model"], state(), "async")
+    assert found["step"] == 5
+
+
+def balanced(rank: int, world: int, root: Path) -> None:
+    """Replicated tensors of growing sizes are divided by their bytes; torch goes by their order."""
+    sizes = [(number + 1) << 15 for number in range(24)]
+    tensors = {f"{number:02}": torch.zeros(size) for number, size in enumerate(sizes)}
+    mine = {"w": distribute(tensors, (world,), "R")}
+    for name, planner, limit in (
+        ("ours", SavePlanner(), (1.0, 1.02)),
+        ("stock", DefaultSavePlanner(), (1.02, 2.0)),
+    ):
+        state_dict_saver.save(mine, storage_writer=Writer(root / name, sync=False), planner=planner)
+        dist.barrier()
+        files = [(root / name / f"__{one}_0.distcp").stat().st_size for one in range(world)]
+        ratio = max(files) / (sum(files) / world)
+        assert limit[0] <= ratio <= limit[1], (name, ratio)
+    assert os.path.exists(root / "ours")

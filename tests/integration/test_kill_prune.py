@@ -1,0 +1,112 @@
+"""``kill -9`` at every system call of a prune: whole checkpoints under their names, or trash.
+
+The harness is that of ``test_kill.py``: a torch-free process forks a child for each point.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ckptctl import formats
+from ckptctl.ops.prune import plan_prune, run_prune
+from ckptctl.ops.run_completeness import health
+from ckptctl.planner.retention import Policy
+from ckptctl.storage.retirement import TRASH
+from tests.integration.test_kill import MEMORY, Bomb, forked
+from tests.runs import START, age, save_step
+
+SCENARIOS = {"remove": 1, "thin": 7}
+"""How many system calls lie between two points."""
+SAVED = Path(__file__).parents[1] / "data" / "wrappers" / "lightning_fsdp1" / "ckpt"
+NAMES = [f"epoch=0-step={step}.ckpt" for step in (1, 2, 3)]
+
+
+def prepared(root: Path, scenario: str) -> None:
+    for step, name in enumerate(NAMES, 1):
+        if scenario == "remove":
+            save_step(root / name, files=2)
+            (root / name / "inner").mkdir()
+            (root / name / "inner" / "state.json").write_text("{}")
+        else:
+            shutil.copytree(SAVED / NAMES[1], root / name)
+        age(root / name, START + step)
+
+
+def prune(root: Path, scenario: str) -> int:
+    run_prune(plan_prune(root, Policy(last=1), thin=scenario == "thin"))
+    return 0
+
+
+def listing(folder: Path) -> list[tuple[str, bytes]]:
+    files = (item for item in sorted(folder.rglob("*")) if item.is_file())
+    return [(str(item.relative_to(folder)), item.read_bytes()) for item in files]
+
+
+def settle(root: Path, scenario: str, before: list[tuple[str, bytes]]) -> bool:
+    """Check what a killed run left, run again, check that all is well and tidy."""
+    there = sorted(item.name for item in root.iterdir() if item.name != TRASH)
+    assert NAMES[-1] in there
+    assert set(there) <= set(NAMES)
+    for name in there:
+        assert not health(root / name).problem, name
+        if scenario == "remove" or name == NAMES[-1]:
+            assert listing(root / name) == before, name
+    if scenario == "thin":
+        assert there == NAMES
+    assert forked(lambda: prune(root, scenario)) == 0
+    left = sorted(item.name for item in root.iterdir())
+    assert left == (NAMES if scenario == "thin" else NAMES[-1:]), left
+    if scenario == "thin":
+        for name in NAMES[:-1]:
+            catalog = formats.open_checkpoint(root / name)
+            assert catalog.tensors
+            assert not [key for key in catalog.tensors if key.startswith("optimizer")]
+            assert (root / name / "meta.pt").exists()
+    return there != NAMES
+
+
+def at_every_call(scenario: str) -> int:
+    changed, points = False, 0
+    for point in range(1, 20_000, SCENARIOS[scenario]):
+        with tempfile.TemporaryDirectory(dir=MEMORY) as name:
+            root = Path(name)
+            prepared(root, scenario)
+            before = listing(root / NAMES[0])
+
+            def body(root: Path = root, point: int = point) -> int:
+                Bomb(point).install()
+                return prune(root, scenario)
+
+            code = forked(body)
+            if code == 0:
+                assert changed or scenario == "thin"
+                return points
+            assert code == -signal.SIGKILL, (point, code)
+            changed |= settle(root, scenario, before)
+            points += 1
+    raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_killed_run_leaves_whole_checkpoints(scenario: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.test_kill_prune", scenario],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+
+
+if __name__ == "__main__":
+    assert "torch" not in sys.modules
+    print(at_every_call(sys.argv[1]))

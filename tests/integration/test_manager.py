@@ -1,0 +1,255 @@
+"""The checkpoint manager: several ranks, other trainers' folders, what it keeps and removes."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
+from tests.checkpoints import differences, load_any_reference, save_hf
+from tests.gloo import run_on_ranks
+from tests.integration.manager_ranks import (
+    CONFIG,
+    MODEL,
+    final_fails,
+    names,
+    state_at,
+    stock,
+    train,
+)
+from tests.runs import START, age
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> Path:
+    return save_hf(tmp_path / "assets", {}, CONFIG)
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Return what is logged."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logging.getLogger("ckptctl").addHandler(handler)
+    yield text
+    logging.getLogger("ckptctl").removeHandler(handler)
+
+
+def plain(value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((4, 3), float(value)), "step": int(value)}
+
+
+def save_steps(manager: CheckpointManager, *steps: int, **metrics: float) -> None:
+    for step in steps:
+        manager.save(step, plain(step), metrics)
+    manager.wait()
+
+
+def test_a_run_on_ranks(tmp_path: Path, assets: Path) -> None:
+    run_on_ranks(train, (1, 2, 3), tmp_path)
+    for world in (1, 2, 3):
+        expected = {name: value + 50 for name, value in MODEL.items()}
+        assert not differences(load_any_reference(tmp_path / f"final-{world}"), expected)
+        state = load_any_reference(tmp_path / f"run-{world}" / "step-40")
+        assert state["step"] == 40, "stock dcp reads what the manager saves"
+
+
+def test_a_final_save_that_fails(tmp_path: Path, assets: Path) -> None:
+    run_on_ranks(final_fails, (1, 2), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"keep_last": 1}, [4]),
+        ({"keep_last": 2}, [3, 4]),
+        ({"keep_last": 0}, [1, 2, 3, 4]),
+        ({"keep_every": 2}, [2, 4]),
+        ({"keep_last": 1, "keep_every": 3}, [3, 4]),
+    ],
+)
+@pytest.mark.parametrize("async_", [True, False])
+def test_rules(tmp_path: Path, rules: dict[str, int], left: list[int], async_: bool) -> None:
+    with CheckpointManager(tmp_path / "run", async_=async_, sync=False, **rules) as manager:
+        save_steps(manager, 1, 2, 3, 4)
+        assert names(tmp_path / "run") == [f"step-{step}" for step in left]
+
+
+def test_none_is_left_after_the_final_one(tmp_path: Path) -> None:
+    with CheckpointManager(
+        tmp_path / "run", keep_last=0, final_format="dcp", sync=False
+    ) as manager:
+        save_steps(manager, 1, 2)
+        assert names(tmp_path / "run") == ["step-1", "step-2"]
+        manager.save_final({"model": MODEL}, tmp_path / "out")
+    assert names(tmp_path / "run") == []
+    assert not differences(load_any_reference(tmp_path / "out"), MODEL)
+
+
+def test_a_final_one_that_exists_is_not_replaced(tmp_path: Path) -> None:
+    with CheckpointManager(
+        tmp_path / "run", keep_last=0, final_format="dcp", sync=False
+    ) as manager:
+        save_steps(manager, 1)
+        (tmp_path / "out").mkdir()
+        with pytest.raises(RefusedError):
+            manager.save_final({"model": MODEL}, tmp_path / "out")
+        assert names(tmp_path / "run") == ["step-1"]
+    assert names(tmp_path) == ["out", "run"]
+
+
+def test_other_peoples_checkpoints_are_not_removed(tmp_path: Path) -> None:
+    for name in ("epoch_0", "epoch_1", "checkpoint-5"):
+        stock(tmp_path / "run" / name, 1)
+    (tmp_path / "run" / "logs").mkdir()
+    with CheckpointManager(tmp_path / "run", keep_last=1, sync=False) as manager:
+        save_steps(manager, 1, 2)
+    assert names(tmp_path / "run") == ["checkpoint-5", "epoch_0", "epoch_1", "logs", "step-2"]
+
+
+def test_ratings_travel_with_the_checkpoint(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", keep_best="acc:max", keep_last=1, sync=False)
+    with manager:
+        save_steps(manager, 1, acc=0.9, loss=2.0)
+        manager.rate(1, {"acc": 0.95})
+        save_steps(manager, 2, acc=0.1)
+        save_steps(manager, 3, acc=0.2)
+    assert names(tmp_path / "run") == ["step-1", "step-3"]
+    text = (tmp_path / "run" / "step-1" / "ckptctl.run.json").read_text()
+    assert json.loads(text)["metrics"] == {"acc": 0.95, "loss": 2.0}
+
+
+def test_without_ratings_nothing_is_removed(tmp_path: Path, log: io.StringIO) -> None:
+    with CheckpointManager(tmp_path / "run", keep_best="loss", sync=False) as manager:
+        save_steps(manager, 1, 2, 3)
+    assert names(tmp_path / "run") == ["step-1", "step-2", "step-3"]
+    assert "loss" in log.getvalue()
+
+
+def test_the_newest_complete_one_is_loaded(tmp_path: Path, log: io.StringIO) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root, sync=False) as manager:
+        save_steps(manager, 1, 2, 3, 10)
+        next((root / "step-10").glob("*.distcp")).unlink()
+        (root / "step-3" / ".metadata").unlink()
+        found = manager.load_latest(state := plain())
+    assert found is not None
+    assert (found.step, found.path) == (2, root / "step-2")
+    assert list(found.skipped) == ["step-10", "step-3"]
+    assert torch.equal(state["w"], torch.full((4, 3), 2.0))
+    assert state["step"] == 2
+    assert "passed over" in log.getvalue()
+    assert "step-10" in log.getvalue()
+
+
+def test_none_is_complete(tmp_path: Path) -> None:
+    """To begin again from nothing where checkpoints are broken is not for the manager to decide."""
+    with CheckpointManager(tmp_path / "run", sync=False) as manager:
+        assert manager.load_latest(plain()) is None
+        save_steps(manager, 1)
+        (tmp_path / "run" / "step-1" / ".metadata").unlink()
+        with pytest.raises(SourceNotFoundError):
+            manager.load_latest(plain())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("step-9", "step-10"),
+        ("epoch_9", "epoch_10"),
+        ("checkpoint-9", "checkpoint-10"),
+        ("global_step_9", "global_step_10"),
+        ("iter_0000009", "iter_0000010"),
+    ],
+)
+def test_folders_of_other_trainers(tmp_path: Path, first: str, second: str) -> None:
+    for step, name in ((9, first), (10, second)):
+        age(stock(tmp_path / "run" / name, step), START + step)
+    with CheckpointManager(tmp_path / "run") as manager:
+        found = manager.load_latest(state := {"model": state_at(0, 1)["model"], "step": 0})
+    assert found is not None
+    assert (found.path.name, found.step, state["step"]) == (second, 10, 10)
+
+
+def test_an_adapter_alone(tmp_path: Path) -> None:
+    lora = {"model.layers.0.q_proj.lora_A.weight": torch.randn(2, 8)}
+    with CheckpointManager(tmp_path / "run", keep_last=1, sync=False) as manager:
+        manager.save(1, {"adapter": lora, "step": 1})
+        wiped = {name: torch.zeros_like(value) for name, value in lora.items()}
+        manager.load_latest(state := {"adapter": wiped, "step": 0})
+    assert not differences(state["adapter"], lora)
+
+
+def test_hooks_run_before_removals_and_cannot_fail_a_save(tmp_path: Path, log: io.StringIO) -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    def slow(path: Path) -> None:
+        time.sleep(0.05)
+        seen.append((path.name, names(path.parent)))
+
+    def broken(path: Path) -> None:
+        raise ZeroDivisionError
+
+    manager = CheckpointManager(
+        tmp_path / "run", keep_last=1, on_published=[broken, slow], sync=False
+    )
+    with manager:
+        save_steps(manager, 1)
+        save_steps(manager, 2)
+    assert seen == [("step-1", ["step-1"]), ("step-2", ["step-1", "step-2"])]
+    assert names(tmp_path / "run") == ["step-2"]
+    assert "ZeroDivisionError" in log.getvalue()
+
+
+def test_two_managers_on_one_folder(tmp_path: Path) -> None:
+    one = CheckpointManager(tmp_path / "run", keep_last=2, sync=False)
+    other = CheckpointManager(tmp_path / "run", keep_last=2, sync=False)
+    with one, other:
+        for step in range(1, 9):
+            (one if step % 2 else other).save(step, plain(step))
+    assert names(tmp_path / "run")[-2:] == ["step-7", "step-8"]
+    found = CheckpointManager(tmp_path / "run").load_latest(plain())
+    assert found is not None
+    assert found.step == 8
+
+
+def test_a_failed_save_is_raised_and_removes_nothing(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", keep_last=1, sync=False)
+    save_steps(manager, 1)
+    with pytest.raises(RefusedError):
+        save_steps(manager, 1)
+    assert names(tmp_path / "run") == ["step-1"]
+    manager.close()
+    with pytest.raises(RefusedError, match="closed"):
+        manager.save(2, plain())
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"keep_last": -1},
+        {"keep_every": 0},
+        {"save_every": 0},
+        {"keep_last": 1.5},
+        {"keep_best": "ppl"},
+    ],
+)
+def test_rules_that_make_no_sense(tmp_path: Path, rules: Any) -> None:
+    with pytest.raises(UsageError):
+        CheckpointManager(tmp_path, **rules)
+
+
+@pytest.mark.parametrize(("step", "due"), [(0, False), (499, False), (500, True), (1000, True)])
+def test_when_to_save(tmp_path: Path, step: int, due: bool) -> None:
+    assert CheckpointManager(tmp_path, save_every=500).should_save(step) is due
+    assert not CheckpointManager(tmp_path).should_save(step)

@@ -1,0 +1,81 @@
+"""torch's own ``save``, ``async_save`` and ``load`` with our planners and storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from ckptctl import convert
+from tests.checkpoints.llama import tiny_llama
+from tests.checkpoints.meta import save_meta
+from tests.checkpoints.writers import save_hf
+from tests.gloo import run_on_ranks
+from tests.integration import stock_ranks
+from tests.integration.dcp_ranks import check_on_ranks
+from tests.integration.training_ranks import state
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def test_each_pair_saves_what_stock_and_each_pair_load(tmp_path: Path) -> None:
+    run_on_ranks(stock_ranks.save_all, (1, 2, 3, 4), tmp_path)
+    expected = {f"model.{name}": tensor for name, tensor in state().items()} | {"step": 5}
+    check_on_ranks([(folder, expected) for folder in sorted(tmp_path.iterdir())])
+    run_on_ranks(stock_ranks.load_all, (1, 2, 3, 4), tmp_path)
+
+
+def test_plans_are_used_again_and_never_stale(tmp_path: Path) -> None:
+    for name in ("save_again", "cached"):
+        (tmp_path / name).mkdir()
+        run_on_ranks(getattr(stock_ranks, name), (2,), tmp_path / name)
+
+
+def test_leaves_that_differ_are_kept_or_an_error(tmp_path: Path) -> None:
+    run_on_ranks(stock_ranks.save_apart, (3,), tmp_path)
+
+
+def test_a_failing_disk_raises_everywhere_and_publishes_nothing(tmp_path: Path) -> None:
+    run_on_ranks(stock_ranks.swallowed, (2,), tmp_path)
+
+
+def test_what_ranks_disagree_on_is_refused(tmp_path: Path) -> None:
+    run_on_ranks(stock_ranks.places, (2,), tmp_path)
+
+
+def test_without_collectives(tmp_path: Path) -> None:
+    run_on_ranks(stock_ranks.rank_local, (2,), tmp_path)
+
+
+def test_async_save(tmp_path: Path) -> None:
+    run_on_ranks(stock_ranks.asynchronous, (2,), tmp_path)
+
+
+def test_replicas_are_balanced_by_bytes(tmp_path: Path) -> None:
+    run_on_ranks(stock_ranks.balanced, (4,), tmp_path)
+
+
+def test_an_hf_checkpoint_and_meta_shards_become_a_sharded_state(tmp_path: Path) -> None:
+    weights, config = tiny_llama("llama3")
+    hf = save_hf(tmp_path / "hf", weights, config)
+    meta = save_meta(tmp_path / "meta", weights, config, mp=2)
+    for number, (source, layout) in enumerate(((hf, "torchtune"), (meta, "hf"), (hf, "hf"))):
+        truth = _converted(source, tmp_path / f"{number}", layout)
+        options = {"model_type": "llama3"}
+        run_on_ranks(stock_ranks.load_model, (1, 2, 3), str(source), str(truth), options, "model")
+        run_on_ranks(stock_ranks.load_fsdp, (2,), str(source), str(truth), options)
+
+
+def test_zero_shards_become_a_sharded_state(tmp_path: Path) -> None:
+    folder = DATA / "deepspeed" / "z3_sub_w3"
+    truth = tmp_path / "truth.pt"
+    torch.save(load_file(folder / "expected.safetensors"), truth)
+    arguments = (str(folder / "ckpt"), str(truth), {"weights": "master"}, "module")
+    run_on_ranks(stock_ranks.load_model, (1, 2, 3), *arguments)
+
+
+def _converted(source: Path, target: Path, layout: str) -> Path:
+    """Return a file of the tensors that the command makes of *source*."""
+    convert(source, target, to="torch", model_type="llama3", to_layout=layout)
+    return next(target.rglob("*.pt")) if target.is_dir() else target

@@ -1,0 +1,259 @@
+"""Commands on many ranks that torchrun started: the bytes of one process, or nothing at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptctl
+from ckptctl.storage.publish import staging_directory
+from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
+from tests.checkpoints.adapters import random_adapter, save_peft
+
+REPOSITORY = Path(__file__).parents[2]
+METADATA = 400_000
+"""Bytes of headers, directories and lists that every rank may read for itself."""
+JOB = "tests.integration.torchrun_job"
+
+
+def launch(
+    arguments: list[str], ranks: int, folder: Path, timeout: float = 150
+) -> subprocess.CompletedProcess[str]:
+    """Start Python with *arguments* on *ranks* ranks; one rank is an ordinary process."""
+    command = [sys.executable, *arguments]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, "-W", "ignore", *torchrun, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    child = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        output, errors = child.communicate()
+        raise AssertionError(f"no end after {timeout} s\n{output}{errors}") from None
+    return subprocess.CompletedProcess(command, child.returncode, output, errors)
+
+
+def run_job(folder: Path, ranks: int, **job: Any) -> tuple[list[list[dict[str, Any]]], str]:
+    """Return what came out on every rank, and what all of them printed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.json"
+    path.write_text(json.dumps({**job, "report": str(folder / "report")}))
+    done = launch(["-m", JOB, str(path)], ranks, folder)
+    reports = [folder / f"report.{rank}" for rank in range(ranks)]
+    found = [json.loads(one.read_text()) if one.exists() else [] for one in reports]
+    return found, done.stdout + done.stderr
+
+
+def contents(path: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file at *path*, by name."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """Return a folder with what is converted; one tensor of ``big`` is most of it."""
+    folder = tmp_path_factory.mktemp("sources")
+    torch.manual_seed(3)
+    big = {
+        "a.weight": torch.randn(70, 3),
+        "b.weight": torch.randn(2501, 1003),
+        "c.weight": torch.randn(1003, 501).to(torch.bfloat16),
+        "d.bias": torch.randn(9),
+    }
+    (folder / "big").mkdir()
+    save_file(big, folder / "big" / "model.safetensors", {"format": "pt"})
+    state, config = tiny_llama("llama3")
+    save_hf(folder / "llama", state, config)
+    save_peft(folder / "adapter", random_adapter(state))
+    shutil.copytree(data / "dcp-rank-local" / "w2", folder / "ranks")
+    return folder
+
+
+def commands(sources: Path, out: Path) -> list[list[str]]:
+    """Return command lines, each of which may use what the ones before it wrote."""
+    big, llama = str(sources / "big"), str(sources / "llama")
+    return [
+        ["convert", big, f"{out}/dcp", "--to", "dcp"],
+        ["convert", f"{out}/dcp", f"{out}/hf", "--to", "hf", "--dtype", "bf16", "--verify"],
+        ["convert", f"{out}/dcp", f"{out}/torch.pt", "--to", "torch"],
+        ["convert", llama, f"{out}/meta", "--to", "meta", "--mp", "2"],
+        ["convert", big, f"{out}/plain", "--to", "dcp", "--no-checksum", "--max-shard-size", "1MB"],
+        ["consolidate", str(sources / "ranks"), f"{out}/whole", "--to", "dcp", "--optimizer"],
+        ["merge", llama, str(sources / "adapter"), f"{out}/merged", "--to", "hf"],
+        ["verify", f"{out}/torch.pt", "--level", "full", "--nan"],
+        ["verify", f"{out}/dcp", "--level", "full", "--manifest"],
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """Return what one process writes, and how many bytes it reads for each command."""
+    folder = tmp_path_factory.mktemp("alone")
+    (found,), printed = run_job(folder, 1, commands=commands(sources, folder / "out"))
+    assert [one["code"] for one in found] == [0] * len(commands(sources, folder)), printed
+    return folder / "out", [one["read"] for one in found]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_are_those_of_one_process(
+    ranks: int, sources: Path, alone: tuple[Path, list[int]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    asked = commands(sources, out)
+    found, printed = run_job(tmp_path, ranks, commands=asked)
+    for rank, results in enumerate(found):
+        assert [one["code"] for one in results] == [0] * len(asked), (rank, printed)
+    assert contents(out) == contents(alone[0])
+    assert printed.count("files\t") == 9, "every command prints once"
+    read = [[one["read"] for one in results] for results in found]
+    for index, command in enumerate(asked):
+        parts = [counts[index] for counts in read]
+        assert sum(parts) <= alone[1][index] + ranks * METADATA, (command, parts)
+    # The big tensor is cut: no rank reads most of it.
+    assert max(counts[0] for counts in read) < 1.1 * alone[1][0] / ranks + METADATA, read
+    assert max(counts[7] for counts in read) < alone[1][7]
+
+
+def test_other_readers_agree(sources: Path, alone: tuple[Path, list[int]]) -> None:
+    expected = load_any_reference(sources / "big")
+    for name in ("dcp", "torch.pt", "plain"):
+        assert not differences(load_any_reference(alone[0] / name), expected)
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+def nothing_is_left(target: Path) -> None:
+    assert not target.exists()
+    assert not staging_directory(target).exists()
+
+
+def test_what_is_refused(sources: Path, alone: tuple[Path, list[int]], tmp_path: Path) -> None:
+    """A dry run on many ranks, a resumed one, damaged sources, none at all."""
+    torn, wrong = tmp_path / "torn", tmp_path / "wrong"
+    shutil.copytree(sources / "big", torn)
+    os.truncate(torn / "model.safetensors", 5_000_000)
+    shutil.copytree(alone[0] / "dcp", wrong)
+    flip(wrong / "__0_0.distcp", 5_000)
+    flip(wrong / "__0_0.distcp", 10_500_000)
+    out = tmp_path / "out"
+    convert = ["convert", str(sources / "big"), str(out), "--to", "dcp"]
+    asked = [
+        [*convert, "--dry-run"],
+        [*convert, "--resume"],
+        ["convert", str(torn), str(out), "--to", "dcp"],
+        ["verify", str(torn)],
+        ["verify", str(wrong), "--level", "full"],
+        ["convert", str(sources / "nothing"), str(out), "--to", "dcp"],
+    ]
+    found, printed = run_job(tmp_path, 2, commands=asked)
+    for results in found:
+        assert [one["code"] for one in results] == [0, 6, 4, 4, 4, 3], printed
+    assert printed.count("would write") + printed.count("run it with `ckptctl convert") == 1
+    assert printed.count("--resume is for one process") == 1
+    assert printed.count("no such file or directory") == 1
+    errors = [found.why for found in ckptctl.verify(wrong, level="full").errors]
+    assert len(errors) >= 3
+    assert all(printed.count(str(why)) == 1 for why in errors), printed
+    nothing_is_left(out)
+
+
+def test_other_options_on_one_rank(sources: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = [["convert", str(sources / "big"), str(out), "--to", "dcp"]]
+    found, printed = run_job(tmp_path, 2, commands=asked, more={"1": ["--dtype", "bf16"]})
+    assert [results[0]["code"] for results in found] == [2, 2], printed
+    assert printed.count("option `dtype`") == 1 and "'bfloat16' on rank 1" in printed
+    nothing_is_left(out)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk(rank: int, sources: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = [["convert", str(sources / "big"), str(out), "--to", "torch"]]
+    fault = {"rank": rank, "kind": "full", "after": 1}
+    found, printed = run_job(tmp_path, 3, commands=asked, faults=[fault])
+    assert [results[0]["code"] for results in found] == [8, 8, 8], printed
+    assert printed.count("ENOSPC") == 1
+    assert ("rank 1: cannot write" in printed) == (rank == 1)
+    nothing_is_left(out)
+
+
+def test_a_failure_stops_the_others(sources: Path, tmp_path: Path) -> None:
+    """Rank 0 writes so slowly that its share alone takes longer than the whole run may."""
+    out = tmp_path / "out"
+    small = ["--memory", "64KiB", "--jobs", "1"]
+    asked = [["convert", str(sources / "big"), str(out), "--to", "torch", *small]]
+    faults = [{"rank": 0, "kind": "slow", "after": 0}, {"rank": 1, "kind": "full", "after": 1}]
+    found, printed = run_job(tmp_path, 2, commands=asked, faults=faults)
+    assert [results[0]["code"] for results in found] == [8, 8], printed
+    assert found[0][0]["seconds"] < 10, "80 writes of 0.2 s are its share"
+    nothing_is_left(out)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank(rank: int, sources: Path, tmp_path: Path) -> None:
+    """Nothing is published; where rank 0 is killed, the next run removes what it left."""
+    out = tmp_path / "out"
+    asked = [["convert", str(sources / "big"), str(out), "--to", "torch"]]
+    start = time.monotonic()
+    fault = {"rank": rank, "kind": "kill", "after": 1}
+    run_job(tmp_path, 3, commands=asked, faults=[fault])
+    assert time.monotonic() - start < 100
+    assert not out.exists()
+    if rank:
+        nothing_is_left(out)
+    (found,), printed = run_job(tmp_path / "again", 1, commands=asked)
+    assert found[0]["code"] == 0, printed
+    assert not staging_directory(out).exists()
+
+
+def test_the_program_itself(sources: Path, alone: tuple[Path, list[int]], tmp_path: Path) -> None:
+    out = tmp_path / "dcp"
+    arguments = ["-m", "ckptctl", "convert", str(sources / "big"), str(out), "--to", "dcp", "-q"]
+    done = launch(arguments, 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}\n"
+    expected = contents(alone[0] / "dcp")
+    del expected["SHA256SUMS"]
+    assert contents(out) == expected
+
+
+def test_alone_nothing_of_the_ranks_is_imported(sources: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from ckptctl.cli.app import app; "
+        f"app(['convert', {str(sources / 'big')!r}, 'out', '--to', 'dcp'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules or 'ckptctl.distributed' in sys.modules)"
+    )
+    done = launch(["-c", code], 1, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr

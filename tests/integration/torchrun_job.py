@@ -1,0 +1,83 @@
+"""What torchrun starts in tests: commands one after the other, with counted reads and made faults.
+
+``python -m tests.integration.torchrun_job JOB.json`` where the job is an object::
+
+    commands   argument lists
+    more       further arguments of all commands, by rank
+    faults     of {"rank", "kind": "kill" | "full" | "slow", "after": writes}
+    report     where each rank writes what came out: ``REPORT.RANK``
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def main(path: str) -> int:
+    """Run the job at *path* and return the code of its last command."""
+    from ckptctl.cli.app import app
+
+    job = json.loads(Path(path).read_text())
+    rank = os.environ.get("RANK", "0")
+    report = Path(f"{job['report']}.{rank}")
+    counts = count_reads()
+    for fault in job.get("faults", ()):
+        if fault["rank"] == int(rank):
+            make_fault(**fault)
+    results: list[dict[str, Any]] = []
+    code = 0
+    for command in job["commands"]:
+        before, start = sum(counts), time.monotonic()
+        arguments = [*command, *job.get("more", {}).get(rank, [])]
+        code = app(arguments, prog_name="ckptctl", standalone_mode=False) or 0
+        seconds = time.monotonic() - start
+        results.append({"code": code, "read": sum(counts) - before, "seconds": seconds})
+        report.write_text(json.dumps(results))
+    return code
+
+
+def count_reads() -> list[int]:
+    """Return a list to which every positioned read adds its bytes."""
+    counts: list[int] = []
+
+    def counting(real: Callable[..., Any], nbytes: Callable[[Any], int]) -> Callable[..., Any]:
+        def read(*arguments: Any) -> Any:
+            found = real(*arguments)
+            counts.append(nbytes(found))
+            return found
+
+        return read
+
+    os.preadv = counting(os.preadv, int)
+    os.pread = counting(os.pread, len)
+    return counts
+
+
+def make_fault(rank: int, kind: str, after: int) -> None:
+    """Let the process die, or its disk be full, at a positioned write."""
+    real = os.pwrite
+    left = [after]
+
+    def pwrite(*arguments: Any) -> int:
+        left[0] -= 1
+        if kind == "slow":
+            time.sleep(0.2)
+        elif left[0] < 0 and kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments)
+
+    os.pwrite = pwrite
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,225 @@
+"""The commands ``prune``, ``ls`` and ``latest``: what they print, when they ask, how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.contract.test_docs import documented_fields, fields_of
+from tests.runs import START, save_step, tear
+from tests.unit.cli.conftest import environment, program
+from tests.unit.ops.test_prune import snapshot
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (9, 10, 100):
+        save_step(tmp_path / "run" / f"step-{step}")
+    tear(save_step(tmp_path / "run" / "step-200"))
+    (tmp_path / "run" / "latest").write_text("step-9")
+    return tmp_path / "run"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(item.name for item in root.iterdir() if item.name.startswith("step"))
+
+
+def test_the_plan_for_a_pipe(run, root):
+    before = snapshot(root)
+    result = run("prune", root, "--keep-last", 1, "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    rows = [line.split("\t") for line in result.stdout.splitlines()]
+    assert [row[:2] for row in rows[:4]] == [
+        ["keep", "step-9"],
+        ["remove", "step-10"],
+        ["keep", "step-100"],
+        ["skip", "step-200"],
+    ]
+    assert rows[0][3] == "named by `latest`"
+    assert rows[5:] == [["would_remove", "1"], ["bytes", rows[1][2]]]
+    assert snapshot(root) == before
+    assert f"`ckptctl prune {root} --keep-last 1`" in result.stderr
+
+
+def test_nobody_can_be_asked(run, root):
+    before = snapshot(root)
+    result = run("prune", root, "--keep-last", 1)
+    assert result.exit_code == 6
+    assert "remove\tstep-10" in result.stdout
+    assert f"`ckptctl prune {root} --keep-last 1 --yes`" in result.stderr
+    assert snapshot(root) == before
+
+
+def test_removed(run, root):
+    result = run("prune", root, "--keep-last", 1, "--yes")
+    assert result.exit_code == 0, result.stderr
+    assert names(root) == ["step-100", "step-200", "step-9"]
+    assert "removed\t1" in result.stdout
+    again = run("prune", root, "--keep-last", 1)
+    assert again.exit_code == 0, "where nothing is to be done nobody has to be asked"
+
+
+def test_quiet(run, root):
+    result = run("prune", root, "--keep-last", 1, "-q", "-n")
+    assert (result.stdout, result.stderr) == (f"{root / 'step-10'}\n", "")
+    result = run("prune", root, "--keep-last", 1, "-q", "-y")
+    assert (result.stdout, result.stderr) == (f"{root / 'step-10'}\n", "")
+
+
+def test_json(run, root):
+    asked = run("prune", root, "--keep-last", 1, "--json")
+    assert asked.exit_code == 6
+    assert json.loads(asked.stderr)["error"]["code"] == "refused"
+    plan = json.loads(asked.stdout)
+    done = json.loads(run("prune", root, "--keep-last", 1, "--json", "--yes").stdout)
+    assert (plan["dry_run"], done["dry_run"]) == (True, False)
+    assert [one["action"] for one in plan["decisions"]] == ["keep", "remove", "keep", "skip"]
+    assert [one["keep"] for one in plan["decisions"]] == [True, False, True, True]
+    assert (done["done"], done["freed"]) == (["step-10"], plan["bytes"])
+    known = documented_fields("json.md", "ckptctl.prune/1")
+    found = {*fields_of(plan), *fields_of(done)}
+    assert found - known == set()
+    assert {name for name in known - found if "metrics" not in name and "failed" not in name} <= {
+        "leftovers[]",
+        "others[]",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ((), 6),
+        (("--keep-last", 0), 6),
+        (("--keep-every", 0), 6),
+        (("--keep-within", "0d"), 6),
+        (("--keep-last", "x"), 2),
+        (("--keep-within", "soon"), 2),
+        (("--keep-best", "bleu"), 2),
+        (("--keep-best", "bleu:max"), 2),
+        (("--thin", "weights", "--keep-last", 1), 2),
+        (("--min-age", "7", "--keep-last", 1), 2),
+    ],
+)
+def test_refused(run, root, arguments, code):
+    result = run("prune", root, *arguments, "--yes")
+    assert result.exit_code == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(names(root)) == 4
+
+
+def test_some_could_not_be_removed(run, root, monkeypatch):
+    from ckptctl.errors import StorageError
+    from ckptctl.storage import trash
+
+    real = trash.remove
+
+    def refuse(path: Path) -> None:
+        if path.name == "step-9" and path.exists():
+            raise StorageError("cannot remove: Operation not permitted (EPERM)", where=str(path))
+        real(path)
+
+    (root / "latest").unlink()
+    monkeypatch.setattr(trash, "remove", refuse)
+    result = run("prune", root, "--keep-last", 1, "--yes")
+    assert result.exit_code == 7
+    assert "EPERM" in result.stderr
+    assert ".ckptctl-trash" in result.stderr
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 3), ("n\n", 6, 4), ("\n", 6, 4)])
+def test_a_terminal_is_asked(root, answer, code, left):
+    shown, found = ask(answer, "prune", root, "--keep-last", 1)
+    assert "Remove 1 of 4 checkpoints (" in shown
+    assert "KEEP    step-9" in shown
+    assert (found, len(names(root))) == (code, left)
+
+
+def ask(answer: str, *arguments: object) -> tuple[str, int]:
+    """Run the program on a terminal and type *answer* when it asks."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        program(*arguments), env=environment(), stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    shown, asked = b"", False
+    try:
+        while select.select([master], [], [], 30)[0]:
+            shown += os.read(master, 65536)
+            if b"[y/N]" in shown and not asked:
+                asked = bool(os.write(master, answer.encode()))
+    except OSError:  # Linux says EIO once the other side is closed
+        pass
+    os.close(master)
+    return shown.decode(), process.wait(30)
+
+
+def test_ls(run, root):
+    rows = [line.split("\t") for line in run("ls", root).stdout.splitlines()]
+    assert [row[0] for row in rows] == ["step-9", "step-10", "step-100", "step-200"]
+    assert rows[0][1:3] == ["9", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 540))]
+    assert rows[0][4:] == ["hf", "complete", "`latest`"]
+    assert rows[3][5].startswith("incomplete: ")
+    assert run("ls", root, "-q").stdout.splitlines() == [str(root / row[0]) for row in rows]
+
+
+def test_ls_on_a_terminal(terminal, root):
+    shown = terminal("ls", root).splitlines()
+    assert shown[0].split() == [
+        "name",
+        "step",
+        "time",
+        "size",
+        "format",
+        "state",
+        "protected",
+        "by",
+    ]
+    assert len(shown) == 5
+
+
+def test_ls_json(run, root):
+    found = json.loads(run("ls", root, "--json").stdout)
+    (root / "step-9" / "ckptctl.run.json").write_text('{"metrics": {"loss": 0.5}}')
+    (root / "notes").mkdir()
+    more = json.loads(run("ls", root, "--json").stdout)
+    assert more["checkpoints"][0]["metrics"] == {"loss": 0.5}
+    known = documented_fields("json.md", "ckptctl.ls/1")
+    assert {n.replace("metrics.loss", "metrics.*") for n in fields_of(more)} <= known
+    assert {n for n in known if "[]" not in n} <= set(fields_of(found))
+
+
+def test_latest(run, root):
+    result = run("latest", root)
+    assert (result.exit_code, result.stdout) == (0, f"{root / 'step-100'}\n")
+    assert "passed over step-200" in result.stderr
+    assert run("latest", root, "-q").stderr == ""
+    found = json.loads(run("latest", root, "--json").stdout)
+    assert (found["step"], [one["step"] for one in found["skipped"]]) == (100, [200])
+    assert set(fields_of(found)) <= documented_fields("json.md", "ckptctl.latest/1")
+
+
+@pytest.mark.parametrize("command", ["ls", "latest", "prune"])
+def test_no_run(run, tmp_path, command):
+    more = ("--keep-last", 1) if command == "prune" else ()
+    assert run(command, tmp_path / "nowhere", *more).exit_code == 3
+    result = run(command, tmp_path, *more)
+    assert result.exit_code == 3
+    assert "step-N" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("ls",), ("latest",), ("prune", "--keep-last", "1", "-n")])
+def test_torch_is_not_imported(root, command):
+    script = (
+        "import sys; from ckptctl.cli.app import app\n"
+        f"try: app({[command[0], str(root), *command[1:]]!r}, prog_name='ckptctl')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([program()[0], "-c", script], env=environment(), check=True, stdout=-3)

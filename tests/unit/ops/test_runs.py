@@ -1,0 +1,209 @@
+"""What there is in a run: complete or not, at work, named by pointers, rated."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import FormatError, SourceNotFoundError
+from ckptctl.ops.runs import newest_complete, read_run
+from tests.runs import START, age, save_step, tear
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def states(root: Path) -> dict[str, str]:
+    return {one.candidate.name: one.candidate.state for one in read_run(root).checkpoints}
+
+
+def pinned(root: Path) -> dict[str, tuple[str, ...]]:
+    found = read_run(root).checkpoints
+    return {one.candidate.name: one.candidate.pinned for one in found if one.candidate.pinned}
+
+
+def test_by_step_not_by_text(tmp_path):
+    for step in (10, 9, 100, 1):
+        save_step(tmp_path / f"step-{step}")
+    assert list(states(tmp_path)) == ["step-1", "step-9", "step-10", "step-100"]
+    assert newest_complete(tmp_path)[0].entry.path.name == "step-100"
+
+
+@pytest.mark.parametrize(
+    ("sample", "name", "format", "pins"),
+    [
+        ("deepspeed/z1_bf16", "global_step2", "deepspeed", ("`latest`",)),
+        ("deepspeed/z0_bf16", "global_step2", "deepspeed", ("`latest`",)),
+        ("megatron/tp2_pp2_vp2", "iter_0000010", "megatron", None),
+        ("wrappers/hf_trainer", "checkpoint-6", "hf", ()),
+        ("wrappers/bytecheckpoint", "global_step_1", "bytecheckpoint", None),
+        ("wrappers/lightning_plain", "epoch=0-step=3.ckpt", "torch", ()),
+        ("wrappers/lightning_fsdp1", "epoch=0-step=2.ckpt", "dcp", ()),
+        ("rank_files/torch_experimental", "step-2", None, ()),
+    ],
+)
+def test_what_trainers_wrote(sample, name, format, pins):
+    (found,) = read_run(DATA / sample / "ckpt").checkpoints
+    assert (found.candidate.name, found.candidate.state) == (name, "complete")
+    assert format in (None, found.format)
+    assert pins in (None, found.candidate.pinned)
+
+
+@pytest.mark.parametrize("sample", ["deepspeed/z2_rr", "deepspeed/z3_sub_w3", "megatron/tp2_ep2"])
+def test_a_missing_rank_makes_it_incomplete(tmp_path, sample):
+    shutil.copytree(DATA / sample / "ckpt", tmp_path / "run")
+    victim = sorted(p for p in (tmp_path / "run").rglob("*.pt") if "optim" in p.name)[-1]
+    victim.unlink()
+    age(tmp_path / "run", START)
+    assert list(states(tmp_path / "run").values()) == ["incomplete"]
+
+
+def test_incomplete_and_at_work(tmp_path):
+    save_step(tmp_path / "step-1")
+    tear(save_step(tmp_path / "step-2"))
+    tear(save_step(tmp_path / "step-3"), time.time() - 30)
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / "thesis.tex").write_text("x")
+    for name in ("step-4", "step-5"):
+        age(tmp_path / name, START)
+    found = states(tmp_path)
+    assert found == {
+        "step-1": "complete",
+        "step-2": "incomplete",
+        "step-3": "writing",
+        "step-4": "incomplete",
+        "step-5": "unknown",
+    }
+
+
+def test_staging_folders(tmp_path):
+    save_step(tmp_path / "step-1")
+    stage = tmp_path / ".step-2.ckptctl-staging"
+    (stage / "data").mkdir(parents=True)
+    age(stage, START)
+    assert states(tmp_path)[stage.name] == "incomplete"
+    with (stage / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        age(stage, START)
+        found = read_run(tmp_path).checkpoints[-1].candidate
+        assert found.state == "writing"
+        assert str(os.getpid()) in found.problem
+
+
+def test_what_is_no_checkpoint_is_not_one(tmp_path):
+    save_step(tmp_path / "step-1")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "step-2").write_text("a file")
+    (tmp_path / "step-3").symlink_to("step-1")
+    save_step(tmp_path / "step-1-bak")
+    run = read_run(tmp_path)
+    assert [one.candidate.name for one in run.checkpoints] == ["step-1"]
+    assert run.others == ("logs", "step-1-bak", "step-2", "step-3")
+
+
+def test_what_the_others_have_must_be_there(tmp_path):
+    for step in (1, 2, 3):
+        save_step(tmp_path / f"checkpoint-{step}")
+        if step < 3:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+            age(tmp_path / f"checkpoint-{step}", START + 60 * step)
+    assert states(tmp_path)["checkpoint-3"] == "incomplete"
+    found, skipped = newest_complete(tmp_path)
+    assert found.entry.path.name == "checkpoint-2"
+    assert "trainer_state.json" in skipped[0].candidate.problem
+
+
+@pytest.mark.parametrize(
+    ("pointer", "text", "name"),
+    [
+        ("latest", "global_step5", "global_step5"),
+        ("latest", "global_step5\n", "global_step5"),
+        ("latest_universal", "global_step5", "global_step5"),
+        ("latest_checkpointed_iteration.txt", "5", "global_step5"),
+        ("last_checkpoint", "somewhere/global_step5", "global_step5"),
+        ("latest", "global_step7", None),
+        ("latest", "../../etc", None),
+        ("latest", "", None),
+        ("latest", "\0\xff", None),
+    ],
+)
+def test_pointers(tmp_path, pointer, text, name):
+    for step in (5, 6):
+        save_step(tmp_path / f"global_step{step}")
+    (tmp_path / pointer).write_text(text)
+    assert pinned(tmp_path) == ({name: (f"`{pointer}`",)} if name else {})
+
+
+def test_links(tmp_path):
+    for step in (1, 2, 3):
+        save_step(tmp_path / f"step-{step}")
+    (tmp_path / "last.ckpt").symlink_to("step-2")
+    (tmp_path / "inside").symlink_to("step-1/model.safetensors")
+    (tmp_path / "outside").symlink_to("/etc")
+    (tmp_path / "nowhere").symlink_to("step-9")
+    (tmp_path / "loop").symlink_to("loop")
+    assert pinned(tmp_path) == {
+        "step-1": ("the link `inside`",),
+        "step-2": ("the link `last.ckpt`",),
+    }
+
+
+def trainer(folder: Path, step: int, best: str, **logged: float) -> None:
+    history = [{"step": step, "loss": 3.0}, {"step": step, **logged}, {"step": 1, "eval_loss": 9.0}]
+    state = {"global_step": step, "best_model_checkpoint": best, "log_history": history}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+def test_the_trainer(tmp_path):
+    for step, best in ((10, "out/checkpoint-10"), (20, "out/checkpoint-20"), (30, "checkpoint-20")):
+        trainer(save_step(tmp_path / f"checkpoint-{step}"), step, best, eval_loss=step / 10)
+    assert pinned(tmp_path) == {"checkpoint-20": ("`trainer_state.json` as the best",)}
+    rated = [one.candidate.metrics["eval_loss"] for one in read_run(tmp_path).checkpoints]
+    assert rated == [1.0, 2.0, 3.0]
+
+
+def test_the_time_is_that_of_the_weights(tmp_path):
+    path = save_step(tmp_path / "step-1")
+    (path / "SHA256SUMS").write_text("later")
+    (found,) = read_run(tmp_path).checkpoints
+    assert found.entry.time == START + 60
+    assert found.entry.touched > START + 60
+
+
+def test_the_newest_complete_one(tmp_path):
+    for step in (1, 2, 3):
+        save_step(tmp_path / f"step-{step}", files=2)
+    sorted((tmp_path / "step-3").glob("*.safetensors"))[1].unlink()
+    found, skipped = newest_complete(tmp_path)
+    assert found.entry.path == tmp_path / "step-2"
+    assert [one.candidate.name for one in skipped] == ["step-3"]
+
+
+def test_of_two_series_the_one_that_was_written_last(tmp_path):
+    save_step(tmp_path / "epoch_1", START + 99_999)
+    save_step(tmp_path / "step-500")
+    assert newest_complete(tmp_path)[0].entry.path.name == "epoch_1"
+
+
+def test_none_is_complete(tmp_path):
+    tear(save_step(tmp_path / "step-1"))
+    with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete") as caught:
+        newest_complete(tmp_path)
+    assert "step-1" in caught.value.why
+
+
+def test_no_run(tmp_path):
+    save_step(tmp_path / "inner" / "step-1")
+    with pytest.raises(FormatError) as caught:
+        read_run(tmp_path)
+    assert str(tmp_path / "inner") in caught.value.hint
+    with pytest.raises(FormatError, match="this is a checkpoint"):
+        read_run(tmp_path / "inner" / "step-1")
+    with pytest.raises(SourceNotFoundError):
+        read_run(tmp_path / "nowhere")
