@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from ckptctl.api import plan_merge as plan_merge
     from ckptctl.api import verify as verify
     from ckptctl.catalog import Catalog as Catalog
-    from ckptctl.distributed.manager import CheckpointManager as CheckpointManager
-    from ckptctl.distributed.manager import Resumed as Resumed
     from ckptctl.distributed.async_saving import AsyncSaver as AsyncSaver
     from ckptctl.distributed.async_saving import SaveFuture as SaveFuture
     from ckptctl.distributed.async_saving import async_save as async_save
-    from ckptctl.distributed.saving import save as save
     from ckptctl.distributed.loading import load as load
+    from ckptctl.distributed.manager import CheckpointManager as CheckpointManager
+    from ckptctl.distributed.manager import Resumed as Resumed
+    from ckptctl.distributed.saving import save as save
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.convert import ConversionPlan as ConversionPlan
     from ckptctl.ops.convert import ConversionResult as ConversionResult

@@ -180,7 +180,7 @@ def _print_table(output: Output, plan: PrunePlan) -> None:
     if output.mode == "human":
         output.line(f"{plan.root}   {_headline(plan)}", "bold")
     rows = [(*_row(output, one), "; ".join(one.reasons)) for one in plan.verdicts]
-    output.table(rows, right=(2,))
+    output.table(rows, right=(2,), wrap=(3,))
     if plan.leftovers:
         output.note(f"left over from an earlier run, to be removed: {listed(plan.leftovers)}")
 

@@ -32,6 +32,6 @@ def launched() -> Group:
         raise StorageError(
             "the other ranks do not answer",
             why=str(error).strip().partition("\n")[0],
-            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; a process that is to be "
-            "alone needs an environment without WORLD_SIZE",
+            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; a process that is "
+            "to be alone needs an environment without WORLD_SIZE",
         ) from error

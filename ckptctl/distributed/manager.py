@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import torch.distributed as dist
 
-from ckptctl.api import Options, conversion_options
+from ckptctl import dtypes
 from ckptctl.distributed.async_saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading import load
@@ -24,11 +24,13 @@ from ckptctl.errors import CkptError, RefusedError, UsageError
 from ckptctl.ops.convert import plan_conversion, run_conversion
 from ckptctl.ops.coordinator import on_first
 from ckptctl.ops.load_options import LoadReport
+from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.prune_safety import parse_best
 from ckptctl.ops.runs import Checkpoint, is_run, newest_complete
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from ckptctl.storage.publish import check_target, destination
+from ckptctl.units import parse_bytes
 
 MODEL = "model"
 
@@ -209,7 +211,14 @@ class CheckpointManager:
         out: str | Path,
         *,
         to: str | None = None,
-        **options: Unpack[Options],
+        model_type: str | None = None,
+        only: Literal["model", "all"] = "model",
+        dtype: str | None = None,
+        max_shard_size: int | str = "5GB",
+        mp: int = 1,
+        assets: str | Path | None = None,
+        overwrite: bool = False,
+        verify: bool = False,
     ) -> Path:
         """Save what was trained in the format that others use; returns when it is published.
 
@@ -217,10 +226,17 @@ class CheckpointManager:
         ``keep_last=0`` the run's checkpoints are removed after that.
 
         Args:
-            state: What is saved; of one with a key ``model`` that alone.
+            state: What is saved; of one with a key ``model`` that alone, if *only* says so.
             out: Where it will appear.
             to: Format: ``hf``, ``meta``, ``dcp``, ``torch``, ...; None: the manager's.
-            **options: Those of :func:`ckptctl.convert`: ``max_shard_size``, ``mp``, ``assets``, ...
+            model_type: Model family; None: the manager's.
+            only: ``model``, or ``all``, as for all that follow: see :func:`ckptctl.convert`.
+            dtype: Cast floating tensors; None: keep theirs.
+            max_shard_size: Bytes of tensors per file: a number, or text such as ``5GB``.
+            mp: Number of model-parallel files.
+            assets: Directory with configuration and tokenizer.
+            overwrite: Replace a checkpoint.
+            verify: Read the result again and compare its checksums.
 
         Returns:
             The absolute path.
@@ -230,8 +246,17 @@ class CheckpointManager:
         """
         self._require_open()
         self.wait()
-        options.setdefault("model_type", self._final[1])
-        chosen = conversion_options(to or self._final[0], **options)
+        chosen = ConversionOptions(
+            to=to or self._final[0],
+            model_type=model_type or self._final[1],
+            only=only,
+            dtype=_floating(dtype),
+            max_shard_size=parse_bytes(max_shard_size),
+            mp=mp,
+            assets=None if assets is None else Path(assets),
+            overwrite=overwrite,
+            verify=verify,
+        )
         ranks = coordinator(self._group)
         target = destination(Path(out).expanduser().absolute())
         stage = target.parent / f".{target.name}.ckptctl-final"
@@ -325,3 +350,10 @@ def _discard(stage: Path) -> None:
         trash.remove(stage)
     except CkptError as error:
         _log.warning("%s could not be removed: %s", stage, error)
+
+
+def _floating(dtype: str | None) -> str | None:
+    name = None if dtype is None else dtypes.parse(dtype)
+    if dtype is not None and (name is None or not dtypes.BY_NAME[name].floating):
+        raise UsageError(f"`{dtype}` is not a floating dtype", where="dtype")
+    return name

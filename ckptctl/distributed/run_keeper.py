@@ -96,7 +96,7 @@ class Keeper:
 
     def _remove(self, *, replaced: bool = False) -> None:
         try:
-            plan = plan_prune(self.root, self.policy, replaced=replaced, series=SERIES)
+            plan = plan_prune(self.root.resolve(), self.policy, replaced=replaced, series=SERIES)
             if plan.idle:
                 return
             result = run_prune(plan)

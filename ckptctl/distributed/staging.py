@@ -120,7 +120,8 @@ def _range(members: Sequence[_Member], end: int) -> Iterator[_Range]:
     needed = {
         (one.first, one.tensor.shape, one.tensor.stride()): _nbytes(one.tensor) for one in members
     }
-    if 2 * sum(needed.values()) >= end - first:
+    aligned = not any(one.first % one.tensor.element_size() for one in members)
+    if aligned and 2 * sum(needed.values()) >= end - first:
         yield _Range(first, end - first, members, whole=True)
         return
     for one in members:
@@ -167,10 +168,9 @@ def _copied(
 def _view(region: Region, member: _Member, place: int, of: _Range) -> torch.Tensor:
     tensor = member.tensor
     start = place + member.first - of.first
-    empty = torch.empty(0, dtype=tensor.dtype)
-    size = tensor.element_size()
     steps = tensor.stride() if of.whole else _row_major(tensor.shape)
-    return empty.set_(region.bytes.untyped_storage(), start // size, tensor.shape, steps)
+    elements = region.bytes.view(tensor.dtype)
+    return elements.as_strided(tensor.shape, steps, start // tensor.element_size())
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

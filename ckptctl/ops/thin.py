@@ -17,10 +17,13 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.formats.dcp_companions import COMPANIONS
+from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.convert import plan_changed, run_conversion
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.runs import ADDED, Checkpoint, Entry
 from ckptctl.storage import rename, trash
+from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.retirement import Retirement, move
 from ckptctl.storage.sync import sync_directory
 
@@ -119,12 +122,28 @@ def _rewrite(thinning: Thinning, retirement: Retirement) -> None:
 
 
 def without(catalog: Catalog) -> Catalog:
-    """Return *catalog* without the leaves of optimizers."""
+    """Return *catalog* without the leaves of optimizers, and of files that stay as they are."""
+    beside = _beside(catalog)
+
+    def stays(name: str, path: KeyPath) -> bool:
+        return name not in beside and not _of_optimizer(path)
+
     return replace(
         catalog,
-        tensors={n: t for n, t in catalog.tensors.items() if not _of_optimizer(t.path)},
-        blobs={n: b for n, b in catalog.blobs.items() if not _of_optimizer(b.path)},
+        tensors={n: t for n, t in catalog.tensors.items() if stays(n, t.path)},
+        blobs={n: b for n, b in catalog.blobs.items() if stays(n, b.path)},
     )
+
+
+def _beside(catalog: Catalog) -> set[str]:
+    """Return the names of the leaves in files that trainers put beside a DCP directory's own."""
+    found: set[str] = set()
+    with SourceFiles(catalog.root) as files:
+        for name in COMPANIONS if catalog.format == "dcp" else ():
+            if name in catalog.files:
+                contents = read_contents(files, name)
+                found |= {*contents.tensors, *contents.blobs}
+    return found
 
 
 def _of_optimizer(path: KeyPath) -> bool:
@@ -150,10 +169,11 @@ def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
 
 def _carry(source: Path, target: Path, catalog: Catalog) -> None:
     """Give *target* what else lies in *source*: as links where they can be had."""
+    rewritten = catalog.files.keys() - {*COMPANIONS}
     for item in sorted(source.rglob("*")):
         name = item.relative_to(source)
         there = target / name
-        if str(name) in catalog.files or item.name in ADDED or os.path.lexists(there):
+        if str(name) in rewritten or item.name in ADDED or os.path.lexists(there):
             continue
         if item.is_dir() and not item.is_symlink():
             there.mkdir()

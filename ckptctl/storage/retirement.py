@@ -109,8 +109,9 @@ def retiring(root: Path) -> Iterator[Retirement]:
         try:
             _sweep(found)
             yield found
-        finally:
             _sweep(found)
+        finally:
+            # Whoever stops a run does not wait for what it began: the next one goes on with that.
             if not found.left():
                 trash.remove(found.folder)
 

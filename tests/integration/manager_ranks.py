@@ -28,6 +28,16 @@ class Counter:
         self.position = state["position"]
 
 
+class RandomState:
+    """What torch's generator has come to on this rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cpu": bytes(torch.get_rng_state().tolist())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(torch.tensor(list(state["cpu"]), dtype=torch.uint8))
+
+
 def state_at(step: int, world: int) -> dict[str, Any]:
     """Return sharded training state that is different at every step."""
     model = {name: value + step for name, value in MODEL.items()}
@@ -36,6 +46,7 @@ def state_at(step: int, world: int) -> dict[str, Any]:
         "model": distribute(model, (world,), SHARDED) if world > 1 else model,
         "optimizer": distribute(moments, (world,), SHARDED) if world > 1 else moments,
         "loader": Counter(step),
+        "rng": RandomState(),
         "step": step,
     }
 
@@ -59,16 +70,19 @@ def train(rank: int, world: int, folder: Path) -> None:
         sync=False,
     ) as manager:
         assert manager.load_latest(state_at(0, world)) is None
+        torch.manual_seed(rank)
         for step in range(1, 51):
             if manager.should_save(step):
                 manager.save(step, state_at(step, world), {"eval_loss": abs(20 - step)})
         manager.wait()
+        drawn = torch.rand(3)
         if rank == 0:
             assert names(root) == ["step-20", "step-40", "step-50"], names(root)
         found = manager.load_latest(state := state_at(0, world))
         assert found is not None
         assert (found.step, found.path.name, found.skipped) == (50, "step-50", {})
         assert (state["loader"].position, state["step"]) == (50, 50)
+        assert torch.equal(torch.rand(3), drawn), "each rank goes on with its own random numbers"
         for part in ("model", "optimizer"):
             expected = state_at(50, world)[part]
             for name, tensor in state[part].items():
@@ -84,7 +98,8 @@ def train(rank: int, world: int, folder: Path) -> None:
 
 
 def full(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
 
 
 def final_fails(rank: int, world: int, folder: Path) -> None:

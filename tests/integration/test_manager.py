@@ -79,13 +79,13 @@ def test_a_final_save_that_fails(tmp_path: Path, assets: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("async_", [True, False])
-def test_rules(tmp_path: Path, rules: dict[str, int], left: list[int], async_: bool) -> None:
+def test_rules(tmp_path: Path, rules: dict[str, Any], left: list[int], async_: bool) -> None:
     with CheckpointManager(tmp_path / "run", async_=async_, sync=False, **rules) as manager:
         save_steps(manager, 1, 2, 3, 4)
         assert names(tmp_path / "run") == [f"step-{step}" for step in left]
 
 
-def test_none_is_left_after_the_final_one(tmp_path: Path) -> None:
+def test_none_is_left_after_the_final_one(tmp_path: Path, log: io.StringIO) -> None:
     with CheckpointManager(
         tmp_path / "run", keep_last=0, final_format="dcp", sync=False
     ) as manager:
@@ -93,6 +93,7 @@ def test_none_is_left_after_the_final_one(tmp_path: Path) -> None:
         assert names(tmp_path / "run") == ["step-1", "step-2"]
         manager.save_final({"model": MODEL}, tmp_path / "out")
     assert names(tmp_path / "run") == []
+    assert not log.getvalue()
     assert not differences(load_any_reference(tmp_path / "out"), MODEL)
 
 
@@ -186,7 +187,8 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", keep_last=1, sync=False) as manager:
         manager.save(1, {"adapter": lora, "step": 1})
         wiped = {name: torch.zeros_like(value) for name, value in lora.items()}
-        manager.load_latest(state := {"adapter": wiped, "step": 0})
+        state: dict[str, Any] = {"adapter": wiped, "step": 0}
+        manager.load_latest(state)
     assert not differences(state["adapter"], lora)
 
 
@@ -209,6 +211,16 @@ def test_hooks_run_before_removals_and_cannot_fail_a_save(tmp_path: Path, log: i
     assert seen == [("step-1", ["step-1"]), ("step-2", ["step-1", "step-2"])]
     assert names(tmp_path / "run") == ["step-2"]
     assert "ZeroDivisionError" in log.getvalue()
+
+
+def test_a_run_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to("scratch")
+    with CheckpointManager(tmp_path / "run", keep_last=1, sync=False) as manager:
+        save_steps(manager, 1, 2)
+        found = manager.load_latest(plain())
+    assert found is not None
+    assert names(tmp_path / "scratch") == ["step-2"]
 
 
 def test_two_managers_on_one_folder(tmp_path: Path) -> None:

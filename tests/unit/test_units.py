@@ -106,3 +106,24 @@ def test_visible(text, shown):
 @given(st.text(st.characters(exclude_categories=())))
 def test_visible_is_printable(text):
     assert units.visible(text).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90s", 90),
+        ("30m", 1800),
+        ("12h", 43_200),
+        ("7d", 604_800),
+        ("2W", 1_209_600),
+        ("0.5d", 43_200),
+    ],
+)
+def test_durations(text, seconds):
+    assert units.parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1 year", "7dd", "٧d", "1e3s"])
+def test_what_is_no_duration(text):
+    with pytest.raises(UsageError):
+        units.parse_seconds(text)

@@ -325,6 +325,39 @@ def test_below_a_url(tmp_path: Path) -> None:
         load({"step": 0}, f"memory://{tmp_path.name}/nothing")
 
 
+def test_a_part_is_read_by_ranges_below_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path.name}/parts"
+    full = torch.arange(1 << 22, dtype=torch.float32).view(4096, 1024)
+    save({"w": full, "unwanted": torch.ones(1 << 20)}, url)
+    read: list[int] = []
+    original = remote.RemoteFiles.read
+
+    def counting(self: Any, name: str, offset: int, nbytes: int) -> bytes:
+        read.append(nbytes)
+        return original(self, name, offset, nbytes)
+
+    monkeypatch.setattr(remote.RemoteFiles, "read", counting)
+    reader = Reader(url)
+    metadata = reader.read_metadata()
+    boxes = (((1024, 0), (512, 1024)), ((0, 1000), (4, 3)))
+    chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes]
+    entry = metadata.state_dict_metadata["w"]
+    items = compat.create_read_items_for_chunk_list("w", entry, chunks)  # type: ignore[arg-type]
+    parts = {tuple(o): torch.zeros(s) for o, s in boxes}
+
+    class Parts(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            return parts[tuple(read_item.dest_index.offset)]
+
+    reader.set_up_storage_reader(metadata, True)
+    reader.read_data(LoadPlan(items), Parts()).wait()
+    assert torch.equal(parts[1024, 0], full[1024:1536])
+    assert torch.equal(parts[0, 1000], full[:4, 1000:1003])
+    assert sum(read) < (2 << 20) + 2 * remote.BLOCK
+
+
 def test_a_save_that_fails_below_a_url_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

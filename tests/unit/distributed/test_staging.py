@@ -78,6 +78,11 @@ def test_elements_of_different_sizes_in_one_storage() -> None:
     assert_copied([raw[2:66].view(torch.int16), raw[4:68].view(torch.float32), raw[1:9]])
 
 
+def test_elements_that_are_not_aligned() -> None:
+    raw = bytearray(41)
+    assert_copied([torch.frombuffer(raw, dtype=torch.float32, offset=1).normal_(), torch.ones(3)])
+
+
 def test_nothing_to_copy() -> None:
     copy = staged([torch.empty(0), torch.empty(3, 0)])
     assert copy.region is None

@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def snapshot(root: Path) -> list[tuple]:
+def snapshot(root: Path) -> list[tuple[str, int, bytes]]:
     """Return all that is below *root*, with what would show that it was touched."""
     return sorted(
         (str(item), item.lstat().st_mtime_ns, b"" if item.is_dir() else item.read_bytes())
@@ -275,6 +275,27 @@ def test_what_was_replaced_written_to_or_named_stays(run):
     assert result.done == ("step-10",)
     assert sorted(result.failed) == ["step-1", "step-2", "step-9"]
     assert names(run) == ["latest", "step-1", "step-100", "step-2", "step-9"]
+
+
+def test_what_is_written_to_in_place_stays(run):
+    plan = plan_prune(run, LAST)
+    with (run / "step-9" / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    result = run_prune(plan)
+    assert list(result.failed) == ["step-9"]
+    assert names(run) == ["step-100", "step-9"]
+
+
+def test_files_are_checkpoints_too(tmp_path):
+    source = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
+    for step in (1, 20, 3):
+        path = tmp_path / "run" / f"epoch=0-step={step}.ckpt"
+        path.parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / "epoch=0-step=3.ckpt", path)
+        age(path, START + step)
+    shutil.copyfile(path, tmp_path / "run" / "last.ckpt")
+    assert prune(tmp_path / "run").done == ("epoch=0-step=1.ckpt", "epoch=0-step=3.ckpt")
+    assert names(tmp_path / "run") == ["epoch=0-step=20.ckpt", "last.ckpt"]
 
 
 def test_a_crash_leaves_trash_that_the_next_run_removes(run, monkeypatch):

@@ -1,0 +1,152 @@
+"""Lightning: checkpoints that are directories, written by all ranks and published whole.
+
+What ``ModelParallelStrategy`` writes itself is read, and it reads what is written here: the model
+as ``state_dict``, optimizers as ``optimizer_N``, everything else in ``meta.pt``
+(``lightning/pytorch/strategies/model_parallel.py``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.loading import load
+from ckptctl.integrations.alone import own_group
+from ckptctl.integrations.beside import save_beside
+from ckptctl.integrations.lightning_folder import (
+    META,
+    MODEL,
+    OPTIMIZER,
+    OPTIMIZERS,
+    fingerprint,
+    parts,
+    pickled,
+    read_rest,
+    require_none,
+)
+from ckptctl.integrations.whole import whole, with_numbers
+from ckptctl.storage import trash
+
+
+class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
+    """A checkpoint of one process as a directory: ``Trainer(plugins=[DirectoryCheckpointIO()])``.
+
+    For strategies in which rank 0 holds everything: one device, DDP. :class:`ShardedStrategy` is
+    for the others.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write *checkpoint* as a directory, whole or not at all.
+
+        Args:
+            checkpoint: Lightning's.
+            path: Where it will appear.
+            storage_options: Not supported.
+
+        Raises:
+            CkptError: Nothing was published.
+        """
+        require_none(storage_options)
+        state, rest = parts(checkpoint)
+        save_beside(state, Path(path), {META: pickled(rest)}, process_group=own_group())
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return what was saved, or what Lightning's own CheckpointIO saved, in host memory.
+
+        Args:
+            path: The checkpoint.
+            map_location: Only for Lightning's own; Lightning copies to devices itself.
+            weights_only: False: objects in it may run code when they are unpickled.
+
+        Raises:
+            CkptError: It cannot be read.
+        """
+        if Path(path).is_file():
+            own = TorchCheckpointIO()
+            found: dict[str, Any] = own.load_checkpoint(path, map_location, weights_only)
+            return found
+        source = Path(path).resolve()
+        state = with_numbers(whole(source, process_group=own_group()))
+        optimizers = [key for key in state if key.startswith(OPTIMIZER)]
+        optimizers.sort(key=lambda key: int(key.removeprefix(OPTIMIZER)))
+        rest = read_rest(source, weights_only)
+        return {MODEL: state[MODEL], OPTIMIZERS: [state[key] for key in optimizers], **rest}
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint, which loses its name first."""
+        trash.remove(Path(path))
+
+
+class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
+    """FSDP2 and TP with checkpoints by ``ckptctl``: ``Trainer(strategy=ShardedStrategy(...))``.
+
+    Every rank writes what it holds into one directory, which appears when it is whole and may be
+    loaded on any number of ranks. A further checkpoint of the same state, as ``save_last=True``
+    makes one, gets the data of the one before as hard links, and its own ``meta.pt``: it does not
+    depend on the other one, which top-k may remove.
+
+    Args:
+        **options: Those of ``ModelParallelStrategy``, but ``save_distributed_checkpoint``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(save_distributed_checkpoint=True, **options)
+        self._last: tuple[object, Path] | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save what all ranks hold; see :meth:`DirectoryCheckpointIO.save_checkpoint`."""
+        require_none(storage_options)
+        path = Path(self.broadcast(filepath)).absolute()
+        state, rest = parts(checkpoint)
+        what = (checkpoint.get("loops"), fingerprint(state))
+        same = all(coordinator().all_gather(bool(self._last and self._last[0] == what)))
+        like = self._last[1] if same and self._last else None
+        save_beside(state, path, {META: pickled(rest)}, like=like)
+        self._last = (what, path)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fill model and optimizers with their parts, and return the rest.
+
+        Args:
+            checkpoint_path: The checkpoint.
+            weights_only: False: objects in it may run code when they are unpickled.
+
+        Raises:
+            CkptError: It cannot be loaded; on every rank.
+        """
+        path = Path(self.broadcast(checkpoint_path)).resolve()
+        if path.is_file():
+            found: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return found
+        state = {MODEL: get_model_state_dict(self.model)}
+        for number, optimizer in enumerate(self.optimizers):
+            state[f"{OPTIMIZER}{number}"] = get_optimizer_state_dict(self.model, optimizer)
+        load(state, path, strict=self.lightning_module.strict_loading)
+        set_model_state_dict(self.model, state[MODEL])
+        for number, optimizer in enumerate(self.optimizers):
+            own = state[f"{OPTIMIZER}{number}"]
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=own)
+        return read_rest(path, weights_only)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint on rank 0; it loses its name first."""
+        if self.is_global_zero:
+            trash.remove(Path(filepath))

@@ -1,0 +1,117 @@
+"""torchtitan: its checkpoint manager, saving and loading with ``ckptctl``.
+
+Only what touches bytes is replaced: ``dcp_save``, ``dcp_load`` and the removal of old checkpoints
+(``torchtitan/components/checkpointer/dcp.py``, 0.3.0). Names (``step-N``), what is saved when, and
+the options stay torchtitan's.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torchtitan.components.checkpointer import dcp
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.tools.utils import GarbageCollection
+
+from ckptctl.distributed.async_saver import AsyncSaver
+from ckptctl.distributed.loading import load
+from ckptctl.distributed.run_keeper import Keeper
+from ckptctl.distributed.saving import save
+from ckptctl.planner.retention import Policy
+
+
+class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
+    """torchtitan's manager; a checkpoint appears when it is whole, and then old ones go.
+
+    ``initial_load_path`` may be a checkpoint of any format and layout; with ``initial_load_in_hf``
+    no adapter is needed. With ``last_save_in_hf`` torchtitan's own code writes.
+
+    Args:
+        config: torchtitan's.
+        **parts: What torchtitan's trainer hands over.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(dcp.CheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's options; this class is built of them."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        if not self.enable:
+            return
+        # The group that torchtitan makes for saves in the background is of gloo, as this needs it.
+        self._saver = AsyncSaver(self.pg)
+        self._keeper = Keeper(Path(self.folder), Policy(self.keep_latest_k or None), (), sync=True)
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: dcp.AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future[Any] | AsyncSaveResponse | None:
+        """Save as torchtitan asks; see its method.
+
+        Raises:
+            CkptError: Nothing was published; on every rank.
+        """
+        if to_hf:
+            return super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+        path = Path(checkpoint_id)
+        future: Future[Any] | None = None
+        if async_mode == dcp.AsyncMode.DISABLED:
+            save(state_dict, path)
+            self._published(path)
+        else:
+            future = self._saver.save(state_dict, path, on_published=self._published)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        if future and async_mode == dcp.AsyncMode.ASYNC_WITH_PINNED_MEM:
+            staged: Future[None] = Future()
+            staged.set_result(None)
+            return AsyncSaveResponse(staged, future)
+        return future
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load a checkpoint of any format into *state_dict* and the model.
+
+        Args:
+            state_dict: The model's tensors and torchtitan's other parts.
+            checkpoint_id: Its path.
+            from_hf: Whether floating tensors may get the dtype of the model's.
+            from_quantized: Whether quantised ones, too.
+
+        Raises:
+            CkptError: It cannot be loaded; on every rank.
+        """
+        dequantize = "fp32" if from_quantized else None
+        load(state_dict, checkpoint_id, cast=from_hf, dequantize=dequantize)
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+
+    def _published(self, path: Path) -> None:
+        if dist.get_rank() == 0:
+            self._keeper.published(path, {})
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Leave it to the moment when a newer checkpoint has been published."""
+
+    def _close(self) -> None:
+        if hasattr(self, "_keeper"):
+            try:
+                self._saver.close()
+            finally:
+                self._keeper.close()
+        super()._close()

@@ -1,0 +1,157 @@
+"""transformers: a callback with which its Trainer saves through a ``CheckpointManager``."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import TrainerCallback
+
+from ckptctl.distributed.manager import CheckpointManager
+
+STATE_FILE = "trainer_state.json"
+
+
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves when the manager's ``save_every`` says so, and when the Trainer has saved itself.
+
+    ``TrainingArguments(save_strategy="no")`` leaves saving to the callback. To go on::
+
+        trainer.train(resume_from_checkpoint=callback.resume_from())
+
+    Args:
+        manager: Whose checkpoints these are; it is waited for when training ends.
+        final: Where the trained model appears then, in the manager's format, with configuration
+            and tokenizer; None: nowhere.
+    """
+
+    def __init__(self, manager: CheckpointManager, final: str | Path | None = None) -> None:
+        self._manager = manager
+        self._final = final
+        self._saved: set[int] = set()
+        self._position: tempfile.TemporaryDirectory[str] | None = None
+
+    def resume_from(self) -> str | None:
+        """Return what ``Trainer.train`` takes to go on from the newest complete checkpoint.
+
+        That is a temporary folder with the position alone (the Trainer's state, random numbers and
+        no tensor): model, optimizer and scheduler are loaded when training begins. All ranks call
+        it.
+
+        Returns:
+            None: There is no checkpoint yet.
+
+        Raises:
+            CkptError: No checkpoint is complete, or the newest one cannot be read.
+        """
+        found: dict[str, Any] = {"trainer": None}
+        if self._manager.load_latest(found) is None:
+            return None
+        (position,) = found["trainer"]
+        self._position = tempfile.TemporaryDirectory(prefix="ckptctl-")
+        folder = Path(self._position.name)
+        (folder / STATE_FILE).write_text(position["state"])
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        name = f"rng_state_{dist.get_rank()}.pth" if several else "rng_state.pth"
+        torch.save(position["rng"], folder / name)
+        save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Load model, optimizer and scheduler where training goes on."""
+        if self._position is None:
+            return
+        held = _tensors(parts)
+        self._manager.load_latest(held)
+        model, optimizer = parts["model"], _plain(parts["optimizer"])
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=held["model"],
+            optim_state_dict=held["optimizer"],
+        )
+        parts["lr_scheduler"].load_state_dict(held["lr_scheduler"][0])
+        self._saved.add(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Save at the steps that the manager names."""
+        if self._manager.should_save(state.global_step):
+            self._save(state, parts)
+
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Save where the Trainer does, unless that step was saved already."""
+        self._save(state, parts)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **parts: Any
+    ) -> None:
+        """Rate the checkpoint of this step, if there is one."""
+        rated = {key: one for key, one in metrics.items() if isinstance(one, int | float)}
+        if state.global_step in self._saved:
+            self._manager.rate(state.global_step, rated)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Wait for what is being saved, and write the final model."""
+        if self._position is not None:
+            self._position.cleanup()
+            self._position = None
+        self._manager.wait()
+        if self._final is None:
+            return
+        model, tokenizer = parts["model"], parts.get("processing_class")
+        with tempfile.TemporaryDirectory(prefix="ckptctl-") as assets:
+            model.config.save_pretrained(assets)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(assets)
+            self._manager.save_final({"model": model.state_dict()}, self._final, assets=assets)
+
+    def _save(self, state: Any, parts: Mapping[str, Any]) -> None:
+        if state.global_step in self._saved:
+            return
+        self._saved.add(state.global_step)
+        position = {"state": _json(state), "rng": _random_numbers()}
+        self._manager.save(state.global_step, {**_tensors(parts), "trainer": (position,)})
+
+
+def _tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
+    model, optimizer = get_state_dict(parts["model"], _plain(parts["optimizer"]))
+    # A tuple is a leaf to DCP: what is in it keeps its keys and its empty containers.
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": (parts["lr_scheduler"].state_dict(),),
+    }
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that accelerate has wrapped."""
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
+
+
+def _json(state: Any) -> str:
+    with tempfile.TemporaryDirectory(prefix="ckptctl-") as folder:
+        state.save_to_json(str(Path(folder) / STATE_FILE))
+        return (Path(folder) / STATE_FILE).read_text()
+
+
+def _random_numbers() -> dict[str, Any]:
+    """Return what the Trainer keeps in ``rng_state.pth``."""
+    found: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        cuda = torch.cuda.random
+        found["cuda"] = cuda.get_rng_state() if several else cuda.get_rng_state_all()
+    return found

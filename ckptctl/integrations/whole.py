@@ -1,0 +1,97 @@
+"""Reading a checkpoint of which nobody holds a copy to be filled."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptctl.api import plan_conversion
+from ckptctl.catalog import Path as Keys
+from ckptctl.distributed import compat
+from ckptctl.distributed.loading import load
+from ckptctl.formats import open_checkpoint
+
+RANKS_OWN = re.compile(r"rank_\d+\.")
+
+
+def whole(
+    path: Path, *, trusted: bool = False, process_group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Return all that a checkpoint holds, in host memory, as it was nested.
+
+    Keys of dictionaries are text, as in every DCP directory; see :func:`with_numbers`.
+
+    Args:
+        path: The checkpoint.
+        trusted: Whether leaves that are no tensors may run code when they are unpickled.
+        process_group: The ranks; each gets all of it.
+
+    Raises:
+        CkptError: It cannot be read.
+    """
+    catalog = open_checkpoint(path)
+    flat: dict[str, Any] = {}
+    keys: dict[str, tuple[str | int, ...]] = {}
+    for name, entry in catalog.tensors.items():
+        flat[name], keys[name] = empty(entry.dtype, entry.shape), _plain(entry.path)
+    for name, blob in catalog.blobs.items():
+        if not RANKS_OWN.match(name):
+            flat[name], keys[name] = None, _plain(blob.path)
+    found: dict[str, Any] = compat.unflatten_state_dict(flat, keys)
+    load(found, path, trusted=trusted, process_group=process_group)
+    return found
+
+
+def whole_model(
+    path: Path, layout: str, model_type: str, process_group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the model of a checkpoint of any format in another layout, in host memory.
+
+    Args:
+        path: The checkpoint.
+        layout: How its tensors are to be named and ordered.
+        model_type: Its family.
+        process_group: The ranks; each gets all of it.
+
+    Raises:
+        CkptError: It cannot be read, or does not have such a layout.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        plan = plan_conversion(
+            path, Path(folder) / "model.pt", to="torch", to_layout=layout, model_type=model_type
+        )
+    found = {one.name: empty(one.dtype, one.shape) for one in plan.output}
+    load(found, path, layout=layout, model_type=model_type, process_group=process_group)
+    return found
+
+
+def with_numbers(state: Any) -> Any:
+    """Return optimizer states as ``Optimizer.state_dict`` makes them, wherever they are in *state*.
+
+    ``state`` is keyed by what ``params`` lists, numbers or names; a DCP directory has text for
+    both, and nothing at all for a ``state`` that is empty.
+    """
+    if isinstance(state, list):
+        return [with_numbers(one) for one in state]
+    if not isinstance(state, Mapping):
+        return state
+    found = {key: with_numbers(value) for key, value in state.items()}
+    if "param_groups" in found:
+        known = {str(key): key for group in found["param_groups"] for key in group["params"]}
+        found["state"] = {known.get(key, key): one for key, one in found.get("state", {}).items()}
+    return found
+
+
+def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return zeros, which take no memory until they are written."""
+    return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+
+def _plain(keys: Keys) -> tuple[str | int, ...]:
+    return tuple(int(key) if isinstance(key, int) else key for key in keys)

@@ -1,0 +1,31 @@
+"""Lightning: training that is resumed ends as training that was not interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.gloo import run_on_ranks
+
+JOBS = "tests.oracle.integrations.lightning_jobs:"
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
+    ),
+]
+
+
+def test_one_process(tmp_path: Path) -> None:
+    run_on_ranks(JOBS + "without_ranks", (1,), tmp_path)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    run_on_ranks(JOBS + "sharded", (2,), str(tmp_path))
+
+
+def test_last_is_linked(tmp_path: Path) -> None:
+    run_on_ranks(JOBS + "last_is_linked", (2,), str(tmp_path))
