@@ -45,7 +45,9 @@ def ls(
             output.line(str(one.entry.path))
     else:
         head = [HEADER] if output.mode == "human" else []
-        output.table([*head, *(_row(output, one) for one in run.checkpoints)], right=(1, 3), wrap=(5,))
+        output.table(
+            [*head, *(_row(output, one) for one in run.checkpoints)], right=(1, 3), wrap=(5,)
+        )
 
 
 def _document(run: Run) -> dict[str, object]:

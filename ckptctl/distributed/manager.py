@@ -26,7 +26,8 @@ from ckptctl.ops.coordinator import on_first
 from ckptctl.ops.load_options import LoadReport
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.prune_safety import parse_best
-from ckptctl.ops.runs import Checkpoint, is_run, newest_complete
+from ckptctl.ops.run_entries import is_run
+from ckptctl.ops.runs import Checkpoint, newest_complete
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from ckptctl.storage.publish import check_target, destination

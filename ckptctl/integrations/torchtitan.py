@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
@@ -45,7 +44,9 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         super().__init__(config, **parts)
         if not self.enable:
             return
-        # The group that torchtitan makes for saves in the background is of gloo, as this needs it.
+        if self.async_mode == dcp.AsyncMode.ASYNC_WITH_PINNED_MEM:
+            # Copies lie in pinned memory in either mode, and are made before `save` returns.
+            self.async_mode = dcp.AsyncMode.ASYNC
         self._saver = AsyncSaver(self.pg)
         self._keeper = Keeper(Path(self.folder), Policy(self.keep_latest_k or None), (), sync=True)
 
@@ -57,16 +58,17 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         async_mode: dcp.AsyncMode,
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
-    ) -> Future[Any] | AsyncSaveResponse | None:
+    ) -> Future[Any] | None:
         """Save as torchtitan asks; see its method.
 
         Raises:
             CkptError: Nothing was published; on every rank.
         """
         if to_hf:
-            return super().dcp_save(
+            super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
+            return None
         path = Path(checkpoint_id)
         future: Future[Any] | None = None
         if async_mode == dcp.AsyncMode.DISABLED:
@@ -76,10 +78,6 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             future = self._saver.save(state_dict, path, on_published=self._published)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
-        if future and async_mode == dcp.AsyncMode.ASYNC_WITH_PINNED_MEM:
-            staged: Future[None] = Future()
-            staged.set_result(None)
-            return AsyncSaveResponse(staged, future)
         return future
 
     def dcp_load(

@@ -22,8 +22,9 @@ from ckptctl.ops.prune_safety import (
     require_root,
     with_known_metrics,
 )
+from ckptctl.ops.run_entries import entry_at
 from ckptctl.ops.run_pointers import pins
-from ckptctl.ops.runs import Checkpoint, Run, entry_at, read_run
+from ckptctl.ops.runs import Checkpoint, Run, read_run
 from ckptctl.planner.retention import Action, Decision, Policy, decide
 from ckptctl.storage.retirement import Retirement, leftovers, retiring
 

@@ -21,13 +21,17 @@ from ckptctl.formats.dcp_companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.convert import plan_changed, run_conversion
 from ckptctl.ops.options import ConversionOptions
-from ckptctl.ops.runs import ADDED, Checkpoint, Entry
+from ckptctl.ops.run_entries import ADDED, Entry
+from ckptctl.ops.run_pointers import SIDECAR
+from ckptctl.ops.runs import Checkpoint
 from ckptctl.storage import rename, trash
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.retirement import Retirement, move
 from ckptctl.storage.sync import sync_directory
 
 REWRITTEN = ("dcp", "torch")
+OUTDATED = ADDED - {SIDECAR}
+"""What is no longer true of a checkpoint that was written anew."""
 _LEAVES = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
 _FILES = re.compile(
     r"optimizer(_\d+)?(\.(pt|pth|bin|safetensors))?|optim_world_size_\d+_rank_\d+\.pt", re.ASCII
@@ -173,7 +177,7 @@ def _carry(source: Path, target: Path, catalog: Catalog) -> None:
     for item in sorted(source.rglob("*")):
         name = item.relative_to(source)
         there = target / name
-        if str(name) in rewritten or item.name in ADDED or os.path.lexists(there):
+        if str(name) in rewritten or item.name in OUTDATED or os.path.lexists(there):
             continue
         if item.is_dir() and not item.is_symlink():
             there.mkdir()

@@ -179,9 +179,7 @@ def test_size_classes_waste_little(nbytes: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    sizes=st.lists(
-        st.one_of(st.integers(0, 5000), st.integers(BLOCK - 5, BLOCK + 5)), max_size=5
-    ),
+    sizes=st.lists(st.one_of(st.integers(0, 5000), st.integers(BLOCK - 5, BLOCK + 5)), max_size=5),
     jobs=st.integers(1, 4),
 )
 def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:

@@ -42,6 +42,8 @@ def test_dcp(tmp_path: Path, style: Style) -> None:
     for step in (1, 2):
         path = save_training_dcp(tmp_path / f"step-{step}", MODEL, style)
         (path / "notes").mkdir()
+        (path / "ckptctl.run.json").write_text("{}")
+        (path / "SHA256SUMS").write_text("of what it was")
         (path / "notes" / "loss.txt").write_text("3.5")
         age(path, START + step)
     before, whole = size(tmp_path / "step-1"), load_any_reference(tmp_path / "step-2")
@@ -57,6 +59,8 @@ def test_dcp(tmp_path: Path, style: Style) -> None:
     assert not differences(load_any_reference(tmp_path / "step-2"), whole)
     assert size(tmp_path / "step-1") < before
     assert (tmp_path / "step-1" / "notes" / "loss.txt").read_text() == "3.5"
+    assert (tmp_path / "step-1" / "ckptctl.run.json").exists()
+    assert not (tmp_path / "step-1" / "SHA256SUMS").exists()
     assert (tmp_path / "step-1" / ".metadata").stat().st_mtime == START + 1
     assert sorted(item.name for item in tmp_path.iterdir()) == ["step-1", "step-2"]
     again = plan_prune(tmp_path, Policy(last=1), thin=True)

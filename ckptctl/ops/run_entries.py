@@ -1,0 +1,137 @@
+"""What in a folder is named as a checkpoint: its bytes, its times, how to know it again."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.errors import FormatError, SourceNotFoundError
+from ckptctl.ops.run_names import Named, parse, staged
+from ckptctl.ops.run_pointers import SIDECAR
+from ckptctl.storage.retirement import Identity, identity_of
+
+ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR})
+"""What is put beside a checkpoint later; it says nothing on when that was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something in a run whose name says that it is a checkpoint.
+
+    Attributes:
+        path: Where it is.
+        named: What its name says.
+        nbytes: Bytes of all its files.
+        time: When the newest of them was written, seconds since the epoch.
+        touched: Likewise, those that were added later included.
+        staging: Whether it is made here under another name and not finished.
+        identity: Device, inode, and when the inode last changed.
+    """
+
+    path: Path
+    named: Named
+    nbytes: int
+    time: float
+    touched: float
+    staging: bool
+    identity: Identity
+
+
+def is_run(root: Path) -> bool:
+    """Return whether *root* holds something that is named as a checkpoint and not being made."""
+    if not root.is_dir():
+        return False
+    found = (entry_at(item) for item in root.iterdir())
+    return any(one is not None and not one.staging for one in found)
+
+
+def entries(root: Path) -> list[Entry]:
+    """Return what is named as a checkpoint directly in *root*, links apart, in natural order.
+
+    Raises:
+        SourceNotFoundError: There is no such directory.
+        FormatError: There is nothing of that kind.
+    """
+    if not root.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(root))
+    found = [one for item in root.iterdir() if (one := entry_at(item))]
+    if not found:
+        raise _no_run(root)
+    return sorted(found, key=lambda one: (one.named.series, one.named.order, one.path.name))
+
+
+def entry_at(item: Path) -> Entry | None:
+    """Return what lies at *item*; None: nothing that is named as a checkpoint, or a link."""
+    target = staged(item.name)
+    named = parse(target or item.name)
+    status = _status(item) if named else None
+    if named is None or status is None:
+        return None
+    folder = stat.S_ISDIR(status.st_mode)
+    if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
+        return None
+    nbytes, time, touched = _measured(item) if folder else (status.st_size, status.st_mtime, 0.0)
+    return Entry(
+        item,
+        named,
+        nbytes,
+        time or status.st_mtime,
+        max(touched, status.st_mtime),
+        target is not None,
+        identity_of(status),
+    )
+
+
+def _status(item: Path) -> os.stat_result | None:
+    try:
+        return item.lstat()
+    except OSError:
+        return None
+
+
+def _measured(folder: Path) -> tuple[int, float, float]:
+    """Return the bytes of all files, and the times of the newest without and with additions."""
+    nbytes, time, touched = 0, 0.0, 0.0
+    for name, status in _files(folder):
+        nbytes += status.st_size
+        touched = max(touched, status.st_mtime)
+        if name not in ADDED and stat.S_ISREG(status.st_mode):
+            time = max(time, status.st_mtime)
+    return nbytes, time, touched
+
+
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files below *folder*; links are not followed, what vanishes is passed over."""
+    try:
+        with os.scandir(folder) as found:
+            for item in found:
+                if item.is_dir(follow_symlinks=False):
+                    yield from _files(Path(item.path))
+                else:
+                    yield item.name, item.stat(follow_symlinks=False)
+    except OSError:
+        return
+
+
+def _no_run(root: Path) -> FormatError:
+    folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
+    runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
+    if formats.sniff(root):
+        what, hint = "this is a checkpoint, not a folder of checkpoints", None
+    else:
+        what, hint = "nothing here is named as checkpoints of a run are", None
+    if runs:
+        hint = f"there are some in `{runs[0]}`"
+    why = "names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, epoch=E-step=S.ckpt, ..."
+    return FormatError(what, where=str(root), why=why, hint=hint)
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,203 @@
+"""torchtune: its own recipe, with our checkpointer beside its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import differences, load_any_reference, save_hf, save_meta, tiny_llama
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchtune") is None, reason="torchtune is not installed"
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+HERE = "tests.oracle.integrations.test_torchtune."
+OURS = "ckptctl.integrations.torchtune.Checkpointer"
+STOCK = "torchtune.training.FullModelHFCheckpointer"
+MODEL = {
+    "_component_": "torchtune.models.llama3.llama3",
+    "vocab_size": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "max_seq_len": 32,
+    "intermediate_dim": 224,
+    "rope_base": 500000,
+}
+LORA = MODEL | {
+    "_component_": "torchtune.models.llama3.lora_llama3",
+    "lora_attn_modules": ["q_proj", "v_proj"],
+    "apply_lora_to_mlp": False,
+    "apply_lora_to_output": False,
+    "lora_rank": 2,
+    "lora_alpha": 4,
+}
+
+
+class Tokenizer:
+    """What a recipe asks of a tokenizer."""
+
+    pad_id = 0
+
+
+class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
+    """Four rows of random tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.rows = torch.randint(1, 128, (4, 9), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row = self.rows[index].tolist()
+        return {"tokens": row, "labels": row}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    state, config = tiny_llama("llama3")
+    return save_hf(tmp_path / "base", state, config)
+
+
+def recipe(kind: str, base: Path, out: Path, component: str, **changed: Any) -> Any:
+    """Run torchtune's recipe, two epochs of two steps, and return it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from omegaconf import OmegaConf
+    names = {FULL: "FullFinetuneRecipeSingleDevice", PEFT: "LoRAFinetuneRecipeSingleDevice"}
+    files = {"checkpoint_files": ["model.safetensors"]} if component == STOCK else {}
+    resume = changed.pop("resume_from_checkpoint", False)
+    lora = {
+        "lr_scheduler": {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 1,
+        },
+    }
+    config = {
+        "output_dir": str(out),
+        "device": "cpu",
+        "dtype": "fp32",
+        "seed": 5,
+        "epochs": 2,
+        "max_steps_per_epoch": None,
+        "batch_size": 2,
+        "shuffle": True,
+        "compile": False,
+        "gradient_accumulation_steps": 1,
+        "optimizer_in_bwd": False,
+        "enable_activation_checkpointing": False,
+        "resume_from_checkpoint": resume,
+        "model": LORA if kind == PEFT else MODEL,
+        "tokenizer": {"_component_": HERE + "Tokenizer"},
+        "dataset": {"_component_": HERE + "Rows"},
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": str(out.parent / "logs"),
+        },
+        "checkpointer": {
+            "_component_": component,
+            "checkpoint_dir": str(base),
+            "output_dir": str(out),
+            "model_type": "LLAMA3",
+            **files,
+            **changed,
+        },
+        **(lora if kind == PEFT else {}),
+    }
+    found = getattr(_module(kind), names[kind])(OmegaConf.create(config))
+    found.setup(found_config := OmegaConf.create(config))
+    assert found_config
+    found.train()
+    return found
+
+
+FULL, PEFT = "full_finetune_single_device", "lora_finetune_single_device"
+
+
+def _module(kind: str) -> Any:
+    """Return a recipe; the package that they lie in cannot be imported."""
+    where = importlib.util.find_spec("torchtune")
+    assert where and where.origin
+    path = Path(where.origin).parents[1] / "recipes" / f"{kind}.py"
+    spec = importlib.util.spec_from_file_location(kind, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def moments(found: Any) -> dict[str, torch.Tensor]:
+    state = found._optimizer.state_dict()["state"]
+    return {f"{index}.{key}": one for index, held in state.items() for key, one in held.items()}
+
+
+def test_a_recipe_goes_on(tmp_path: Path, base: Path) -> None:
+    out = tmp_path / "run" / "out"
+    whole = recipe(FULL, base, out, OURS)
+    stock = recipe(FULL, base, tmp_path / "stock" / "out", STOCK)
+    final = load_any_reference(out / "epoch_1")
+    assert not differences(final, load_any_reference(tmp_path / "stock" / "out" / "epoch_1"))
+    assert (out / "epoch_1" / "config.json").is_file()
+    shutil.copytree(out / "step-0", tmp_path / "half" / "out" / "step-0")
+    again = recipe(FULL, base, tmp_path / "half" / "out", OURS, resume_from_checkpoint=True)
+    assert not differences(load_any_reference(tmp_path / "half" / "out" / "epoch_1"), final)
+    assert len(moments(whole)) == 3 * len(list(whole._model.parameters()))
+    assert not differences(moments(again), moments(whole))
+    assert not differences(moments(stock), moments(whole))
+
+
+def test_an_adapter_goes_on(tmp_path: Path, base: Path) -> None:
+    out = tmp_path / "run" / "out"
+    whole = recipe(PEFT, base, out, OURS)
+    shutil.copytree(out / "step-0", tmp_path / "half" / "out" / "step-0")
+    again = recipe(PEFT, base, tmp_path / "half" / "out", OURS, resume_from_checkpoint=True)
+    merged = load_any_reference(out / "epoch_1")
+    assert not differences(load_any_reference(tmp_path / "half" / "out" / "epoch_1"), merged)
+    assert not differences(moments(again), moments(whole))
+    intermediate = load_any_reference(out / "step-0")
+    assert "model" not in intermediate
+    assert "adapter" in intermediate
+
+
+@pytest.mark.parametrize("write", [save_hf, save_meta])
+def test_what_is_trained_may_have_any_format(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    from torchtune import training
+    from torchtune.models.convert_weights import hf_to_tune
+
+    from ckptctl.integrations.torchtune import Checkpointer
+
+    state, config = tiny_llama("llama3")
+    write(tmp_path / "base", state, config)
+    found = Checkpointer(str(tmp_path / "base"), str(tmp_path / "out"), "LLAMA3").load_checkpoint()
+    expected = hf_to_tune(state, num_heads=4, num_kv_heads=2, dim=64)
+    assert not differences(found[training.MODEL_KEY], expected)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    from ckptctl.errors import SourceNotFoundError, UsageError
+    from ckptctl.integrations.torchtune import Checkpointer
+
+    with pytest.raises(UsageError, match="LLAMA9"):
+        Checkpointer(str(tmp_path), str(tmp_path / "out"), "LLAMA9")
+    nothing = Checkpointer(
+        str(tmp_path), str(tmp_path / "out"), "LLAMA3", should_load_recipe_state=True
+    )
+    with pytest.raises(SourceNotFoundError):
+        nothing.load_checkpoint()
