@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from ckptctl import dtypes
 from ckptctl.distributed.async_saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
+from ckptctl.distributed.final_save import save_converted
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading import load
 from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper
 from ckptctl.distributed.save_future import SaveFuture
 from ckptctl.distributed.saving import save
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import CkptError, RefusedError, UsageError
-from ckptctl.ops.convert import plan_conversion, run_conversion
+from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops.coordinator import on_first
 from ckptctl.ops.load_options import LoadReport
 from ckptctl.ops.options import ConversionOptions
@@ -29,11 +29,7 @@ from ckptctl.ops.prune_safety import parse_best
 from ckptctl.ops.run_entries import is_run
 from ckptctl.ops.runs import Checkpoint, newest_complete
 from ckptctl.planner.retention import Policy
-from ckptctl.storage import trash
-from ckptctl.storage.publish import check_target, destination
 from ckptctl.units import parse_bytes
-
-MODEL = "model"
 
 _log = logging.getLogger("ckptctl")
 
@@ -258,28 +254,8 @@ class CheckpointManager:
             overwrite=overwrite,
             verify=verify,
         )
-        ranks = coordinator(self._group)
-        target = destination(Path(out).expanduser().absolute())
-        stage = target.parent / f".{target.name}.ckptctl-final"
-        alone = MODEL in state and chosen.only == MODEL
-        kept: StateDict = {MODEL: state[MODEL]} if alone else state
-
-        def make_room() -> None:
-            if not chosen.overwrite:
-                check_target(target, overwrite=False, is_checkpoint=lambda _: False)
-            trash.remove(stage)
-
-        def convert() -> None:
-            run_conversion(plan_conversion(stage, target, chosen))
-
-        on_first(ranks, make_room)
-        try:
-            save(kept, stage, process_group=self._group)
-            on_first(ranks, convert)
-        finally:
-            if ranks.rank == 0:
-                _discard(stage)
-        on_first(ranks, lambda: self._finished(target))
+        target = save_converted(state, out, chosen, self._group)
+        on_first(coordinator(self._group), lambda: self._finished(target))
         return target
 
     def wait(self) -> None:
@@ -344,13 +320,6 @@ class CheckpointManager:
 def _loaded(found: Checkpoint) -> Path:
     """Return what of a checkpoint is loaded: itself, or the one part that it consists of."""
     return found.parts[0] if len(found.parts) == 1 else found.entry.path
-
-
-def _discard(stage: Path) -> None:
-    try:
-        trash.remove(stage)
-    except CkptError as error:
-        _log.warning("%s could not be removed: %s", stage, error)
 
 
 def _floating(dtype: str | None) -> str | None:

@@ -11,10 +11,12 @@ from torchtune.training.checkpointing import ModelType
 
 from ckptctl import families
 from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.distributed.run_keeper import SERIES
 from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.alone import own_group
 from ckptctl.integrations.whole import whole, whole_model, with_numbers
-from ckptctl.ops.runs import is_run, newest_complete
+from ckptctl.ops.run_entries import is_run
+from ckptctl.ops.runs import read_run
 
 RECIPE = "recipe"
 TENSORS = (training.MODEL_KEY, training.ADAPTER_KEY, training.OPT_KEY)
@@ -110,8 +112,7 @@ class Checkpointer:
             {training.MODEL_KEY: state_dict[alone]},
             self._output_dir / f"epoch_{epoch}",
             to="dcp" if adapter_only else self._final_format,
-            from_layout=None if adapter_only else LAYOUT,
-            assets=self._checkpoint_dir,
+            assets=None if adapter_only else self._checkpoint_dir,
         )
 
     def wait(self) -> None:
@@ -136,9 +137,12 @@ class Checkpointer:
 
     def _newest(self) -> dict[str, Any]:
         self.wait()
-        if not is_run(self._output_dir):
-            raise SourceNotFoundError("there is nothing to go on from", where=str(self._output_dir))
-        newest = newest_complete(self._output_dir)[0].entry.path
+        run = self._output_dir
+        known = read_run(run, series=SERIES).checkpoints if is_run(run) else ()
+        complete = [one.entry.path for one in known if one.complete]
+        if not complete:
+            raise SourceNotFoundError("there is nothing to go on from", where=str(run))
+        newest = complete[-1]
         found: dict[str, Any] = with_numbers(whole(newest, process_group=own_group()))
         return {**found.pop(RECIPE)[0], **found}
 

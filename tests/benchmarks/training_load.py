@@ -60,7 +60,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return total
 
 
-def _state(gigabytes: float, world: int, words: str, fill: float) -> dict[str, Any]:
+def state_of_shapes(gigabytes: float, world: int, words: str, fill: float) -> dict[str, Any]:
     return {name: _sharded(shape, world, words, fill) for name, shape in shapes(gigabytes).items()}
 
 
@@ -80,7 +80,7 @@ def save(rank: int, world: int, folder: str, gigabytes: float, words: str) -> No
     """Save with stock torch."""
     from torch.distributed.checkpoint.state_dict_saver import save as stock
 
-    state = _state(gigabytes, world, words, 1.5)
+    state = state_of_shapes(gigabytes, world, words, 1.5)
     stock({"model": state}, checkpoint_id=folder)
 
 
@@ -91,7 +91,7 @@ def measure(rank: int, world: int, folder: str, gigabytes: float, words: str, ou
 
     from ckptctl.distributed.loading import load
 
-    state = _state(gigabytes, world, words, 0.5)
+    state = state_of_shapes(gigabytes, world, words, 0.5)
     locals_ = [tensor.to_local() for tensor in state.values()]
     best: dict[str, float] = {}
     ways: dict[str, Callable[[], Any]] = {
