@@ -62,7 +62,9 @@ class DcpFormat(WritableFormat):
         "read: what torch 2.13 saved on 2 and 4 ranks equals what `dcp_to_torch_save` makes of it "
         "(tests/integration/test_stock_dcp.py), what Lightning and accelerate saved what their own "
         "tools make of it, what Megatron-Core saved the tensors it was given "
-        "(tests/unit/formats/test_wrappers.py); written: "
+        "(tests/unit/formats/test_wrappers.py), what FSDP1, FSDP2, HSDP and tensor parallelism "
+        "save afresh on 1 to 4 ranks the live weights (tests/oracle/trainers/test_torch.py); "
+        "written: "
         "stock `dcp.load` reads it on other numbers of ranks, `dcp_to_torch_save` on one "
         "(tests/integration/test_stock_dcp.py)"
     )

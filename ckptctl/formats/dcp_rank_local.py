@@ -46,7 +46,8 @@ class DcpRankLocalFormat(Format):
     proof = (
         "read: what torch 2.13 saved on 2 and 4 ranks has the bytes of the live tensors; with the "
         "`.metadata` that `consolidate --metadata-only` adds, stock `dcp.load` reads it on 1, 2 "
-        "and 3 ranks (tests/integration/test_rank_local.py)"
+        "and 3 ranks (tests/integration/test_rank_local.py); what it saves afresh on 1 to 4 ranks "
+        "has the live weights (tests/oracle/trainers/test_torch.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:

@@ -77,7 +77,8 @@ class TorchCheckpointingFormat(Format):
     )
     proof = (
         "read: what torch_checkpointing 0.1.1 saved on 1 and 2 ranks has the bytes of the live "
-        "state, with and without `metadata.pkl` (tests/unit/formats/test_torch_checkpointing.py)"
+        "state, with and without `metadata.pkl` (tests/unit/formats/test_torch_checkpointing.py), "
+        "also what it saves afresh on 2 to 4 (tests/oracle/trainers/test_frameworks.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:

@@ -64,7 +64,8 @@ class TorchSnapshotFormat(Format):
     )
     proof = (
         "what torchsnapshot 0.1.0 saved has the live model's weights "
-        "(tests/unit/formats/test_torchsnapshot.py)"
+        "(tests/unit/formats/test_torchsnapshot.py), also what it saves afresh on 2 and 3 ranks "
+        "(tests/oracle/trainers/test_frameworks.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:
