@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptctl.api import convert as convert
+    from ckptctl.api import diff as diff
+    from ckptctl.api import extract as extract
     from ckptctl.api import inspect as inspect
     from ckptctl.api import merge as merge
     from ckptctl.api import plan_conversion as plan_conversion
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.convert import ConversionPlan as ConversionPlan
     from ckptctl.ops.convert import ConversionResult as ConversionResult
+    from ckptctl.ops.difference import Difference as Difference
+    from ckptctl.ops.extract import Extraction as Extraction
     from ckptctl.ops.inspection import Inspection as Inspection
     from ckptctl.ops.load_options import LoadReport as LoadReport
     from ckptctl.ops.merge import MergePlan as MergePlan
@@ -40,6 +44,8 @@ _HOME = {
     "CkptError": "ckptctl.errors",
     "ConversionPlan": "ckptctl.ops.convert",
     "ConversionResult": "ckptctl.ops.convert",
+    "Difference": "ckptctl.ops.difference",
+    "Extraction": "ckptctl.ops.extract",
     "Inspection": "ckptctl.ops.inspection",
     "LoadReport": "ckptctl.ops.load_options",
     "MergePlan": "ckptctl.ops.merge",
@@ -48,6 +54,8 @@ _HOME = {
     "Verification": "ckptctl.ops.verification",
     "async_save": "ckptctl.distributed.async_saving",
     "convert": "ckptctl.api",
+    "diff": "ckptctl.api",
+    "extract": "ckptctl.api",
     "inspect": "ckptctl.api",
     "load": "ckptctl.distributed.loading",
     "merge": "ckptctl.api",
@@ -64,6 +72,8 @@ __all__ = [
     "CkptError",
     "ConversionPlan",
     "ConversionResult",
+    "Difference",
+    "Extraction",
     "Inspection",
     "LoadReport",
     "MergePlan",
@@ -73,6 +83,8 @@ __all__ = [
     "__version__",
     "async_save",
     "convert",
+    "diff",
+    "extract",
     "inspect",
     "load",
     "merge",

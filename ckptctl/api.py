@@ -13,9 +13,12 @@ from ckptctl.units import parse_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.convert import ConversionOptions, ConversionPlan, ConversionResult
+    from ckptctl.ops.difference import Difference
+    from ckptctl.ops.extract import Extraction
     from ckptctl.ops.inspection import Inspection
     from ckptctl.ops.merge import MergePlan
     from ckptctl.ops.verification import Level, Verification
+    from ckptctl.storage.errors_between import Tolerance
 
 AnyPath = str | Path
 MAX_SHARD_SIZE = "5GB"
@@ -169,6 +172,134 @@ def verify(
         jobs=_positive("jobs", jobs),
     )
     return run(path, chosen)
+
+
+def diff(
+    a: AnyPath,
+    b: AnyPath,
+    *,
+    structure: bool = False,
+    atol: float | None = None,
+    rtol: float | None = None,
+    ignore_dtype: bool = False,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    only: Literal["model", "all"] = "all",
+    checksums: bool = True,
+    format_a: str | None = None,
+    format_b: str | None = None,
+    layout_a: str | None = None,
+    layout_b: str | None = None,
+    model_type: str | None = None,
+    converter: AnyPath | None = None,
+    sizes: Mapping[str, int] | None = None,
+    jobs: int | None = None,
+) -> Difference:
+    """Say how the checkpoints *a* and *b* differ, across formats and layouts.
+
+    Elements are equal when their bits are, NaN included; with a tolerance also when
+    ``|a - b| <= atol + rtol * |b|``. torch is imported only where numbers have to be compared.
+
+    Args:
+        a: The first checkpoint; the result has its names.
+        b: The second one.
+        structure: Compare names, shapes and dtypes alone.
+        atol: Absolute tolerance.
+        rtol: Tolerance relative to *b*.
+        ignore_dtype: Take equal numbers of another dtype for the same.
+        include: Globs of names in *a*: only these.
+        exclude: Globs of names in *a*: not these.
+        only: ``model``, or ``all`` that they hold.
+        checksums: Believe recorded checksums that are equal.
+        format_a: Format of *a*; None: detect it.
+        format_b: Format of *b*; None: detect it.
+        layout_a: Layout of *a*; None: detect it.
+        layout_b: Layout of *b*; None: detect it.
+        model_type: Family of both; None: detect it.
+        converter: Python file that defines one more family, as ``FAMILY``; it is run.
+        sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
+        jobs: Threads; None: one per core, at most four.
+
+    Raises:
+        CkptError: One is missing, not recognised or damaged, or named layouts do not fit.
+    """
+    from ckptctl import families
+    from ckptctl.ops.diff import DiffOptions
+    from ckptctl.ops.diff import diff as run
+
+    chosen = DiffOptions(
+        structure=structure,
+        tolerance=_tolerance(atol, rtol),
+        ignore_dtype=ignore_dtype,
+        include=_globs(include),
+        exclude=_globs(exclude),
+        only=_only(only),
+        checksums=checksums,
+        format_a=format_a,
+        format_b=format_b,
+        layout_a=layout_a,
+        layout_b=layout_b,
+        model_type=model_type,
+        sizes=_sizes(sizes or {}),
+        jobs=_positive("jobs", jobs) or 0,
+    )
+    with families.using(converter):
+        return run(a, b, chosen)
+
+
+def extract(
+    path: AnyPath,
+    tensor: str,
+    output: AnyPath | None = None,
+    *,
+    slice: str | None = None,
+    dtype: str | None = None,
+    layout: str | None = None,
+    from_layout: str | None = None,
+    format: str | None = None,
+    model_type: str | None = None,
+    converter: AnyPath | None = None,
+    sizes: Mapping[str, int] | None = None,
+    overwrite: bool = False,
+    jobs: int | None = None,
+) -> Extraction:
+    """Take tensors, or slices of them, out of the checkpoint at *path*; read nothing else.
+
+    Args:
+        path: The checkpoint; it is never changed.
+        tensor: A name, or a glob; a slice such as ``[0:128]`` may follow.
+        output: ``.safetensors``, ``.pt`` or ``.npy``; None: write nothing, show the first values.
+        slice: The slice, where it does not follow the name.
+        dtype: Cast floating tensors to this dtype.
+        layout: The layout whose names and axes are meant; None: the checkpoint's own.
+        from_layout: Layout of the checkpoint; None: detect it.
+        format: Format of the checkpoint; None: detect it.
+        model_type: Family; None: detect it.
+        converter: Python file that defines one more family, as ``FAMILY``; it is run.
+        sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
+        overwrite: Replace *output* if it is a file of tensors.
+        jobs: Threads; None: one per core, at most four.
+
+    Raises:
+        CkptError: Nothing was written.
+    """
+    from ckptctl import families
+    from ckptctl.ops.extract import ExtractOptions
+    from ckptctl.ops.extract import extract as run
+
+    chosen = ExtractOptions(
+        slice=slice,
+        dtype=_floating(dtype),
+        layout=layout,
+        from_layout=from_layout,
+        format=format,
+        model_type=model_type,
+        sizes=_sizes(sizes or {}),
+        overwrite=overwrite,
+        jobs=_positive("jobs", jobs) or 0,
+    )
+    with families.using(converter):
+        return run(path, tensor, _path(output), chosen)
 
 
 def plan_conversion(
@@ -369,6 +500,15 @@ def _tied(value: str | None) -> Literal["drop", "copy"] | None:
     if value == "copy":
         return "copy"
     raise UsageError(f"`{value}` is neither `drop` nor `copy`", where="tied")
+
+
+def _tolerance(atol: float | None, rtol: float | None) -> Tolerance | None:
+    from ckptctl.storage.errors_between import Tolerance
+
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{value} is not a tolerance", where=name)
+    return None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
 
 
 def _factor(name: str, value: float | None) -> float | None:

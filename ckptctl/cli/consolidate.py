@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.consolidate_metadata import MetadataPlan
 
 SCHEMA = "ckptctl.consolidate/1"
+METADATA_OPTIONS = ("src", "dst", "metadata_only", "dry_run", "json", "quiet")
 EPILOG = opt.examples(
     "ckptctl consolidate global_step1000 model",
     "ckptctl consolidate step-100 --metadata-only",
@@ -83,6 +84,7 @@ def consolidate(
     ranks = coordinator()
     output = output_of(ranks, json, quiet)
     if metadata_only:
+        _require_meaning(context)
         on_first(ranks, lambda: _metadata(output, src, dst, dry_run))
         return
     if dst is None:
@@ -114,6 +116,17 @@ def consolidate(
         ),
     )
     carry_out(context, output, plan, dst, dry_run, Published(SCHEMA), ranks)
+
+
+def _require_meaning(context: typer.Context) -> None:
+    """Raise UsageError if there is an option that says how tensors are to be written."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and option.name not in METADATA_OPTIONS:
+            raise UsageError(
+                f"{option.opts[0]} has no meaning with --metadata-only", why="no tensor is written"
+            )
 
 
 def _metadata(output: Output, src: Path, dst: Path | None, dry_run: bool) -> None:

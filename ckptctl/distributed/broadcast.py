@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.catalog import Box, Catalog
-from ckptctl.distributed.group import Group
+from ckptctl.distributed.group import Group, reaching
 from ckptctl.distributed.targets import Place
 from ckptctl.ops.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
@@ -28,7 +28,6 @@ from ckptctl.planner.balance import assign, cut, piece_limit
 SLOW = 1 << 30
 SAMPLE = 8 << 20
 BUCKET = 16 << 20
-_GROUPS: dict[tuple[dist.ProcessGroup | None, str, tuple[int, ...]], dist.ProcessGroup] = {}
 Wish = tuple[str, Box, int, bool]
 """Name, box, bytes, and whether its device can take part."""
 
@@ -157,39 +156,37 @@ def exchange(places: Sequence[Place], turns: Sequence[Turn], ranks: Coordinator)
 
     Returns:
         The bytes received.
+
+    Raises:
+        StorageError: Another rank is gone.
     """
     assert isinstance(ranks, Group)
     received = 0
-    for holders, some in groupby(turns, key=lambda turn: turn.holders):
-        group = ranks.group if len(holders) == ranks.world else _group(ranks, holders)
-        for reader, own in groupby(some, key=lambda turn: turn.reader):
-            source = _global(ranks, reader)
-            parts = (places[turn.place].part(turn.box).tensor for turn in own)
-            for bucket in _buckets(parts):
-                received += _send(bucket, source, group, mine=reader == ranks.rank)
+    for (holders, reader), own in groupby(turns, key=lambda turn: (turn.holders, turn.reader)):
+        parts = (places[turn.place].part(turn.box).tensor for turn in own)
+        for bucket in _buckets(parts):
+            with reaching():
+                received += _send(bucket, reader, holders, ranks)
     return received
 
 
-def _group(ranks: Group, holders: Iterable[int]) -> dist.ProcessGroup:
-    """Return the group of *holders*; it is kept, as torch cannot make one like it again.
+def _broadcast(flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: Group) -> None:
+    """Send what *reader* has to the other *holders*, each of which sends it on.
 
-    The name of a group that only its members make is a hash of these, and what the store has
-    under it outlives the group.
+    Groups of some ranks are not made for it: torch names those that only their members make after
+    how many groups a process is in, so members of different numbers of groups never meet.
     """
-    world = dist.group.WORLD
-    for key in [key for key in _GROUPS if key[0] is not world]:
-        del _GROUPS[key]
-    members = tuple(_global(ranks, rank) for rank in holders)
-    backend = str(dist.get_backend_config(ranks.group))
-    found = _GROUPS.get((world, backend, members))
-    if found is None:
-        found = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
-        _GROUPS[world, backend, members] = found
-    return found
-
-
-def _global(ranks: Group, rank: int) -> int:
-    return dist.get_global_rank(ranks.group, rank) if ranks.group else rank
+    if len(holders) == ranks.world:
+        dist.broadcast(flat, group=ranks.group, group_src=reader)
+        return
+    order = [reader, *(rank for rank in holders if rank != reader)]
+    own, step = order.index(ranks.rank), 1
+    while step < len(order):
+        if own < step and own + step < len(order):
+            dist.send(flat, group=ranks.group, group_dst=order[own + step])
+        elif step <= own < 2 * step:
+            dist.recv(flat, group=ranks.group, group_src=order[own - step])
+        step *= 2
 
 
 def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -218,27 +215,32 @@ def _rows(part: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _rows(rows) if rows.shape[dim] < part.shape[dim] else (rows,)
 
 
-def _send(
-    bucket: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup | None, *, mine: bool
-) -> int:
+def _send(bucket: Sequence[torch.Tensor], reader: int, holders: Sequence[int], ranks: Group) -> int:
     """Broadcast a bucket and return the bytes received."""
+    mine = reader == ranks.rank
     nbytes = sum(part.nbytes for part in bucket)
-    if len(bucket) == 1 and bucket[0].is_contiguous():
-        dist.broadcast(bucket[0].reshape(-1).view(torch.uint8), src=source, group=group)
+    if len(bucket) == 1 and bucket[0].is_contiguous() and _is_plain(bucket[0]):
+        _broadcast(bucket[0].reshape(-1).view(torch.uint8), reader, holders, ranks)
         return 0 if mine else nbytes
     flat = torch.zeros(nbytes, dtype=torch.uint8, device=bucket[0].device)
     if mine:
         _pack(bucket, flat)
-    dist.broadcast(flat, src=source, group=group)
+    _broadcast(flat, reader, holders, ranks)
     if not mine:
         _unpack(flat, bucket)
     return 0 if mine else nbytes
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of *tensor* are those of its elements."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
 def _pack(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     start = 0
     for part in bucket:
-        flat[start : start + part.nbytes] = part.contiguous().reshape(-1).view(torch.uint8)
+        own = part.resolve_conj().resolve_neg().contiguous()
+        flat[start : start + part.nbytes] = own.reshape(-1).view(torch.uint8)
         start += part.nbytes
 
 

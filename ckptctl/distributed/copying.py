@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from ckptctl.distributed.group import threads
+
 BLOCK = 8 << 20
 """Bytes that a thread copies at a time."""
 FEW = 4 << 20
 """Fewer bytes than these are copied before another thread has started."""
-JOBS = 4
 
 
 class HostCopy(NamedTuple):
@@ -51,11 +51,11 @@ def copy_host(copies: Sequence[HostCopy], jobs: int | None = None) -> None:
 
     Args:
         copies: What is copied.
-        jobs: Threads; None: one per core that this process may use, at most four.
+        jobs: Threads; None: this rank's part of the host's cores, at most four.
     """
     total = sum(one.nbytes for one in copies)
     blocks = iter(_blocks(copies))
-    wanted = jobs or min(JOBS, len(os.sched_getaffinity(0)))
+    wanted = threads(jobs or 0)
     count = 1 if total <= FEW else min(wanted, -(-total // BLOCK))
     lock = threading.Lock()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pickle import dumps, loads
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from ckptctl.errors import StorageError
+from ckptctl.distributed.messages import gather_bytes, scatter_bytes
+from ckptctl.errors import StorageError, UsageError
 from ckptctl.ops.coordinator import Alone, Coordinator
+from ckptctl.storage.threads import default_threads
 
 T = TypeVar("T")
 
@@ -24,40 +27,52 @@ class Group:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            where = f"rank {dist.get_rank()}"
+            raise UsageError("this rank is not in the process group", where=where)
         self.world = dist.get_world_size(group)
+        self._on_host = "cpu" in str(dist.get_backend_config(group))
 
     def all_gather(self, value: T) -> list[T]:
         """See :class:`Coordinator`."""
-        found: list[T | None] = [None] * self.world
-        with _reaching():
+        with reaching():
+            if self._on_host:
+                return [loads(one) for one in gather_bytes(dumps(value), self.group)]
+            found: list[T | None] = [None] * self.world
             dist.all_gather_object(found, value, group=self.group)
         return cast(list[T], found)
 
     def gather(self, value: T) -> list[T] | None:
         """See :class:`Coordinator`."""
-        found: list[T | None] | None = [None] * self.world if self.rank == 0 else None
-        with _reaching():
+        with reaching():
+            if self._on_host:
+                parts = gather_bytes(dumps(value), self.group, everywhere=False)
+                return [loads(one) for one in parts] if self.rank == 0 else None
+            found: list[T | None] | None = [None] * self.world if self.rank == 0 else None
             dist.gather_object(value, found, group=self.group, group_dst=0)
         return cast(list[T] | None, found)
 
     def broadcast(self, value: T | None) -> T:
         """See :class:`Coordinator`."""
         found = [value]
-        with _reaching():
+        with reaching():
             dist.broadcast_object_list(found, group=self.group, group_src=0)
         return cast(T, found[0])
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """See :class:`Coordinator`."""
-        found: list[T | None] = [None]
-        given = None if values is None else list(values)
-        with _reaching():
+        with reaching():
+            if self._on_host:
+                given = None if values is None else [dumps(value) for value in values]
+                return cast(T, loads(scatter_bytes(given, self.world, self.group)))
+            found: list[T | None] = [None]
+            given = None if values is None else list(values)
             dist.scatter_object_list(found, given, group=self.group, group_src=0)
         return cast(T, found[0])
 
 
 @contextmanager
-def _reaching() -> Iterator[None]:
+def reaching() -> Iterator[None]:
     """Say in our words that a rank is gone, or that the group's time ran out."""
     try:
         yield
@@ -68,6 +83,12 @@ def _reaching() -> Iterator[None]:
             why=str(error).strip().splitlines()[0] if str(error).strip() else None,
             hint="one of them has ended or hangs: its own output says why",
         ) from error
+
+
+def threads(jobs: int) -> int:
+    """Return how many threads each rank of a host takes: *jobs*, or its part of the cores."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return jobs or default_threads(ranks)
 
 
 def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:

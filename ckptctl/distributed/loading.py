@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.distributed.broadcast import exchange, share, wants_broadcast
-from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.state import State, state_of
 from ckptctl.distributed.targets import Everything, everything, places_of, wanted_of
 from ckptctl.distributed.values import put, read_values
@@ -81,7 +81,7 @@ def load(
         cast: Whether floating tensors may get another dtype than the checkpoint's.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
-        jobs: Threads per rank; None: one per core, at most four.
+        jobs: Threads per rank; None: its part of the host's cores, at most four.
         process_group: The ranks; None: the default group, or this process alone.
         broadcast: Whether what several ranks want is read by one of them and sent to the others;
             ``auto``: where they sit on several machines, or storage is slow.
@@ -208,7 +208,8 @@ class _Load:
         return read, exchange(places, sharing.turns, self.ranks)
 
     def _read(self, plan: Plan, views: Mapping[str, memoryview]) -> int:
-        how = ExecutionOptions(jobs=self.options.jobs, checksum=self.options.checksum, sync=False)
+        jobs, checksum = threads(self.options.jobs), self.options.checksum
+        how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
         return execute(plan, Path(plan.source_root), how, lambda _: None, memory=views).bytes_read
 
 

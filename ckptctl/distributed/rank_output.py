@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ckptctl.distributed.group import threads
 from ckptctl.distributed.host_memory import host_views
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import CkptError, StorageError
@@ -28,7 +29,7 @@ class SaveOptions:
     Attributes:
         overwrite: Whether to replace a checkpoint of that name, in one step.
         files: Files per rank; threads do not wait for each other when they write several.
-        jobs: Threads per rank; 0: one per core, at most four.
+        jobs: Threads per rank; 0: its part of the host's cores, at most four.
         memory: Bytes of buffers per rank, for tensors that have to be reordered or copied from a
             device on their way.
         sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
@@ -86,7 +87,8 @@ def held(state: StateDict | State | Held) -> Held:
         {name: _digest(content) for name, content in values.items()},
         {name: leaf.path for name, leaf in state.values.items()},
     )
-    pieces = [piece.tensor for one in state.tensors.values() for piece in one.pieces]
+    found = (piece.tensor for one in state.tensors.values() for piece in one.pieces)
+    pieces = [tensor.resolve_conj().resolve_neg() for tensor in found]
     return Held(holding, pieces, [tuple(tensor.stride()) for tensor in pieces], values)
 
 
@@ -124,7 +126,7 @@ def fill(plan: Plan, pieces: Sequence[torch.Tensor], data: Path, options: SaveOp
     if not plan.files:
         return
     how = ExecutionOptions(
-        jobs=options.jobs,
+        jobs=threads(options.jobs),
         memory=options.memory,
         checksum=options.checksum,
         sync=options.sync,

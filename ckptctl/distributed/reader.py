@@ -17,6 +17,7 @@ from torch.futures import Future
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, memory_name
 from ckptctl.distributed.catalog_metadata import CatalogMetadata, leaves_of
+from ckptctl.distributed.group import threads
 from ckptctl.distributed.noted import noted
 from ckptctl.distributed.remote_reading import Remote
 from ckptctl.distributed.state import state_of
@@ -58,7 +59,7 @@ class Reader(StorageReader):
         cast: Whether floating tensors may get another dtype than the checkpoint's.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
-        jobs: Threads per rank; 0: one per core, at most four.
+        jobs: Threads per rank; 0: its part of the host's cores, at most four.
 
     Attributes:
         bytes_read: Bytes of tensors that this rank read in the last load, those below a URL apart.
@@ -220,7 +221,8 @@ class Reader(StorageReader):
             mapping, memory, whole = self._remote.located(mapping, wanted)
             views |= memory
         plan = prepare(mapping, wanted, cast=cast, whole=whole).plan(wanted)
-        how = ExecutionOptions(jobs=self._options.jobs, checksum=self._options.checksum, sync=False)
+        jobs, checksum = threads(self._options.jobs), self._options.checksum
+        how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
         done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
         if self._remote:
             self._remote.require_unchanged()

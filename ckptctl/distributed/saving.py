@@ -47,7 +47,7 @@ def save(
             waits for nobody: the directory is complete when the last rank is done.
         overwrite: See :class:`SaveOptions`, also for all that follow.
         files: How many per rank.
-        jobs: Threads per rank.
+        jobs: Threads per rank; 0: its part of the host's cores, at most four.
         memory: Bytes of buffers per rank.
         sync: Whether it has to be on disk before it gets its name.
         checksum: Whether records carry CRC-32.

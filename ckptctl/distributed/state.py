@@ -15,7 +15,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops.holdings import Described
 from ckptctl.planner.placements import Part, local_part
 from ckptctl.planner.placements import Shard as Cut
@@ -82,12 +82,12 @@ def state_of(state_dict: StateDict) -> State:
 
     Raises:
         RefusedError: A tensor is of a kind that no checkpoint can hold, or sums are outstanding.
+        UsageError: It is no dictionary, or two of its leaves get the same name.
     """
-    plain = {
-        key: value.state_dict() if isinstance(value, Stateful) else value
-        for key, value in state_dict.items()
-    }
-    flat, paths = compat.flatten_state_dict(plain)
+    try:
+        flat, paths = compat.flatten_state_dict(plain_of(state_dict))
+    except ValueError as error:
+        raise UsageError("two leaves of the state dict have one name", why=str(error)) from error
     tensors: dict[str, Held] = {}
     values: dict[str, Value] = {}
     for name, leaf in flat.items():
@@ -97,6 +97,23 @@ def state_of(state_dict: StateDict) -> State:
         else:
             values[name] = Value(path, leaf)
     return State(tensors, values)
+
+
+def plain_of(state_dict: StateDict) -> dict[str, object]:
+    """Return a state dict with what its objects say of themselves.
+
+    Raises:
+        UsageError: It is no dictionary.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(
+            f"a {type(state_dict).__name__} is no state dict",
+            hint='pass a dictionary: `{"model": model, "optim": optimizer}`',
+        )
+    return {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in state_dict.items()
+    }
 
 
 def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> Held:
@@ -160,7 +177,13 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise RefusedError(
             f"`{name}` has no plain memory", why=f"its layout is {tensor.layout}, {tensor.device}"
         )
-    return tensor.resolve_conj().resolve_neg()
+    if tensor.numel() and not tensor.data_ptr():
+        raise RefusedError(
+            f"`{name}` has no memory of its own",
+            why=f"it is a {type(tensor).__name__}",
+            hint="save and load the tensors that it is made of",
+        )
+    return tensor
 
 
 def memory(tensor: torch.Tensor) -> memoryview:

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from ckptctl.distributed.state import memory
+from ckptctl.errors import RefusedError
 from ckptctl.storage.compare import row_major
 
 LONG = 4096
@@ -51,7 +52,7 @@ def _fill(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> None:
 
 def in_place(tensor: torch.Tensor) -> bool:
     """Return whether files are read straight into *tensor*: long rows in host memory."""
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return False
     run = tensor.element_size()
     for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
@@ -72,5 +73,15 @@ def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def target(tensor: torch.Tensor) -> memoryview:
-    """Return what the executor writes to; the tensor has to outlive it."""
+    """Return what the executor writes to; the tensor has to outlive it.
+
+    Raises:
+        RefusedError: Several of its elements are one in memory.
+    """
+    if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise RefusedError(
+            "an expanded tensor cannot be filled",
+            where=f"shape {list(tensor.shape)}, strides {list(tensor.stride())}",
+            hint="`clone` it first",
+        )
     return memory(tensor) if in_place(tensor) else cast(memoryview, Filled(tensor))

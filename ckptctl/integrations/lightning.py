@@ -48,12 +48,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write *checkpoint* as a directory, whole or not at all.
-
-        Args:
-            checkpoint: Lightning's.
-            path: Where it will appear.
-            storage_options: Not supported.
+        """Write *checkpoint* as a directory, whole or not at all; without *storage_options*.
 
         Raises:
             CkptError: Nothing was published.
@@ -136,7 +131,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         if path.is_file():
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return found
-        state = {MODEL: get_model_state_dict(self.model)}
+        state: dict[str, Any] = {MODEL: get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):
             state[f"{OPTIMIZER}{number}"] = get_optimizer_state_dict(self.model, optimizer)
         load(state, path, strict=self.lightning_module.strict_loading)

@@ -36,6 +36,8 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         **parts: What torchtitan's trainer hands over.
     """
 
+    async_mode: dcp.AsyncMode
+
     @dataclass(kw_only=True, slots=True)
     class Config(dcp.CheckpointManager.Config):  # type: ignore[misc]
         """torchtitan's options; this class is built of them."""

@@ -7,20 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from torchtune import training
-from torchtune.training.checkpointing import ModelType
 
-from ckptctl import families
 from ckptctl.distributed.manager import CheckpointManager
-from ckptctl.distributed.run_keeper import SERIES
-from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.alone import own_group
-from ckptctl.integrations.whole import whole, whole_model, with_numbers
-from ckptctl.ops.run_entries import is_run
-from ckptctl.ops.runs import read_run
-
-RECIPE = "recipe"
-TENSORS = (training.MODEL_KEY, training.ADAPTER_KEY, training.OPT_KEY)
-LAYOUT = "torchtune"
+from ckptctl.integrations.torchtune_state import (
+    LAYOUT,
+    family,
+    intermediate,
+    newest_state,
+    save_adapter,
+)
+from ckptctl.integrations.whole import whole_model
 
 
 class Checkpointer:
@@ -77,7 +74,8 @@ class Checkpointer:
             SourceNotFoundError: Training is to go on, and there is nothing that is complete.
             CkptError: It cannot be read.
         """
-        found = self._newest() if self._resume else {}
+        self.wait()
+        found = newest_state(self._output_dir) if self._resume else {}
         if training.MODEL_KEY not in found:
             found[training.MODEL_KEY] = whole_model(
                 self._checkpoint_dir, LAYOUT, self._family, own_group()
@@ -99,21 +97,25 @@ class Checkpointer:
             state_dict: Of torchtune's keys.
             epoch: Its number.
             intermediate_checkpoint: Whether training goes on from it: returns when it is copied.
-            adapter_only: Whether the last one is the adapter alone.
+            adapter_only: Whether the last one is the adapter alone, for PEFT; else that is
+                ``adapter_epoch_EPOCH`` beside the merged model.
 
         Raises:
             CkptError: This save failed, or the last one did.
         """
         if intermediate_checkpoint:
-            self._saver().save(epoch, _intermediate(state_dict))
+            self._saver().save(epoch, intermediate(state_dict))
             return
-        alone = training.ADAPTER_KEY if adapter_only else training.MODEL_KEY
-        self._saver().save_final(
-            {training.MODEL_KEY: state_dict[alone]},
-            self._output_dir / f"epoch_{epoch}",
-            to="dcp" if adapter_only else self._final_format,
-            assets=None if adapter_only else self._checkpoint_dir,
-        )
+        if training.ADAPTER_KEY in state_dict:
+            name = f"epoch_{epoch}" if adapter_only else f"adapter_epoch_{epoch}"
+            self.wait()
+            save_adapter(state_dict, self._output_dir / name, self._family, self._checkpoint_dir)
+        if not adapter_only:
+            self._saver().save_final(
+                {training.MODEL_KEY: state_dict[training.MODEL_KEY]},
+                self._output_dir / f"epoch_{epoch}",
+                assets=self._checkpoint_dir,
+            )
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -129,42 +131,9 @@ class Checkpointer:
             self._manager = CheckpointManager(
                 self._output_dir,
                 keep_last=self._keep_last,
+                final_format=self._final_format,
                 model_type=self._family,
                 process_group=own_group(),
                 overwrite=True,
             )
         return self._manager
-
-    def _newest(self) -> dict[str, Any]:
-        self.wait()
-        run = self._output_dir
-        known = read_run(run, series=SERIES).checkpoints if is_run(run) else ()
-        complete = [one.entry.path for one in known if one.complete]
-        if not complete:
-            raise SourceNotFoundError("there is nothing to go on from", where=str(run))
-        newest = complete[-1]
-        found: dict[str, Any] = with_numbers(whole(newest, process_group=own_group()))
-        return {**found.pop(RECIPE)[0], **found}
-
-
-def family(model_type: str) -> str:
-    """Return what a model type of torchtune is called here.
-
-    Raises:
-        UsageError: torchtune has no such model type, or it is not known here.
-    """
-    if model_type not in ModelType.__members__:
-        raise UsageError(
-            f"torchtune has no model type {model_type!r}",
-            hint=f"it has {', '.join(ModelType.__members__)}",
-        )
-    return families.family(str(ModelType[model_type].value)).name
-
-
-def _intermediate(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved: tensors under torchtune's keys, the rest as one leaf."""
-    left_out = {training.MODEL_KEY} if training.ADAPTER_KEY in state else set()
-    kept = {key: state[key] for key in TENSORS if key in state and key not in left_out}
-    rest = {key: one for key, one in state.items() if key not in TENSORS}
-    # A tuple is a leaf to DCP: what is in it keeps its keys and its empty containers.
-    return {**kept, RECIPE: (rest,)}

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from transformers import TrainerCallback
 
 from ckptctl.distributed.manager import CheckpointManager
-
-STATE_FILE = "trainer_state.json"
+from ckptctl.integrations.transformers_state import plain, position, tensors, write_position
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
@@ -52,33 +46,27 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             CkptError: No checkpoint is complete, or the newest one cannot be read.
         """
-        found: dict[str, Any] = {"trainer": None}
+        found = position()
         if self._manager.load_latest(found) is None:
             return None
-        (position,) = found["trainer"]
         self._position = tempfile.TemporaryDirectory(prefix="ckptctl-")
-        folder = Path(self._position.name)
-        (folder / STATE_FILE).write_text(position["state"])
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        name = f"rng_state_{dist.get_rank()}.pth" if several else "rng_state.pth"
-        torch.save(position["rng"], folder / name)
-        save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
-        return str(folder)
+        write_position(found, Path(self._position.name))
+        return self._position.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Load model, optimizer and scheduler where training goes on."""
         if self._position is None:
             return
-        held = _tensors(parts)
+        held = tensors(parts)
         self._manager.load_latest(held)
-        model, optimizer = parts["model"], _plain(parts["optimizer"])
+        model, optimizer = parts["model"], plain(parts["optimizer"])
         set_state_dict(
             model,
             optimizer,
             model_state_dict=held["model"],
             optim_state_dict=held["optimizer"],
         )
-        parts["lr_scheduler"].load_state_dict(held["lr_scheduler"][0])
+        parts["lr_scheduler"].load_state_dict(held["lr_scheduler"]["state"][0])
         self._saved.add(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -117,41 +105,4 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if state.global_step in self._saved:
             return
         self._saved.add(state.global_step)
-        position = {"state": _json(state), "rng": _random_numbers()}
-        self._manager.save(state.global_step, {**_tensors(parts), "trainer": (position,)})
-
-
-def _tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
-    model, optimizer = get_state_dict(parts["model"], _plain(parts["optimizer"]))
-    # A tuple is a leaf to DCP: what is in it keeps its keys and its empty containers.
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "lr_scheduler": (parts["lr_scheduler"].state_dict(),),
-    }
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate has wrapped."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
-
-
-def _json(state: Any) -> str:
-    with tempfile.TemporaryDirectory(prefix="ckptctl-") as folder:
-        state.save_to_json(str(Path(folder) / STATE_FILE))
-        return (Path(folder) / STATE_FILE).read_text()
-
-
-def _random_numbers() -> dict[str, Any]:
-    """Return what the Trainer keeps in ``rng_state.pth``."""
-    found: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        cuda = torch.cuda.random
-        found["cuda"] = cuda.get_rng_state() if several else cuda.get_rng_state_all()
-    return found
+        self._manager.save(state.global_step, {**tensors(parts), **position(state)})

@@ -33,6 +33,7 @@ class LoadOptions:
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
         jobs: Threads; 0: one per core, at most four.
+        partial: Whether another layout may be made of a part of the model.
     """
 
     format: str | None = None
@@ -51,6 +52,7 @@ class LoadOptions:
     trusted: bool = False
     checksum: bool = False
     jobs: int = 0
+    partial: bool = False
 
     def open(self, path: str | Path) -> Catalog:
         """Return the index of the checkpoint at *path*, quantised tensors as they are wanted.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.errors import CoverageError
+from ckptctl.ops.mixed_files import mixed_files, names_in
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.quantised import pairs
 from ckptctl.ops.selection import Selection, wanted
@@ -42,6 +43,7 @@ def find_missing(catalog: Catalog) -> Missing:
     _, wrong = resolved(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *wrong) if f.severity == "error"]
     names = {found.tensor: _reason(found) for found in errors if found.tensor}
+    names = names_in(catalog, mixed_files(catalog, wrong)) | names
     for name, boxes in catalog.lost.items():
         if boxes:
             names.setdefault(name, _gone(boxes))

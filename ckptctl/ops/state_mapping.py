@@ -246,6 +246,7 @@ def _mapped(
         catalog.path,
         source_layout=formats.get(catalog.format).layout,
         untie=untie,
+        partial=options.partial,
         given=options.sizes,
         whole=tuple(tensors),
     )

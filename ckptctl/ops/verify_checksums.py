@@ -5,7 +5,6 @@ Where a file carries none, only its structure can be checked: those bytes are co
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,13 @@ from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_structure import is_zip
 from ckptctl.storage.crc import combine, crc32
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.threads import default_threads
 from ckptctl.storage.zip_directory import FileRange, read_directory
 
 BLOCK = 64 << 20
 BATCH = 4096
 """Ranges that are queued at a time."""
 WINDOW = 1 << 20
-MAX_JOBS = 4
 Advance = Callable[[int], None]
 _local = threading.local()
 
@@ -50,7 +49,7 @@ class Recorded:
 
 def threads(jobs: int | None) -> int:
     """Return the number of threads to read with."""
-    return jobs or min(MAX_JOBS, os.cpu_count() or 1)
+    return jobs or default_threads()
 
 
 def recorded(

@@ -31,6 +31,7 @@ from ckptctl.storage.lanes import Lane, Lanes, Unit
 from ckptctl.storage.ledger import Books, Ledger, News
 from ckptctl.storage.sources import Sources
 from ckptctl.storage.sync import sync_directory
+from ckptctl.storage.threads import default_threads
 from ckptctl.storage.tiles import Tiles
 from ckptctl.storage.worker import Worker, write_failed
 
@@ -41,10 +42,6 @@ ARITHMETIC = 384 * MIB
 SYNC_EVERY = 128 * MIB
 PATIENCE = 0.8
 Progress = Callable[[int], None]
-
-
-def _jobs() -> int:
-    return min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,8 @@ class ExecutionOptions:
 
     @property
     def threads(self) -> int:
-        """Return the number of threads: *jobs*, or as many as there are cores, at most four."""
-        return self.jobs or _jobs()
+        """Return the number of threads: *jobs*, or this process's part of the cores."""
+        return self.jobs or default_threads()
 
     def limits(self) -> Limits:
         """Return the sizes of tiles that keep within *memory*."""

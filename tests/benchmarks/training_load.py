@@ -139,7 +139,7 @@ def _peak() -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _bare(folder: str, tensors: list[Any], rank: int) -> None:
+def _bare(folder: str, tensors: list[Any], rank: int, jobs: int = 0) -> None:
     """Read as many bytes as *tensors* have into their memory, from anywhere in the files."""
     from ckptctl.distributed.state import memory
 
@@ -166,7 +166,7 @@ def _bare(folder: str, tensors: list[Any], rank: int) -> None:
                 descriptor, at, part = work.pop()
             os.preadv(descriptor, [part], at)
 
-    threads = [threading.Thread(target=loop) for _ in range(min(4, os.cpu_count() or 1))]
+    threads = [threading.Thread(target=loop) for _ in range(jobs or min(4, os.cpu_count() or 1))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -54,13 +54,11 @@ class Training:
 
     def __init__(self, kind: Any, folder: Path, seed: int, **options: Any) -> None:
         torch.manual_seed(seed)
-        self.model = sharded(
-            Model(frozen=True), init_device_mesh("cpu", (dist.get_world_size(),))
-        )
+        self.model = sharded(Model(frozen=True), init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = Optimizer(self.model)
         self.progress = Progress()
-        self.manager = kind(
-            kind.Config(enable=True, folder="checkpoint", interval=1, **options),
+        config = kind.Config(enable=True, folder="checkpoint", interval=1, **options)
+        self.manager = config.build(
             dataloader=None,
             model_parts=[self.model],
             optimizers=self.optimizer,
@@ -125,9 +123,7 @@ def model_only(rank: int, world: int, folder: str) -> None:
     expected = run.train(2, last=True)
     for step in (1, 2):
         start = root / "checkpoint" / f"step-{step}"
-        fresh = Training(
-            CheckpointManager, root / f"from-{step}", 1, initial_load_path=str(start)
-        )
+        fresh = Training(CheckpointManager, root / f"from-{step}", 1, initial_load_path=str(start))
         assert fresh.manager.load()
         assert fresh.progress.step == 0
     found = full(fresh.model.state_dict())

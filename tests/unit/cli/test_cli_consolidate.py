@@ -108,6 +108,8 @@ def test_metadata_only(run, ranks):
     [
         ([str(ZERO)], "DST is missing"),
         ([str(ZERO), "out", "--metadata-only"], "takes no DST"),
+        ([str(RANKS), "--metadata-only", "-n", "--optimizer"], "--optimizer has no meaning"),
+        ([str(RANKS), "--metadata-only", "-n", "--max-shard-size", "5GB"], "no meaning"),
         ([str(ZERO), "out", "--weights", "both"], "neither"),
         ([str(ZERO), "out", "--tied", "both"], "neither"),
         ([str(RANKS), "out", "--weights", "master"], "no meaning"),

@@ -1,0 +1,130 @@
+"""``ckptctl extract PATH TENSOR``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+from ckptctl.cli.tables import counted
+from ckptctl.units import format_bytes
+
+if TYPE_CHECKING:
+    from ckptctl.ops.extraction import Extracted, Extraction
+
+SCHEMA = "ckptctl.extract/1"
+EPILOG = opt.examples(
+    "ckptctl extract tests/data/tiny-llama3-hf model.norm.weight",
+    "ckptctl extract step-2000 'model.norm.weight[0:8]' -o norm.npy --dtype fp32",
+    "ckptctl extract step-2000 lm_head.weight --slice '[:, 5]' -o column.pt",
+    "ckptctl extract step-2000 'model.layers.0.*' -o layer.safetensors",
+    "ckptctl extract out-hf layers.0.attention.wq.weight --layout meta -o wq.safetensors",
+)
+
+
+def extract(
+    path: Annotated[Path, typer.Argument(metavar="PATH", show_default=False, help="Checkpoint.")],
+    tensor: Annotated[
+        str,
+        typer.Argument(
+            metavar="TENSOR",
+            show_default=False,
+            help="Name or glob; a slice such as [0:128] or [:, 5] may follow.",
+        ),
+    ],
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write FILE: .safetensors, .pt or, of one tensor, .npy.",
+        ),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option("--slice", metavar="SLICE", help="What of each tensor, as in [0:128]."),
+    ] = None,
+    dtype: opt.DType = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="LAYOUT", help="TENSOR is named, and taken, in this layout."),
+    ] = None,
+    from_layout: opt.FromLayout = None,
+    from_format: opt.From = None,
+    model_type: opt.ModelType = None,
+    converter: opt.Converter = None,
+    sizes: opt.Set = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace FILE if it is a file of tensors.")
+    ] = False,
+    jobs: opt.Jobs = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Take tensors, or slices of them, out of a checkpoint.
+
+    Only their bytes are read. Without --output nothing is written: shape, dtype and the values at
+    the corners are shown.
+    """
+    from ckptctl import api
+
+    del converter  # known while the command runs
+    output = Output(json, quiet)
+    found = api.extract(
+        path,
+        tensor,
+        target,
+        slice=part,
+        dtype=dtype,
+        layout=layout,
+        from_layout=from_layout,
+        format=from_format,
+        model_type=model_type,
+        sizes=opt.sizes_of(sizes),
+        overwrite=overwrite,
+        jobs=jobs,
+    )
+    for note in found.notes:
+        output.note(note)
+    _print(output, found)
+
+
+def _print(output: Output, found: Extraction) -> None:
+    if output.mode == "json":
+        output.document(SCHEMA, found.to_json())
+    elif output.mode == "quiet":
+        for name in [found.output] if found.output else [one.name for one in found.tensors]:
+            output.line(name)
+    elif output.mode == "plain":
+        output.table([("tensor", *_facts(one), str(one.nbytes)) for one in found.tensors])
+        output.fields([("output", found.output), ("bytes", found.nbytes)] * bool(found.output))
+    elif found.output:
+        size = format_bytes(found.nbytes)
+        count = counted(len(found.tensors), "tensor")
+        output.line(f"wrote {found.output}: {count}, {size}", "bold")
+        output.table([("  " + one.name, *_facts(one)[1:]) for one in found.tensors])
+    else:
+        _show(output, found)
+
+
+def _show(output: Output, found: Extraction) -> None:
+    for one in found.tensors:
+        name, dtype, shape = _facts(one)
+        output.line(f"{name}  {dtype}  {shape}", "bold")
+        for line in (one.preview or "").splitlines():
+            output.line(line)
+    output.hint("`-o FILE` writes them")
+
+
+def _facts(one: Extracted) -> tuple[str, str, str]:
+    cut = "" if one.shape == one.whole else f" of {list(one.whole)}"
+    return one.name, one.dtype, f"{list(one.shape)}{cut}"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("extract", epilog=EPILOG, no_args_is_help=True)(extract)

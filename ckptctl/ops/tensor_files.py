@@ -1,0 +1,70 @@
+"""One file of tensors, by the end of its name: ``.safetensors``, ``.pt`` and ``.npy``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptctl.catalog import Box
+from ckptctl.errors import UsageError
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, constant
+from ckptctl.formats.hf import Writer
+from ckptctl.formats.torch_file import FORMAT
+from ckptctl.ops.overwrite import replaceable
+from ckptctl.planner.plan import OutputFile, Record
+from ckptctl.storage.npy_header import MAGIC, encode_header
+
+LayOut = Callable[[str, list[OutputTensor]], Output]
+
+
+def lay_out(target: Path, tensors: list[OutputTensor]) -> Output:
+    """Return where *tensors* go in the file *target*.
+
+    Raises:
+        UsageError: Its name ends in something else, or several tensors are to go into one array.
+        RefusedError: The file cannot hold one of the dtypes.
+    """
+    kind = KINDS.get(target.suffix)
+    if kind is None:
+        raise UsageError(
+            f"`{target.name}` says no format",
+            why=f"known endings: {', '.join(KINDS)}",
+        )
+    return kind(target.name, tensors)
+
+
+def overwritable(path: Path) -> bool:
+    """Return whether *path* is a file of tensors."""
+    if not path.is_file() or path.suffix not in KINDS:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC) - 2) == MAGIC[:-2] or replaceable(path)
+
+
+def _safetensors(file: str, tensors: list[OutputTensor]) -> Output:
+    from ckptctl import formats
+
+    formats.target("hf").refuse_unheld(tensors)
+    writer = Writer({})
+    writer.add(file, tensors)
+    return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
+
+
+def _torch(file: str, tensors: list[OutputTensor]) -> Output:
+    return FORMAT.lay_out(OutputRequest(file, tensors))
+
+
+def _npy(file: str, tensors: list[OutputTensor]) -> Output:
+    if len(tensors) > 1:
+        raise UsageError(
+            f"{len(tensors):,} tensors do not fit into one .npy file",
+            hint="name one tensor, or a .safetensors or .pt file",
+        )
+    one = tensors[0]
+    header = encode_header(one.dtype, one.shape, one.name)
+    record = Record(one.name, file, len(header), one.nbytes)
+    whole = OutputFile(file, len(header) + one.nbytes, constant(header))
+    return Output((whole,), (record,), {one.name: (Place(Box.whole(one.shape), 0),)})
+
+
+KINDS: dict[str, LayOut] = {".safetensors": _safetensors, ".pt": _torch, ".npy": _npy}

@@ -1,0 +1,177 @@
+"""How far the elements of two tensors are apart, window by window.
+
+Equal bytes need no numbers. Where they differ, torch turns both windows into float64; it is
+imported then and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box
+from ckptctl.storage.statistics import UNMEASURED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WIDE = frozenset({"int64", "uint64"})
+"""Dtypes whose numbers float64 cannot tell apart."""
+NEAR = 2.0**62
+"""Numbers less than this apart can be subtracted as int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How two tensors of one shape differ.
+
+    Attributes:
+        count: Elements.
+        differing: Those that differ; with tolerances, by more than these allow.
+        nonfinite: Those of *differing* of which one is NaN or infinite.
+        max_abs: Largest ``|a - b|`` of finite elements, those within tolerances too; None: no
+            element differs, or none of those that do is finite, or the dtype has no numbers.
+        max_rel: Largest ``|a - b| / |b|`` of them where b is not 0; None: likewise.
+    """
+
+    count: int = 0
+    differing: int = 0
+    nonfinite: int = 0
+    max_abs: float | None = None
+    max_rel: float | None = None
+
+    def __add__(self, other: Errors) -> Errors:
+        """Return the errors of both parts together."""
+        return Errors(
+            self.count + other.count,
+            self.differing + other.differing,
+            self.nonfinite + other.nonfinite,
+            _largest(self.max_abs, other.max_abs),
+            _largest(self.max_rel, other.max_rel),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            "count": self.count,
+            "differing": self.differing,
+            "nonfinite": self.nonfinite,
+            "max_abs": self.max_abs,
+            "max_rel": self.max_rel,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What counts as equal: ``|a - b| <= atol + rtol * |b|``, as of ``numpy.isclose``.
+
+    Attributes:
+        atol: Absolute.
+        rtol: Relative to B.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+
+def parts(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Yield boxes of at most *limit* elements that tile a tensor; none where it is empty."""
+    if not shape:
+        yield Box((), ())
+        return
+    inner, dim = 1, len(shape)
+    while dim > 1 and inner * shape[dim - 1] <= limit:
+        dim -= 1
+        inner *= shape[dim]
+    rest = shape[dim:]
+    step = max(1, limit // max(inner, 1))
+    for lead in product(*(range(size) for size in shape[: dim - 1])):
+        for start in range(0, shape[dim - 1] if inner else 0, step):
+            size = min(step, shape[dim - 1] - start)
+            ones = (1,) * len(lead)
+            yield Box((*lead, start, *(0,) * len(rest)), (*ones, size, *rest))
+
+
+def errors_between(
+    a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None = None
+) -> Errors:
+    """Compare the elements of two windows.
+
+    Args:
+        a: Dense elements.
+        b: As many, in the same order.
+        dtype_a: torch's name.
+        dtype_b: torch's name.
+        tolerance: What counts as equal, beside equal bits; None: nothing else, or between two
+            dtypes, equal numbers.
+    """
+    count = len(a) // dtypes.itemsize(dtype_a)
+    if a == b and dtype_a == dtype_b:
+        return Errors(count)
+    return replace(_errors(a, b, dtype_a, dtype_b, tolerance), count=count)
+
+
+def _errors(
+    a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None
+) -> Errors:
+    import torch
+
+    different = None if dtype_a != dtype_b else _bits_differ(a, b, dtypes.itemsize(dtype_a))
+    if UNMEASURED & {dtype_a, dtype_b}:
+        return Errors(differing=len(a) if different is None else int(different.sum()))
+    x, y = _numbers(a, dtype_a), _numbers(b, dtype_b)
+    if different is None:
+        different = (x != y) & ~(x.isnan() & y.isnan())
+    x, y, gap = x[different], y[different], None
+    if dtype_a == dtype_b and dtype_a in WIDE:
+        gap = _integers_apart(a, b, different, x, y)
+    gap = (x - y).abs() if gap is None else gap
+    finite = x.isfinite() & y.isfinite()
+    near = finite & _within(gap, y, tolerance) if tolerance else torch.zeros_like(finite)
+    far = ~near
+    rest, base = gap[finite], y[finite].abs()
+    return Errors(
+        0,
+        int(far.sum()),
+        int((far & ~finite).sum()),
+        _top(rest),
+        _top((rest / base)[base > 0]),
+    )
+
+
+def _within(gap: Tensor, y: Tensor, tolerance: Tolerance) -> Tensor:
+    return gap <= tolerance.atol + tolerance.rtol * y.abs()
+
+
+def _bits_differ(a: bytearray, b: bytearray, itemsize: int) -> Tensor:
+    import torch
+
+    pair = [torch.frombuffer(one, dtype=torch.uint8).view(-1, itemsize) for one in (a, b)]
+    return (pair[0] != pair[1]).any(1)
+
+
+def _numbers(data: bytearray, dtype: str) -> Tensor:
+    import torch
+
+    found = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    return found.to(torch.complex128 if found.is_complex() else torch.float64)
+
+
+def _integers_apart(a: bytearray, b: bytearray, different: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Subtract 64-bit integers as such where they are near each other."""
+    import torch
+
+    i, j = (torch.frombuffer(one, dtype=torch.int64)[different] for one in (a, b))
+    rough = (x - y).abs()
+    return torch.where(rough < NEAR, (i - j).abs().to(torch.float64), rough)
+
+
+def _top(values: Tensor) -> float | None:
+    return float(values.max()) if values.numel() else None
+
+
+def _largest(a: float | None, b: float | None) -> float | None:
+    return max((one for one in (a, b) if one is not None), default=None)

@@ -1,0 +1,28 @@
+"""transformers: training that is resumed ends as training that was not interrupted."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.gloo import run_on_ranks
+
+JOBS = "tests.oracle.integrations.transformers_jobs:"
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
+    ),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume(tmp_path: Path, world: int) -> None:
+    run_on_ranks(JOBS + "resume", (world,), str(tmp_path))
+
+
+def test_what_is_evaluated_is_rated(tmp_path: Path) -> None:
+    run_on_ranks(JOBS + "rated", (1,), str(tmp_path))

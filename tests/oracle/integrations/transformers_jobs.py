@@ -1,0 +1,107 @@
+"""Training with the Trainer of transformers; imported where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.integrations.transformers import CheckpointCallback
+from tests.checkpoints.readers import differences, load_any_reference
+from tests.oracle.trainers.jobs.environment import announce
+
+CONFIG = LlamaConfig(
+    vocab_size=37,
+    hidden_size=12,
+    intermediate_size=17,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=16,
+    attention_dropout=0.3,
+)
+
+
+def trained(
+    root: Path, steps: int, final: Path | None = None, *, resume: bool = False, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Train up to *steps* of six, saving each, and return weights and optimizer."""
+    torch.manual_seed(1 if resume else 0)
+    rows = torch.randint(37, (12, 8), generator=torch.Generator().manual_seed(1))
+    arguments = TrainingArguments(
+        output_dir=str(root / "trainer"),
+        per_device_train_batch_size=2,
+        max_steps=6,
+        learning_rate=1e-2,
+        seed=7,
+        use_cpu=True,
+        ddp_backend="gloo",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        **{"save_strategy": "no", **options},
+    )
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    with CheckpointManager(root, keep_last=2, save_every=1, sync=False) as manager:
+        callback = CheckpointCallback(manager, final)
+        trainer = Trainer(
+            model=LlamaForCausalLM(CONFIG),
+            args=arguments,
+            train_dataset=data,
+            eval_dataset=data[:2],
+            callbacks=[callback, Stop(steps)],
+        )
+        trainer.train(resume_from_checkpoint=callback.resume_from() if resume else None)
+    assert trainer.state.global_step == steps
+    assert trainer.optimizer
+    state = trainer.optimizer.state_dict()["state"]
+    moments = {f"{index}.{key}": one for index, held in state.items() for key, one in held.items()}
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: one.clone() for name, one in {**model.state_dict(), **moments}.items()}
+
+
+class Stop(TrainerCallback):  # type: ignore[misc]
+    """Ends training early, as if it were killed at leisure."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.step
+
+
+def resume(rank: int, world: int, folder: str) -> None:
+    """In the middle of an epoch and at the end of one, with dropout and a schedule."""
+    announce(rank, world)
+    root = Path(folder) / str(world)
+    whole = trained(root / "whole", 6, root / "final")
+    for steps in (2, 3):
+        trained(root / f"half-{steps}", steps)
+        again = trained(root / f"half-{steps}", 6, resume=True)
+        assert not differences(again, whole), (steps, differences(again, whole))
+    dist.barrier()
+    names = sorted(item.name for item in (root / "whole").iterdir())
+    assert [name for name in names if name != "trainer"] == ["step-5", "step-6"], names
+    model = {name: one for name, one in whole.items() if name.startswith(("model", "lm_head"))}
+    assert not differences(load_any_reference(root / "final"), model)
+    loaded = LlamaForCausalLM.from_pretrained(root / "final").state_dict()
+    assert not differences(dict(loaded), model)
+
+
+def rated(rank: int, world: int, folder: str) -> None:
+    """What the Trainer saves and evaluates is saved here, too, once, with its metrics."""
+    announce(rank, world)
+    root = Path(folder) / str(world)
+    trained(root, 3, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=3)
+    text = (root / "step-3" / "ckptctl.run.json").read_text()
+    assert "eval_loss" in text

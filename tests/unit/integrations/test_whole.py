@@ -1,0 +1,139 @@
+"""Reading checkpoints into nothing, files beside them, and second names for their data."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import RefusedError
+from ckptctl.integrations.beside import save_beside
+from ckptctl.integrations.lightning_folder import fingerprint
+from ckptctl.integrations.whole import whole, whole_model, with_numbers
+from tests.checkpoints import differences, load_any_reference, save_dcp, save_hf, tiny_llama
+from tests.checkpoints.readers import flatten
+
+REPOSITORY = Path(__file__).parents[3]
+STATE: dict[str, Any] = {"model": {"w": torch.arange(12.0).reshape(4, 3)}, "step": 3}
+
+
+def trained(optimizer: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(6)))
+    found = optimizer(layers.parameters(), **options)
+    layers(torch.randn(2, 3)).sum().backward()
+    found.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        trained(torch.optim.AdamW, lr=0.1),
+        trained(torch.optim.SGD, lr=0.1),
+        trained(torch.optim.SGD, lr=0.1, momentum=0.9),
+    ],
+    ids=["adamw", "sgd", "momentum"],
+)
+def test_an_optimizer_comes_back_as_it_was(
+    tmp_path: Path, optimizer: torch.optim.Optimizer
+) -> None:
+    """DCP has text for its numbers, and nothing for the empty state of plain SGD."""
+    state: dict[str, Any] = {"all": [optimizer.state_dict()], "other": {"1": 2}}
+    ckptctl.save(state, tmp_path / "ours", sync=False)
+    save_dcp(tmp_path / "stock", state)
+    for folder in ("ours", "stock"):
+        found = with_numbers(whole(tmp_path / folder))
+        assert found["other"] == {"1": 2}
+        (own,) = found["all"]
+        assert list(own["state"]) == list(state["all"][0]["state"])
+        assert own["param_groups"] == optimizer.state_dict()["param_groups"]
+        assert not differences(flatten(own["state"]), flatten(optimizer.state_dict()["state"]))
+
+
+def test_a_model_in_another_layout(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3")
+    save_hf(tmp_path / "hf", state, config)
+    found = whole_model(tmp_path / "hf", "meta", "llama3")
+    ckptctl.convert(tmp_path / "hf", tmp_path / "meta", to="meta")
+    assert not differences(found, torch.load(tmp_path / "meta" / "consolidated.00.pth"))
+
+
+def test_files_beside_the_data(tmp_path: Path) -> None:
+    save_beside(STATE, tmp_path / "a", {"notes.txt": b"1"})
+    assert not differences(load_any_reference(tmp_path / "a"), flatten(STATE))
+    assert (tmp_path / "a" / "notes.txt").read_bytes() == b"1"
+    save_beside(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
+    assert (tmp_path / "b" / "__0_0.distcp").samefile(tmp_path / "a" / "__0_0.distcp")
+    assert (tmp_path / "a" / "notes.txt").read_bytes() == b"1"
+    assert (tmp_path / "b" / "notes.txt").read_bytes() == b"2"
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_what_cannot_be_linked_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_beside(STATE, tmp_path / "a", {"notes.txt": b"1"})
+    real = os.link
+    done: list[Path] = []
+
+    def link(source: Path, target: Path) -> None:
+        if done:
+            raise OSError(1, "no second name")
+        real(source, target)
+        done.append(target)
+
+    monkeypatch.setattr(os, "link", link)
+    save_beside(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
+    save_beside(STATE, tmp_path / "c", {"notes.txt": b"3"}, like=tmp_path / "gone")
+    for name in ("b", "c"):
+        assert ckptctl.verify(tmp_path / name).whole
+        assert not (tmp_path / name / ".metadata").samefile(tmp_path / "a" / ".metadata")
+
+
+def test_a_checkpoint_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+    save_beside(STATE, tmp_path / "a", {"notes.txt": b"1"})
+    save_beside({"model": {"w": torch.zeros(2)}}, tmp_path / "a", {"notes.txt": b"2"})
+    assert (tmp_path / "a" / "notes.txt").read_bytes() == b"2"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("...")
+    with pytest.raises(RefusedError):
+        save_beside(STATE, tmp_path / "mine", {})
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["a", "mine"]
+
+
+def test_what_lightning_saves_twice_is_known_by_its_bytes() -> None:
+    before = fingerprint(STATE)
+    assert before == fingerprint({"model": {"w": STATE["model"]["w"].clone()}, "step": 4})
+    changed = STATE["model"]["w"].clone()
+    changed[3, 2] += 1
+    assert before != fingerprint({"model": {"w": changed}})
+    assert before != fingerprint({"model": {"w": STATE["model"]["w"].t().contiguous()}})
+
+
+def test_the_page_names_what_there_is() -> None:
+    """Its blocks need trainers, so that the tests of the documentation cannot run them."""
+    page = (REPOSITORY / "docs" / "how-to" / "trainer-integrations.md").read_text()
+    imported = set()
+    for block in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module and "ckptctl" in node.module:
+                imported |= {(node.module, name.name) for name in node.names}
+    assert len(imported) >= 5
+    for module, name in imported:
+        path = REPOSITORY / (module.replace(".", "/") + ".py")
+        defined = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)]
+        assert name in defined, (module, name)
+
+
+def test_no_trainer_is_imported() -> None:
+    asked = "import sys, ckptctl, ckptctl.distributed.manager; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    trainers = {"lightning", "torchtitan", "torchtune", "transformers", "ckptctl.integrations"}
+    assert not trainers & set(done.stdout.split())

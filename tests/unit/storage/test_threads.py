@@ -1,0 +1,48 @@
+"""A process takes its part of the cores of its host."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptctl.storage import threads
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in threads.LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "expected"),
+    [(2, 1, 2), (2, 2, 1), (2, 4, 1), (64, 1, 4), (64, 8, 4), (16, 8, 2), (1, 1, 1)],
+)
+def test_cores_are_divided(
+    monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, expected: int
+) -> None:
+    monkeypatch.setattr(threads, "cores", lambda: cores)
+    assert threads.default_threads(processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("LOCAL_WORLD_SIZE", "8", 2),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "16", 1),
+        ("SLURM_STEP_TASKS_PER_NODE", "8(x128)", 2),
+        ("SLURM_STEP_TASKS_PER_NODE", "4(x2),1", 4),
+        ("LOCAL_WORLD_SIZE", "many", 1),
+        ("LOCAL_WORLD_SIZE", "0", 1),
+    ],
+)
+def test_the_launcher_knows_how_many_share_a_host(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: int
+) -> None:
+    monkeypatch.setattr(threads, "cores", lambda: 16)
+    monkeypatch.setenv(name, value)
+    assert threads.default_threads(1024) == expected
+
+
+def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {3}, raising=False)
+    assert threads.cores() == 1
