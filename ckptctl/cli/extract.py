@@ -102,6 +102,7 @@ def _print(output: Output, found: Extraction) -> None:
     elif output.mode == "plain":
         output.table([("tensor", *_facts(one), str(one.nbytes)) for one in found.tensors])
         output.fields([("output", found.output), ("bytes", found.nbytes)] * bool(found.output))
+        _values(output, found)
     elif found.output:
         size = format_bytes(found.nbytes)
         count = counted(len(found.tensors), "tensor")
@@ -109,6 +110,12 @@ def _print(output: Output, found: Extraction) -> None:
         output.table([("  " + one.name, *_facts(one)[1:]) for one in found.tensors])
     else:
         _show(output, found)
+
+
+def _values(output: Output, found: Extraction) -> None:
+    for one in found.tensors:
+        for line in (one.preview or "").splitlines():
+            output.line(line)
 
 
 def _show(output: Output, found: Extraction) -> None:

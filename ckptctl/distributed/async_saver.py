@@ -12,12 +12,13 @@ from typing import Literal, Self, Unpack
 
 import torch.distributed as dist
 
+from ckptctl.distributed import compat
 from ckptctl.distributed.background import WriterProcess
 from ckptctl.distributed.ballot import Ballot, Situation, attempt
 from ckptctl.distributed.group import Group, coordinator
 from ckptctl.distributed.host_pool import HostPool
 from ckptctl.distributed.plan_cache import chunks_of
-from ckptctl.distributed.rank_output import SaveOptions
+from ckptctl.distributed.rank_output import SaveOptions, require_local
 from ckptctl.distributed.save_future import SaveFuture
 from ckptctl.distributed.save_thread import Callback, SaveThread
 from ckptctl.distributed.staged_write import Found, SaveKeywords, executor, find, write_staged
@@ -102,6 +103,7 @@ class AsyncSaver:
         """
         waits = _one_of("when_busy", when_busy or self._when_busy, ("wait", "skip")) == "wait"
         apart = _one_of("mode", mode or self._mode, ("thread", "process")) == "process"
+        require_local(path)
         how = SaveOptions(**options)
         self._require_usable()
         calls, ranks = self._groups()
@@ -226,9 +228,22 @@ def _own_group(parent: dist.ProcessGroup | None) -> Coordinator:
         return ranks
     whole = parent is None or parent is dist.group.WORLD
     members = None if whole else dist.get_process_group_ranks(parent)
+    if members is not None:
+        _count_alike(ranks)
     return Group(
         dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
     )
+
+
+def _count_alike(ranks: Coordinator) -> None:
+    """Make groups until all *ranks* are in as many: a group's name depends on that number.
+
+    torch names a group that only its members make after its ranks and how many groups a process is
+    in (``_hash_ranks_to_str``); members with different numbers wait for each other for ever.
+    """
+    most = max(ranks.all_gather(compat.groups()))
+    while compat.groups() < most:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:

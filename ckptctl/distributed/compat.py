@@ -18,6 +18,7 @@ PRIVATE = {
     "ShardedTensor": ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
+    "_world": ("torch.distributed.distributed_c10d", "_world"),
     "create_read_items_for_chunk_list": (
         "torch.distributed.checkpoint.planner_helpers",
         "create_read_items_for_chunk_list",
@@ -48,6 +49,7 @@ try:
         _init_state_dict as init_state_dict,
     )
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+    from torch.distributed.distributed_c10d import _world
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 except ImportError as error:
     raise CkptError(
@@ -55,6 +57,12 @@ except ImportError as error:
         why=f"it lacks {', '.join(absent())}",
         hint="install a release from 2.6 on that ckptctl is tested with",
     ) from error
+
+
+def groups() -> int:
+    """Return how many process groups this process is in."""
+    return len(_world.pg_names)
+
 
 __all__ = [
     "PRIVATE",
@@ -64,6 +72,7 @@ __all__ = [
     "absent",
     "create_read_items_for_chunk_list",
     "flatten_state_dict",
+    "groups",
     "init_state_dict",
     "unflatten_state_dict",
 ]

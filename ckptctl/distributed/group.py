@@ -63,8 +63,8 @@ class Group:
         """See :class:`Coordinator`."""
         with reaching():
             if self._on_host:
-                given = None if values is None else [dumps(value) for value in values]
-                return cast(T, loads(scatter_bytes(given, self.world, self.group)))
+                packed = None if values is None else [dumps(value) for value in values]
+                return cast(T, loads(scatter_bytes(packed, self.group)))
             found: list[T | None] = [None]
             given = None if values is None else list(values)
             dist.scatter_object_list(found, given, group=self.group, group_src=0)

@@ -14,7 +14,7 @@ from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.distributed.broadcast import exchange, share, wants_broadcast
 from ckptctl.distributed.group import coordinator, threads
-from ckptctl.distributed.state import State, state_of
+from ckptctl.distributed.state import State, plain_of, state_of
 from ckptctl.distributed.targets import Everything, everything, places_of, wanted_of
 from ckptctl.distributed.values import put, read_values
 from ckptctl.errors import UsageError
@@ -151,7 +151,7 @@ class _Load:
     def into(self, state_dict: MutableMapping[str, Any], path: str | Path) -> LoadReport:
         """Load the checkpoint at *path*."""
         plain, state = together(self.ranks, lambda: _plain(state_dict))
-        all_of_it = everything(state, self.ranks)
+        all_of_it = everything(state, self.ranks, self.broadcast)
         planned = together(self.ranks, lambda: self._planned(state, all_of_it, path))
         mapping = planned.reading.mapping
         if mapping.must_equal or mapping.must_be_zero or mapping.tilings:
@@ -215,12 +215,8 @@ class _Load:
 
 def _plain(state_dict: MutableMapping[str, Any]) -> tuple[dict[str, Any], State]:
     """Return *state_dict* with what its objects say of themselves, and what it holds."""
-    plain = {
-        key: value.state_dict() if isinstance(value, Stateful) else value
-        for key, value in state_dict.items()
-    }
-    state = state_of(plain)
-    return plain, state
+    plain = plain_of(state_dict)
+    return plain, state_of(plain)
 
 
 def _holds(catalog: Catalog, state: State) -> bool:

@@ -41,14 +41,11 @@ def gather_bytes(
     return _cut(_gather_long(_padded(own, longest), world, group, everywhere), lengths, 0)
 
 
-def scatter_bytes(
-    messages: Sequence[bytes] | None, world: int, group: dist.ProcessGroup | None
-) -> bytes:
+def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | None) -> bytes:
     """Return this rank's one of the messages that rank 0 has.
 
     Args:
         messages: One for each rank; None on the other ranks.
-        world: How many there are.
         group: The ranks.
     """
     longest = max(map(len, messages)) if messages else 0

@@ -14,11 +14,12 @@ import torch
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.host_memory import host_views
 from ckptctl.distributed.state import State, StateDict, state_of
-from ckptctl.errors import CkptError, StorageError
+from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.ops.holdings import DIGEST, Chunk, Holding
 from ckptctl.planner.copies import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.executor import Execution, ExecutionOptions, execute
+from ckptctl.storage.remote import url_of
 from ckptctl.storage.sync import sync_directory
 
 
@@ -133,6 +134,20 @@ def fill(plan: Plan, pieces: Sequence[torch.Tensor], data: Path, options: SaveOp
         shared=True,
     )
     options.execute(plan, data, how, lambda _: None, memory=host_views(plan, pieces))
+
+
+def require_local(path: str | Path) -> None:
+    """Refuse a URL, which would become a directory of that name here.
+
+    Raises:
+        RefusedError: It is one.
+    """
+    if url_of(path):
+        raise RefusedError(
+            "saving to a URL goes through torch's `dcp.save`",
+            where=str(path),
+            hint="`dcp.save(state, storage_writer=ckptctl.distributed.Writer(url))`",
+        )
 
 
 def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:

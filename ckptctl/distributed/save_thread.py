@@ -34,8 +34,7 @@ class SaveThread:
         on_published: Callback | None,
     ) -> None:
         self.future = future
-        self._write = write
-        self._release = release
+        self._work: list[tuple[Callable[[], Path], Callable[[], None]]] = [(write, release)]
         self._on_staged = on_staged
         self._on_published = on_published
         self._failure: BaseException | None = None
@@ -52,7 +51,7 @@ class SaveThread:
         try:
             self._thread.start()
         except BaseException:
-            self._release()
+            self._work.pop()[1]()
             raise
 
     @property
@@ -81,15 +80,19 @@ class SaveThread:
 
     def _run(self) -> None:
         self._call(self._on_staged, "on_staged")
+        # Nothing here may keep the copy, or tensors that were not copied, when it is written.
+        write, release = self._work.pop()
         try:
-            path = self._write()
+            path = write()
         except BaseException as error:
-            self._release()
+            del write
+            release()
             self._failure = error
             _log.error("%s was not saved: %s", self.future.path, error)
             self.future.set_exception(error)
         else:
-            self._release()
+            del write
+            release()
             self._call(self._on_published, "on_published")
             self.future.set_result(path)
 

@@ -11,7 +11,7 @@ from ckptctl.distributed.collective_save import CollectiveSave
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.rank_local import write_alone
-from ckptctl.distributed.rank_output import Held, SaveOptions
+from ckptctl.distributed.rank_output import Held, SaveOptions, require_local
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.ops.coordinator import Coordinator
 from ckptctl.planner.copies import MIB
@@ -58,6 +58,7 @@ def save(
     Raises:
         CkptError: Nothing was published; on every rank, whichever failed.
     """
+    require_local(path)
     options = SaveOptions(overwrite, files, jobs, memory, sync, checksum)
     ranks = coordinator(process_group)
     if collectives:

@@ -118,6 +118,8 @@ def plain_of(state_dict: StateDict) -> dict[str, object]:
 
 def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> Held:
     dtype = str(leaf.dtype).removeprefix("torch.")
+    if not isinstance(leaf, ShardedTensor) and leaf.is_nested:
+        raise RefusedError(f"`{name}` is a nested tensor, which no format here can hold")
     if dtype not in dtypes.BY_NAME:
         raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
     shape = tuple(leaf.size())

@@ -13,7 +13,7 @@ from ckptctl.catalog import Box, memory_name
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.state import State
 from ckptctl.distributed.tensor_memory import steps_of, target
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, UsageError
 from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.state_mapping import Leaf
 from ckptctl.ops.wanted import Target, Wanted
@@ -88,18 +88,28 @@ def wanted_of(
     return wanted, views
 
 
-def everything(state: State, ranks: Coordinator) -> Everything:
+def everything(state: State, ranks: Coordinator, broadcast: object = None) -> Everything:
     """Return what all *ranks* want; they only tell each other where they differ.
+
+    Args:
+        state: What this rank has.
+        ranks: The group.
+        broadcast: The option, which has to be the same on all of them.
 
     Raises:
         MappingError: Two ranks disagree on what a tensor is.
+        UsageError: Two ranks were given different options.
     """
     described = {name: held.described for name, held in state.tensors.items()}
     own = Everything(
         {name: Leaf(one.dtype, one.shape, one.path) for name, one in described.items()},
         {name: leaf.path for name, leaf in state.values.items()},
     )
-    if len(set(ranks.all_gather(own.digest))) == 1:
+    said = ranks.all_gather((own.digest, repr(broadcast)))
+    told = list(dict.fromkeys(option for _, option in said))
+    if len(told) > 1:
+        raise UsageError("`broadcast` differs between ranks", why=" and ".join(told))
+    if len(set(said)) == 1:
         return own
     tensors: dict[str, Leaf] = {}
     values: dict[str, Keys] = {}

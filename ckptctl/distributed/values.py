@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, MutableMapping, MutableSequence
+from collections.abc import Collection, MutableMapping, MutableSequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ FLOATS = ("float16", "float32", "float64")
 
 def read_values(
     mapping: StateMapping,
-    values: Iterable[str],
+    values: Collection[str],
     rank: int,
     *,
     trusted: bool,
@@ -45,7 +45,7 @@ def read_values(
     catalog = mapping.catalog
     with nullcontext(files) if files else SourceFiles(catalog.root) as opened:
         for name in values:
-            held = held_as(mapping, name, rank)
+            held = held_as(mapping, name, rank, values)
             if held is not None:
                 blob = catalog.blobs[held]
                 where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path

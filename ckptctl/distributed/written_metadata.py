@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorStorageMetadata,
 )
 
@@ -15,7 +17,7 @@ from ckptctl.distributed.compat import StorageInfo
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp_metadata import Item
-from ckptctl.formats.dcp_metadata_writer import encode_tensors
+from ckptctl.formats.dcp_metadata_writer import Located, encode_tensors
 
 
 def encoded(metadata: Metadata) -> tuple[bytes, ...]:
@@ -60,11 +62,15 @@ def _path(name: str, paths: dict[str, tuple[str | int, ...]]) -> Path:
     return tuple(Index(k) if isinstance(k, int) else k for k in paths.get(name, (name,)))
 
 
-def _items(metadata: Metadata) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
-    for index, place in metadata.storage_data.items():
-        if index.offset is not None:
-            offsets = tuple(index.offset)
-            yield index.fqn, offsets, place.relative_path, place.offset, place.length
+def _items(metadata: Metadata) -> Iterator[tuple[str, Iterator[Located]]]:
+    tensors = ((i, one) for i, one in metadata.storage_data.items() if i.offset is not None)
+    for name, items in groupby(tensors, key=lambda item: item[0].fqn):
+        yield name, map(_located, items)
+
+
+def _located(item: tuple[MetadataIndex, StorageInfo]) -> Located:
+    index, place = item
+    return tuple(index.offset or ()), place.relative_path, place.offset, place.length
 
 
 def _item(place: StorageInfo) -> Item:

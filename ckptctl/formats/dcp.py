@@ -30,7 +30,7 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.dcp_companions import with_companions
-from ckptctl.formats.dcp_metadata import METADATA, Item, Leaf, decode
+from ckptctl.formats.dcp_metadata import MAX_METADATA, METADATA, Item, Leaf, decode
 from ckptctl.formats.dcp_metadata_writer import encode
 from ckptctl.formats.dcp_partial import Usable, usable
 from ckptctl.formats.torch_file import ZipFrame, extent_of, is_stored
@@ -43,7 +43,6 @@ from ckptctl.storage.pickle_writer import StorageTensor, dump_state
 from ckptctl.storage.torch_zip import read_archive, read_item_tensor
 from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
 
-MAX_METADATA = 1 << 30
 BYTECHECKPOINT = b"bytecheckpoint."
 
 
@@ -131,7 +130,11 @@ def is_bytecheckpoint(path: Path) -> bool:
 
 
 def catalog_of(
-    files: SourceFiles, leaves: Mapping[str, Leaf], name: str, notes: Sequence[str] = ()
+    files: SourceFiles,
+    leaves: Mapping[str, Leaf],
+    name: str,
+    notes: Sequence[str] = (),
+    copies: Mapping[str, int] | None = None,
 ) -> Catalog:
     """Return the catalog of a directory of write items.
 
@@ -140,12 +143,13 @@ def catalog_of(
         leaves: What its metadata lists, by name.
         name: The format.
         notes: What a reader should know.
+        copies: Files with further copies of items, and the bytes that they need.
 
     Raises:
         DamagedError: A data file is missing or too short.
     """
     path = files.root
-    sizes = _data_files(files, leaves)
+    sizes = _data_files(files, leaves, copies or {})
     stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
     surplus = [file for file in stray if (path / file).stat().st_size]
     return Catalog(
@@ -332,9 +336,11 @@ def read_metadata(files: SourceFiles, name: str) -> bytes:
     return files.read(name, 0, size)
 
 
-def _data_files(files: SourceFiles, leaves: Mapping[str, Leaf]) -> dict[str, int]:
+def _data_files(
+    files: SourceFiles, leaves: Mapping[str, Leaf], copies: Mapping[str, int]
+) -> dict[str, int]:
     """Return the sizes of the files that items lie in; each must be long enough."""
-    ends: dict[str, tuple[int, str]] = {}
+    ends = {file: (end, "") for file, end in copies.items()}
     for leaf in leaves.values():
         for _, item in leaf.items:
             end = item.offset + item.nbytes
@@ -353,7 +359,7 @@ def _data_files(files: SourceFiles, leaves: Mapping[str, Leaf]) -> dict[str, int
         if end > sizes[name]:
             raise DamagedError(
                 f"`{name}` is truncated",
-                where=f"{files.root / name}, `{leaf_name}`",
+                where=f"{files.root / name}" + (f", `{leaf_name}`" if leaf_name else ""),
                 why=f"{end:,} bytes are needed, the file has {sizes[name]:,}",
             )
     return sizes

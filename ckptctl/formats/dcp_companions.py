@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, UnsafePickleError
+from ckptctl.errors import DamagedError
 from ckptctl.formats.findings import of_error
 from ckptctl.formats.torch_file import read_contents
+from ckptctl.formats.unknown_classes import unknown_notes
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 
@@ -25,7 +26,7 @@ MAX_FINISHED = 1 << 16
 def with_companions(files: SourceFiles, catalog: Catalog, *, partial: bool = False) -> Catalog:
     """Return *catalog* with the leaves of its companions.
 
-    One that holds objects of a trainer's own classes is left out, with a note.
+    Objects of a trainer's own classes become inert records, which can be read and not written.
 
     Args:
         files: The directory's files.
@@ -76,9 +77,7 @@ def _names_common(files: SourceFiles) -> bool:
 
 def _with(files: SourceFiles, catalog: Catalog, name: str, partial: bool) -> Catalog:
     try:
-        found = read_contents(files, name)
-    except UnsafePickleError as error:
-        return replace(catalog, notes=(*catalog.notes, f"`{name}` is left out: {error.what}"))
+        found = read_contents(files, name, unknown="inert")
     except DamagedError as error:
         if not partial:
             raise
@@ -97,4 +96,5 @@ def _with(files: SourceFiles, catalog: Catalog, name: str, partial: bool) -> Cat
         files={**catalog.files, name: files.size(name)},
         tensors={**catalog.tensors, **found.tensors},
         blobs={**catalog.blobs, **found.blobs},
+        notes=(*catalog.notes, *unknown_notes(found.blobs.values())),
     )

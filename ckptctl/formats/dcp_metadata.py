@@ -19,6 +19,8 @@ from ckptctl.storage.files import contained
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Builder, Global, Inert, loads
 
 METADATA = ".metadata"
+MAX_METADATA = 4 << 30
+"""Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
 MAX_RANK = 64
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"

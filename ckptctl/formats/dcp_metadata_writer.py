@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from functools import lru_cache
-from itertools import chain
+from itertools import chain, groupby
 
 from ckptctl.catalog import Blob, Box, Index
+from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.formats.dcp_metadata import Item
+from ckptctl.formats.dcp_metadata import MAX_METADATA, Item
 
 VERSION = "1.0.0"
 BATCH = 1000
+PLACES = 1 << 16
+LISTS = 64
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
 _RECORDS = ("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex")
@@ -25,6 +27,8 @@ _RECORD = b")\x81\x94"
 _STATE = b")\x81\x94}\x94("
 _Named = OutputTensor | Blob
 _Offsets = tuple[int, ...] | None
+Located = tuple[_Offsets, str, int, int]
+"""Offsets of a chunk, its file, first byte and length; no offsets for other leaves."""
 
 
 def encode(
@@ -51,9 +55,9 @@ def encode(
     for leaf in chain[_Named](tensors, blobs):
         writer.path(leaf)
     writer.section("storage_data")
-    for (name, offsets), item in items.items():
-        writer.item(name, offsets, *item)
-    return writer.finish()
+    for name, some in groupby(items.items(), key=lambda pair: pair[0][0]):
+        writer.items(name, ((offsets, *item) for (_, offsets), item in some))
+    return _readable(writer.finish())
 
 
 class TensorMetadata:
@@ -68,7 +72,7 @@ class TensorMetadata:
 
     def __init__(self, writer: _Writer) -> None:
         self._content = bytes(writer.out)
-        writer.out = bytearray()
+        writer.forget()
         self._writer = writer
         self.nbytes = len(self._content)
 
@@ -77,9 +81,13 @@ class TensorMetadata:
 
         Args:
             values: The other leaves, and where they lie.
+
+        Raises:
+            RefusedError: It is longer than what is ever read again.
         """
         writer = copy(self._writer)
-        writer.out, writer.strings = bytearray(), dict(writer.strings)
+        writer.strings = dict(writer.strings)
+        writer.forget()
         writer.again("state_dict_metadata")
         for blob, _ in values:
             writer.blob(blob)
@@ -88,21 +96,33 @@ class TensorMetadata:
             writer.path(blob)
         writer.again("storage_data")
         for blob, item in values:
-            writer.item(blob.name, None, *item)
-        return self._content, writer.finish()
+            writer.items(blob.name, [(None, *item)])
+        return self._content, _readable(writer.finish(), self.nbytes)
+
+
+def _readable(content: bytes, before: int = 0) -> bytes:
+    """Return *content* if it and what comes *before* are not too long to be read again."""
+    if before + len(content) > MAX_METADATA:
+        raise RefusedError(
+            "the metadata would be too large to be read again",
+            why=f"{before + len(content):,} bytes, limit {MAX_METADATA:,}",
+            hint="save on fewer ranks, or without collectives: then each rank has its own",
+        )
+    return content
 
 
 def encode_tensors(
     tensors: Sequence[OutputTensor],
     boxes: Sequence[Sequence[Box]],
-    items: Iterable[tuple[str, tuple[int, ...], str, int, int]],
+    items: Iterable[tuple[str, Iterable[Located]]],
 ) -> TensorMetadata:
     """Return a ``.metadata`` of tensors, to which other leaves can be added.
 
     Args:
         tensors: In the order of the state dict.
-        boxes: The chunks of each tensor.
-        items: Name, offsets, file, first byte and length of every chunk.
+        boxes: The chunks of each tensor; where a list is that of another tensor, it is written
+            in less time.
+        items: For each tensor, where its chunks lie.
     """
     writer = _Writer(tensors)
     writer.section("state_dict_metadata")
@@ -112,8 +132,8 @@ def encode_tensors(
     for tensor in tensors:
         writer.path(tensor)
     writer.section("storage_data")
-    for item in items:
-        writer.item(*item)
+    for name, located in items:
+        writer.items(name, located)
     return TensorMetadata(writer)
 
 
@@ -125,6 +145,10 @@ class _Writer:
         count: Entries of the memo.
         strings: What refers to each string.
         dicts: What refers to each dict of the metadata.
+        sizes: ``torch.Size`` objects by their values.
+        places: Ends of items by their first byte and length.
+        lists: Chunks by the identity of the list of their boxes, which is kept with them, and the
+            entries of the memo that they take.
         pairs: Pairs of the dict that is being filled, in this batch.
         filling: What ends it.
     """
@@ -134,6 +158,9 @@ class _Writer:
         self.count = 0
         self.strings: dict[str, bytes] = {}
         self.dicts: dict[str, bytes] = {}
+        self.sizes: dict[tuple[int, ...], bytes] = {}
+        self.places: dict[tuple[int, int], bytes] = {}
+        self.lists: dict[int, tuple[Sequence[Box], bytes, int]] = {}
         self.pairs = 0
         self.filling = b""
         known = {name: self._global(_HOME, name) for name in _RECORDS}
@@ -148,7 +175,7 @@ class _Writer:
         self.tensor_head = known["TensorStorageMetadata"] + _STATE + properties
         self.size_key, self.chunks = key["size"], key["chunks"] + b"]\x94"
         self.chunk = known["ChunkStorageMetadata"] + _STATE + key["offsets"]
-        self.sizes = key["sizes"]
+        self.size_name = key["sizes"]
         self.index = known["MetadataIndex"] + _STATE + key["fqn"]
         self.position = key["index"] + b"N" + key["offset"]
         self.info = b"ub" + info + _STATE + key["relative_path"]
@@ -156,6 +183,10 @@ class _Writer:
         root = self._global(_HOME, "Metadata")
         self.out += root + _STATE
         self.count += 2
+
+    def forget(self) -> None:
+        """Let go what has been written, and what was kept to write it faster."""
+        self.out, self.sizes, self.places, self.lists = bytearray(), {}, {}, {}
 
     def section(self, name: str) -> None:
         """Begin the next dict of the metadata."""
@@ -176,15 +207,14 @@ class _Writer:
         grad = b"\x88" if tensor.requires_grad else b"\x89"
         flags = self.dtypes[tensor.dtype] + self.strided + grad + self.contiguous + b"\x89t\x94b"
         self.out += self.text(tensor.name) + self.tensor_head + flags
-        self.out += self.size_key + _size(self.size, tensor.shape) + self.chunks
-        memos = 3 if tensor.shape else 2
-        self.count += 5 + memos
-        for start in range(0, len(boxes), BATCH):
-            batch = boxes[start : start + BATCH]
-            chunks = b"".join([self._chunk(box) for box in batch])
-            self.out += chunks + b"a" if len(boxes) == 1 else b"(" + chunks + b"e"
-            self.count += len(batch) * (2 + 2 * memos)
-        self.out += b"ub"
+        self.out += self.size_key + self._size(tensor.shape) + self.chunks
+        if id(boxes) not in self.lists:
+            if len(self.lists) >= LISTS:
+                self.lists.clear()
+            self.lists[id(boxes)] = (boxes, *self._chunks(boxes))
+        _, chunks, memos = self.lists[id(boxes)]
+        self.count += 5 + _memos(tensor.shape) + memos
+        self.out += chunks + b"ub"
 
     def blob(self, blob: Blob) -> None:
         """Write a ``BytesStorageMetadata`` under its name."""
@@ -203,23 +233,20 @@ class _Writer:
         self.out += name + _tuple(keys)
         self.count += bool(keys)
 
-    def item(self, name: str, offsets: _Offsets, path: str, start: int, nbytes: int) -> None:
-        """Write a ``MetadataIndex`` and its ``_StorageInfo``."""
-        self._pair()
-        position = b"N" if offsets is None else _size(self.size, offsets)
-        file = self.strings.get(path)
-        self.count += 2 if offsets is None else 4 + bool(offsets)
-        self.out += self.index + self.strings[name] + self.position + position
-        self.count += 2
-        self.out += (
-            self.info
-            + (file or self.text(path))
-            + self.start
-            + _integer(start)
-            + self.length
-            + _integer(nbytes)
-            + b"ub"
-        )
+    def items(self, name: str, located: Iterable[Located]) -> None:
+        """Write the ``MetadataIndex`` and ``_StorageInfo`` of each item of one leaf."""
+        head, info = self.index + self.strings[name] + self.position, self.info
+        parts: list[bytes] = []
+        for offsets, path, start, nbytes in located:
+            if self.pairs == BATCH:
+                parts.append(b"u(")
+                self.pairs = 0
+            self.pairs += 1
+            self.count += 4 if offsets is None else 4 + _memos(offsets)
+            position = b"N" if offsets is None else self._size(offsets)
+            file = self.strings.get(path) or self.text(path)
+            parts += (head, position, info, file, self._place(start, nbytes))
+        self.out += b"".join(parts)
 
     def finish(self) -> bytes:
         """Return the whole pickle."""
@@ -239,9 +266,35 @@ class _Writer:
             return b"\x8c" + bytes((len(raw),)) + raw + b"\x94"
         return b"X" + len(raw).to_bytes(4, "little") + raw + b"\x94"
 
+    def _chunks(self, boxes: Sequence[Box]) -> tuple[bytes, int]:
+        """Return the chunks of a tensor, and how many entries of the memo they take."""
+        parts: list[bytes] = []
+        for start in range(0, len(boxes), BATCH):
+            batch = b"".join(map(self._chunk, boxes[start : start + BATCH]))
+            parts.append(batch + b"a" if len(boxes) == 1 else b"(" + batch + b"e")
+        return b"".join(parts), sum(2 + 2 * _memos(box.sizes) for box in boxes)
+
     def _chunk(self, box: Box) -> bytes:
-        offsets, sizes = _size(self.size, box.offsets), _size(self.size, box.sizes)
-        return self.chunk + offsets + self.sizes + sizes + b"ub"
+        offsets, sizes = self._size(box.offsets), self._size(box.sizes)
+        return self.chunk + offsets + self.size_name + sizes + b"ub"
+
+    def _size(self, values: tuple[int, ...]) -> bytes:
+        """Return a ``torch.Size``."""
+        found = self.sizes.get(values)
+        if found is None:
+            tuple_ = _tuple([_integer(value) for value in values])
+            found = self.sizes[values] = self.size + tuple_ + b"\x85\x94R\x94"
+        return found
+
+    def _place(self, start: int, nbytes: int) -> bytes:
+        """Return the end of an item; ranks that write equal shares have them in common."""
+        found = self.places.get((start, nbytes))
+        if found is None:
+            if len(self.places) >= PLACES:
+                self.places.clear()
+            found = self.start + _integer(start) + self.length + _integer(nbytes) + b"ub"
+            self.places[start, nbytes] = found
+        return found
 
     def _pair(self) -> None:
         """Begin a new batch where this one is full."""
@@ -283,10 +336,9 @@ _KEYS = (
 )
 
 
-@lru_cache(maxsize=1 << 15)
-def _size(cls: bytes, values: tuple[int, ...]) -> bytes:
-    """Return a ``torch.Size``; it takes three entries of the memo, one less when it is empty."""
-    return cls + _tuple([_integer(value) for value in values]) + b"\x85\x94R\x94"
+def _memos(values: tuple[int, ...]) -> int:
+    """Return how many entries of the memo a ``torch.Size`` takes: an empty tuple takes none."""
+    return 3 if values else 2
 
 
 def _tuple(items: Sequence[bytes]) -> bytes:

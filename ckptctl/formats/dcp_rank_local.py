@@ -66,7 +66,7 @@ class DcpRankLocalFormat(Format):
             found = _union(files, values, repeated=asked.replicas)
             found.require_whole()
             kept = found.leaves() | values.apart
-            catalog = dcp.catalog_of(files, kept, self.name, _notes(found, values))
+            catalog = dcp.catalog_of(files, kept, self.name, _notes(found, values), found.ends)
             return _with_replicas(catalog, asked.replicas)
 
     def resolve(self, catalog: Catalog) -> Catalog:
@@ -221,7 +221,8 @@ def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
 
 
 def _notes(found: Union, values: Values) -> tuple[str, ...]:
-    return (f"{found.ranks} ranks; {UNRECORDED}", *kept_apart(values.differing))
+    ranks = f"{found.ranks} ranks" if found.ranks > 1 else "1 rank"
+    return (f"{ranks}; {UNRECORDED}", *kept_apart(values.differing))
 
 
 FORMAT = DcpRankLocalFormat()

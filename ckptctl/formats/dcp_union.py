@@ -40,12 +40,14 @@ class Union:
 
     Attributes:
         ranks: Their number.
+        ends: For each data file the byte after its last item, copies too.
         copies: For each tensor the chunks that several ranks have, and every item but the first;
             empty unless *repeated*.
     """
 
     def __init__(self, where: str, ranks: int, *, repeated: bool = False) -> None:
         self.ranks = ranks
+        self.ends: dict[str, int] = {}
         self.copies: dict[str, dict[Box, list[Item]]] = {}
         self._where = where
         self._repeated = repeated
@@ -71,6 +73,8 @@ class Union:
             for box, item in leaf.items:
                 if not item.file.startswith(own):
                     raise self._foreign(rank, name, item)
+                end = item.offset + item.nbytes
+                self.ends[item.file] = max(self.ends.get(item.file, 0), end)
                 self._add(rank, held, box, item)
 
     def _add(self, rank: int, held: _Held, box: Box | None, item: Item) -> None:

@@ -28,7 +28,7 @@ from ckptctl.formats.structure import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickle_reader import walk
+from ckptctl.storage.pickle_reader import Unknown, walk
 from ckptctl.storage.pickle_writer import StorageTensor, dump_state
 from ckptctl.storage.torch_zip import StoredTensor, read_archive
 from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
@@ -157,18 +157,19 @@ class Contents:
     notes: tuple[str, ...]
 
 
-def read_contents(files: SourceFiles, name: str) -> Contents:
+def read_contents(files: SourceFiles, name: str, unknown: Unknown = "refuse") -> Contents:
     """Return the tensors and other leaves of one ``torch.save`` file.
 
     Args:
         files: The checkpoint's files.
         name: The one to read.
+        unknown: Whether classes that plain torch does not load are refused or become inert records.
 
     Raises:
         DamagedError: It is truncated, malformed or hostile.
         FormatError: It is no zip.
     """
-    archive = read_archive(files, name)
+    archive = read_archive(files, name, unknown=unknown)
     found = contents_of(archive.root, name, str(files.root / name))
     return replace(found, notes=(*(() if archive.checksums else (NO_CHECKSUMS,)), *found.notes))
 

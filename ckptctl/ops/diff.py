@@ -6,59 +6,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.ops.diff_leaves import compare_leaves
+from ckptctl.ops.diff_options import DiffOptions
+from ckptctl.ops.diff_scope import Scope, map_other, read_leaves
 from ckptctl.ops.diff_values import Windows, located, same_checksums
 from ckptctl.ops.difference import Difference, Side, TensorDifference
 from ckptctl.ops.inspect import Watch, unwatched
 from ckptctl.ops.load_options import LoadOptions
-from ckptctl.ops.pairing import Pair, Pairing, Scope, map_other, pair, read_leaves
+from ckptctl.ops.pairing import Pair, Pairing, pair
 from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.errors_between import Errors, Tolerance
+from ckptctl.storage.errors_between import Errors
 
 __all__ = ["DiffOptions", "Difference", "diff"]
-
-
-@dataclass(frozen=True, slots=True)
-class DiffOptions:
-    """What is compared, and how; see ``ckptctl diff --help``.
-
-    Attributes:
-        structure: Compare names, shapes and dtypes alone.
-        tolerance: What counts as equal; None: equal bits.
-        ignore_dtype: Whether equal numbers of another dtype are the same.
-        include: Globs of names in A; none: all.
-        exclude: Globs of names that are not compared.
-        only: ``model``, or ``all`` that the checkpoints hold.
-        checksums: Whether equal recorded checksums spare the reading.
-        format_a: Format of A; None: detect.
-        format_b: Format of B; None: detect.
-        layout_a: Layout of A; None: detect.
-        layout_b: Layout of B; None: detect.
-        model_type: Family of both; None: detect.
-        sizes: Axis sizes that no configuration states.
-        jobs: Threads; 0: one per core, at most four.
-    """
-
-    structure: bool = False
-    tolerance: Tolerance | None = None
-    ignore_dtype: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    only: Literal["model", "all"] = "all"
-    checksums: bool = True
-    format_a: str | None = None
-    format_b: str | None = None
-    layout_a: str | None = None
-    layout_b: str | None = None
-    model_type: str | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    jobs: int = 0
 
 
 @dataclass(slots=True)

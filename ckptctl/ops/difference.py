@@ -8,6 +8,8 @@ from typing import Literal
 
 from ckptctl.storage.errors_between import Errors
 
+Kind = Literal["shape", "dtype", "values"]
+
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
@@ -32,15 +34,13 @@ class TensorDifference:
     values: Errors | None = None
 
     @property
-    def kinds(self) -> tuple[Literal["shape", "dtype", "values"], ...]:
+    def kinds(self) -> tuple[Kind, ...]:
         """Return what differs."""
-        shape: Literal["shape"] = "shape"
-        found = (
-            (shape, self.shape_a != self.shape_b),
-            ("dtype", self.dtype_a != self.dtype_b),
-            ("values", self.values is not None),
-        )
-        return tuple(kind for kind, holds in found if holds)
+        found: list[Kind] = []
+        found += ["shape"] if self.shape_a != self.shape_b else []
+        found += ["dtype"] if self.dtype_a != self.dtype_b else []
+        found += ["values"] if self.values is not None else []
+        return tuple(found)
 
     @property
     def order(self) -> tuple[bool, bool, float, float]:

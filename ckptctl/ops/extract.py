@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptctl import dtypes, formats
-from ckptctl.catalog import Catalog, is_computed, made_of, reached
+from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, listed, nearest
-from ckptctl.formats.base import Output, OutputTensor
 from ckptctl.ops import checks
 from ckptctl.ops.diff_values import located
 from ckptctl.ops.documents import gather
+from ckptctl.ops.extract_file import plan_file, write_file
+from ckptctl.ops.extract_options import ExtractOptions, Taken
 from ckptctl.ops.extraction import Extracted, Extraction
 from ckptctl.ops.layout_change import change_layout
 from ckptctl.ops.load_checks import casts
@@ -24,69 +25,15 @@ from ckptctl.ops.preview import preview
 from ckptctl.ops.quantised import advised
 from ckptctl.ops.recognise import recognise
 from ckptctl.ops.selection import roots, select
-from ckptctl.ops.slices import Slice, split_name, take
+from ckptctl.ops.slices import split_name, take
 from ckptctl.ops.state_mapping import StateMapping
-from ckptctl.ops.tensor_files import lay_out, overwritable
-from ckptctl.ops.transfers import transfers
+from ckptctl.ops.tensor_files import overwritable
 from ckptctl.ops.wanted import Wanted
 from ckptctl.planner.mapped import MappedTensor, stored_shapes
-from ckptctl.planner.plan import FileIdentity, Plan
-from ckptctl.storage.executor import ExecutionOptions, execute
-from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.publish import free_space, staging
 
 __all__ = ["ExtractOptions", "Extraction", "extract"]
 FEW = 8
 """Tensors of which values are shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExtractOptions:
-    """What is taken, and how; see ``ckptctl extract --help``.
-
-    Attributes:
-        slice: The part of each tensor; None: what follows the name, or all of it.
-        dtype: torch's name of the dtype that floating tensors are cast to; None: keep.
-        layout: Layout whose names and axes are meant; None: the checkpoint's own.
-        from_layout: Layout of the checkpoint; None: detect.
-        format: Format of the checkpoint; None: detect.
-        model_type: Family; None: detect.
-        sizes: Axis sizes that no configuration states.
-        overwrite: Replace a file of tensors.
-        jobs: Threads; 0: one per core, at most four.
-    """
-
-    slice: str | None = None
-    dtype: str | None = None
-    layout: str | None = None
-    from_layout: str | None = None
-    format: str | None = None
-    model_type: str | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    overwrite: bool = False
-    jobs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """One tensor that is wanted.
-
-    Attributes:
-        name: Its name.
-        dtype: What it becomes.
-        whole: Its shape.
-        part: What of it.
-    """
-
-    name: str
-    dtype: str
-    whole: tuple[int, ...]
-    part: Slice
-
-    @property
-    def output(self) -> OutputTensor:
-        """Return what is laid out."""
-        return OutputTensor(self.name, self.dtype, self.part.shape, (self.name,))
 
 
 def extract(
@@ -114,9 +61,8 @@ def extract(
     if output is None:
         return _shown(str(path), reading, taken)
     target = checks.destination(source, output, options.overwrite, overwritable)
-    laid_out = lay_out(target, [one.output for one in taken])
-    plan = _plan(reading, taken, laid_out, target)
-    read = _run(plan, target, options)
+    plan = plan_file(reading, taken, target)
+    read = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
     return Extraction(str(path), str(output), found, plan.nbytes, read, mapping.notes)
 
@@ -144,7 +90,7 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
     return StateMapping(catalog, mapped, known.root, notes=change.notes)
 
 
-def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[_Taken]:
+def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[Taken]:
     shapes = stored_shapes(mapping.tensors)
     name, part = (tensor, None) if tensor in shapes else split_name(tensor)
     if options.slice is not None:
@@ -155,7 +101,7 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
         for view in one.targets
     }
     return [
-        _Taken(key, _cast(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
+        Taken(key, _cast(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
         for key in _matching(mapping, shapes, name)
     ]
 
@@ -180,7 +126,7 @@ def _matching(mapping: StateMapping, names: Mapping[str, object], glob: str) -> 
     )
 
 
-def _reading(mapping: StateMapping, taken: Sequence[_Taken]) -> Reading:
+def _reading(mapping: StateMapping, taken: Sequence[Taken]) -> Reading:
     """Locate what is wanted, and prove that it is whole and may be cast."""
     wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
     chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
@@ -189,51 +135,7 @@ def _reading(mapping: StateMapping, taken: Sequence[_Taken]) -> Reading:
     return Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, True))
 
 
-def _plan(reading: Reading, taken: Sequence[_Taken], output: Output, target: Path) -> Plan:
-    catalog = reading.mapping.catalog
-    parts = {one.name: one.part.box for one in taken}
-    boxes = {
-        name: tuple(place._replace(box=parts[name]) for place in places)
-        for name, places in output.boxes.items()
-    }
-    kinds = {one.name: one.dtype for one in taken}
-    found = transfers(reading.tensors, catalog.tensors, replace(output, boxes=boxes), kinds)
-    copies = tuple(copy for copy in found if copy.target.operands)
-    read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
-    computed = reached(catalog.computed, read)
-    files = {file for root, file in made_of(computed) if root == catalog.root}
-    files |= {file for file in read if not is_computed(file)}
-    return Plan(
-        source_root=catalog.root,
-        sources=_identities(catalog, files),
-        target=str(target),
-        single_file=True,
-        files=output.files,
-        records=output.records,
-        transfers=copies,
-        raw_copies=(),
-        digest="",
-        computed=computed,
-    )
-
-
-def _identities(catalog: Catalog, files: set[str]) -> dict[str, FileIdentity]:
-    with SourceFiles(catalog.root) as opened:
-        return {file: opened.identity(file) for file in sorted(files)}
-
-
-def _run(plan: Plan, target: Path, options: ExtractOptions) -> int:
-    how = ExecutionOptions(jobs=options.jobs)
-    with staging(
-        target, overwrite=options.overwrite, single_file=True, is_checkpoint=overwritable
-    ) as stage:
-        free_space(stage.data, plan.nbytes)
-        read = execute(plan, stage.data, how, lambda _: None).bytes_read
-        stage.publish()
-    return read
-
-
-def _shown(path: str, reading: Reading, taken: Sequence[_Taken]) -> Extraction:
+def _shown(path: str, reading: Reading, taken: Sequence[Taken]) -> Extraction:
     found, read = [], 0
     for one in taken:
         text = None
@@ -244,7 +146,7 @@ def _shown(path: str, reading: Reading, taken: Sequence[_Taken]) -> Extraction:
     return Extraction(path, None, tuple(found), 0, read, reading.mapping.notes)
 
 
-def _extracted(reading: Reading, one: _Taken) -> Extracted:
+def _extracted(reading: Reading, one: Taken) -> Extracted:
     holding = [m for m in reading.tensors if any(view.key == one.name for view in m.targets)]
     sources = dict.fromkeys(view.key for mapped in holding for view in mapped.sources)
     nbytes = one.part.box.numel * dtypes.itemsize(one.dtype)

@@ -116,17 +116,23 @@ def _excused(
     return None
 
 
-def held_as(mapping: StateMapping, name: str, rank: int) -> str | None:
+def held_as(
+    mapping: StateMapping, name: str, rank: int, values: Collection[str] = ()
+) -> str | None:
     """Return the name under which the checkpoint has a leaf that is no tensor, if it has it.
 
     Args:
         mapping: How the checkpoint becomes the state.
         name: The leaf in the state.
         rank: Whose value is preferred where every rank has its own.
+        values: All leaves of the state; what it has itself is not another leaf's.
     """
     own = moved(name, mapping.prefix, mapping.root)
     blobs = mapping.catalog.blobs
-    return next((found for found in (f"rank_{rank}.{own}", own) if found in blobs), None)
+    apart = f"rank_{rank}.{own}"
+    if apart in blobs and moved(apart, mapping.root, mapping.prefix) not in values:
+        return apart
+    return own if own in blobs else None
 
 
 def _container(keys: Keys) -> str:

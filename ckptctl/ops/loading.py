@@ -125,9 +125,12 @@ def _located(
             if one.renames and len(entry.extents) > 1:
                 boxes = [target.box for target in wanted[one.targets[0].key].targets]
                 entry = replace(entry, extents=_meeting(entry, boxes))
-            found.setdefault(view.key, entry)
-            if len(entry.extents) > len(found[view.key].extents):
-                found[view.key] = entry
+            known = found.get(view.key, entry)
+            if known.extents != entry.extents:  # two tensors of the state come from this one
+                both = {*known.extents, *entry.extents}
+                kept = tuple(one for one in entries[view.key].extents if one in both)
+                entry = replace(entry, extents=kept)
+            found[view.key] = entry
     return formats.resolve(replace(mapping.catalog, tensors=found, blobs={}, replicas={})).tensors
 
 

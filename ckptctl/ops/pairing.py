@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Literal
+from dataclasses import dataclass
 
-from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import MappingError, UsageError, listed
-from ckptctl.ops.load_options import LoadOptions
+from ckptctl.ops.diff_scope import Scope
 from ckptctl.ops.selection import select
-from ckptctl.ops.state_mapping import Leaf, StateMapping, map_state, moved
+from ckptctl.ops.state_mapping import StateMapping, moved
 from ckptctl.planner.mapped import MappedTensor, stored_shapes
 
 OUTSIDE = "not part of the model"
@@ -46,40 +42,6 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
-    """What is compared.
-
-    Attributes:
-        include: Globs; none: all.
-        exclude: Globs.
-        only: ``model``, or ``all`` that the checkpoints hold.
-    """
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    only: Literal["model", "all"] = "all"
-
-    def chosen(self, name: str) -> bool:
-        """Return whether the globs take *name*."""
-        taken = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
-        return taken and not any(fnmatchcase(name, glob) for glob in self.exclude)
-
-    def require_used(self, names: Collection[str]) -> None:
-        """Refuse a glob that matches nothing.
-
-        Raises:
-            MappingError: There is one.
-        """
-        for glob in (*self.include, *self.exclude):
-            if not any(fnmatchcase(name, glob) for name in names):
-                raise MappingError(
-                    f"no tensor matches `{glob}`",
-                    why=f"among {len(names):,} names, such as {listed(sorted(names), 2)}",
-                    hint="patterns match whole names: `*` stands for anything, dots included",
-                )
-
-
-@dataclass(frozen=True, slots=True)
 class Pairing:
     """What is to be compared.
 
@@ -98,28 +60,6 @@ class Pairing:
     only: tuple[tuple[str, ...], tuple[str, ...]]
     only_leaves: tuple[tuple[str, ...], tuple[str, ...]]
     left_out: tuple[dict[str, str], dict[str, str]]
-
-
-def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
-    """Map *b* to the layout of *a*, as a whole, or else as far as it goes.
-
-    Raises:
-        UsageError: The user named something that does not exist.
-        MappingError: Layouts were named, and do not fit.
-    """
-    state = {n: Leaf(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
-    try:
-        whole = map_state(b, state, options)
-        if state.keys() <= whole.offered:
-            return whole
-    except MappingError:
-        return map_state(b, state, replace(options, partial=True))
-    try:
-        part = map_state(b, state, replace(options, partial=True))
-    except (MappingError, UsageError):
-        return whole
-    better = len(part.offered & state.keys()) > len(whole.offered & state.keys())
-    return part if better else whole
 
 
 def pair(a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope) -> Pairing:
@@ -217,12 +157,3 @@ def _left_out(
         if name not in left and not any(map(scope.chosen, called[name])):
             left[name] = UNCHOSEN
     return left
-
-
-def read_leaves(catalog: Catalog) -> Catalog:
-    """Return *catalog* with the values of its other leaves, and tensors in them as tensors."""
-    from ckptctl.ops.unpacked import unpacked
-
-    read = formats.resolve(replace(catalog, tensors={}, replicas={}))
-    blobs = {**catalog.blobs, **read.blobs}
-    return unpacked(replace(catalog, blobs=blobs), tuple(blobs))[0]

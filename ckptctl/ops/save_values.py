@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.catalog import Path
+from ckptctl.errors import MappingError, listed
 from ckptctl.formats.own_values import below_rank
 from ckptctl.formats.structure import join
 from ckptctl.ops.holdings import DIGEST, Packed, Structure
@@ -45,6 +46,9 @@ def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure])
     Args:
         held: By all ranks, in order.
         structures: What the ranks say alike, by its digest.
+
+    Raises:
+        MappingError: A value has the name under which another rank's is kept.
     """
     first: dict[str, bytes] = {}
     written: list[dict[str, str]] = []
@@ -66,8 +70,21 @@ def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure])
             paths[own[name]] = below_rank(rank, known[name])
         written.append(own)
     apart = {name for names in differing.values() for name in names}
+    _require_free(first, written)
     groups = _groups(structures, apart)
     return DividedValues(written, paths, [groups[one.identity] for one in held])
+
+
+def _require_free(first: Mapping[str, bytes], written: Sequence[Mapping[str, str]]) -> None:
+    """Make sure that no value is called what another one is called that is kept apart."""
+    for rank, own in enumerate(written):
+        taken = [under for name, under in own.items() if name != under and under in first]
+        if taken:
+            raise MappingError(
+                f"the state has {listed(taken)} of its own",
+                why=f"that is the name of what rank {rank} has there and other ranks differ in",
+                hint="give it a name that does not begin with `rank_N.`",
+            )
 
 
 def path_of(rank: int, name: str, under: str, paths: Mapping[str, Path]) -> Path:

@@ -17,7 +17,7 @@ from ckptctl.catalog import Box, memory_name
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp import DataFiles
 from ckptctl.formats.dcp_metadata import Item
-from ckptctl.formats.dcp_metadata_writer import TensorMetadata, encode_tensors
+from ckptctl.formats.dcp_metadata_writer import Located, TensorMetadata, encode_tensors
 from ckptctl.ops.holdings import Chunk, Holding
 from ckptctl.ops.save_decision import Decision, Share, output_tensor
 from ckptctl.planner.balance import assign
@@ -235,13 +235,19 @@ def metadata(decision: Decision, items: Sequence[RankItems]) -> TensorMetadata:
 
 def _located(
     decision: Decision, items: Sequence[RankItems]
-) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
+) -> Iterator[tuple[str, Iterator[Located]]]:
     places = [_placed(one) for one in items]
     for tensor, boxes, writers in zip(
         decision.tensors, decision.boxes, decision.writers, strict=True
     ):
-        for box, rank in zip(boxes, writers, strict=True):
-            yield tensor.name, box.offsets, *next(places[rank])
+        yield tensor.name, _chunks(boxes, writers, places)
+
+
+def _chunks(
+    boxes: Sequence[Box], writers: Sequence[int], places: Sequence[Iterator[tuple[str, int, int]]]
+) -> Iterator[Located]:
+    for box, rank in zip(boxes, writers, strict=True):
+        yield box.offsets, *next(places[rank])
 
 
 def _placed(items: RankItems) -> Iterator[tuple[str, int, int]]:

@@ -1,8 +1,8 @@
 """Everything about bytes that takes torch: permuting single elements and casting them.
 
 Elements that are only moved are opaque integers of their size, so every dtype keeps its bits. This
-module, its neighbour ``statistics`` and those in ``kinds`` are the only ones below
-``distributed/`` that import torch, and they do so when first called.
+module, its neighbours ``statistics``, ``errors_between`` and ``numbers`` and those in ``kinds`` are
+the only ones below ``distributed/`` that import torch, and they do so when first called.
 """
 
 from __future__ import annotations

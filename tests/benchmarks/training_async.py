@@ -10,6 +10,7 @@ shown apart.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import tempfile
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--json", type=Path, help="where all samples go instead")
     options = parser.parse_args()
     elements = int(options.gib * (1 << 30)) // TENSORS // 4
     state = {f"layers.{index}.weight": torch.randn(elements) for index in range(TENSORS)}
@@ -100,7 +102,10 @@ def main() -> None:
         for number in range(options.rounds):
             for name, run in measured.items():
                 times[name].append(run(number))
-    _report(times)
+    if options.json:
+        options.json.write_text(json.dumps(times))
+    else:
+        _report(times)
 
 
 def _report(times: dict[str, list[tuple[float, float]]]) -> None:

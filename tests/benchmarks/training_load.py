@@ -2,14 +2,13 @@
 
 Llama-shaped tensors, saved by stock ``dcp.save`` on some gloo ranks and loaded on some, in the same
 sharding and in another. The bare loop reads as many bytes per rank from the same files, with the
-same number of threads, into memory that exists.
+same number of threads in all, into memory that exists.
 
-Run as ``python -m tests.benchmarks.training_load``.
+Used by :mod:`tests.benchmarks.training`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,8 +24,9 @@ from typing import Any
 from tests.gloo import run_on_ranks
 
 BLOCK = 8 << 20
-ROUNDS = 3
-CASES = (
+Case = tuple[str, int, str, int, str]
+"""Name; ranks and sharding that it was saved with; those that it is loaded with."""
+CASES: tuple[Case, ...] = (
     ("same sharding", 2, "S0", 2, "S0"),
     ("same sharding", 4, "S0", 4, "S0"),
     ("2 to 4 ranks", 2, "S0", 4, "S0"),
@@ -61,6 +61,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def state_of_shapes(gigabytes: float, world: int, words: str, fill: float) -> dict[str, Any]:
+    """Return a state dict of DTensors on a mesh of all ranks."""
     return {name: _sharded(shape, world, words, fill) for name, shape in shapes(gigabytes).items()}
 
 
@@ -84,41 +85,72 @@ def save(rank: int, world: int, folder: str, gigabytes: float, words: str) -> No
     stock({"model": state}, checkpoint_id=folder)
 
 
-def measure(rank: int, world: int, folder: str, gigabytes: float, words: str, out: str) -> None:
-    """Time the three ways in turn, and note the best of each on rank 0."""
+def measure(
+    rank: int, world: int, folder: str, gigabytes: float, words: str, rounds: int, out: str
+) -> None:
+    """Time all ways in turn, each round beginning with another one; rank 0 notes all of it."""
     import torch.distributed as dist
-    from torch.distributed.checkpoint.state_dict_loader import load as stock
-
-    from ckptctl.distributed.loading import load
 
     state = state_of_shapes(gigabytes, world, words, 0.5)
     locals_ = [tensor.to_local() for tensor in state.values()]
-    best: dict[str, float] = {}
-    ways: dict[str, Callable[[], Any]] = {
-        "bare preadv": lambda: _bare(folder, locals_, rank),
-        "ckptctl": lambda: load({"model": state}, folder, broadcast=False),
-        "ckptctl broadcast": lambda: load({"model": state}, folder, broadcast=True),
-        "dcp.load": lambda: stock({"model": state}, checkpoint_id=folder),
-    }
-    if words != "R":
-        del ways["ckptctl broadcast"]
-    peak: dict[str, int] = {}
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
+    found: dict[str, list[tuple[float, float]]] = {}
+    extra: dict[str, int] = {}
+    read: dict[str, int] = {}
+    compared = ways(state, locals_, folder, rank, shared=words == "R")
+    for number in range(rounds + 1):
+        for name in turned(list(compared), number):
             for tensor in locals_:
                 tensor.fill_(0.25)
             _forget()
             before = _resident()
             dist.barrier()
-            start = time.perf_counter()
-            way()
+            spent, start = cpu(), time.perf_counter()
+            report = compared[name]()
             dist.barrier()
-            best[name] = min(best.get(name, 1e9), time.perf_counter() - start)
-            peak[name] = max(peak.get(name, 0), _peak() - before)
-            if name != "bare preadv":
+            wall = time.perf_counter() - start
+            mine = (cpu() - spent, _peak() - before, getattr(report, "bytes_read", 0))
+            said: list[Any] = [None] * world
+            dist.all_gather_object(said, mine)
+            if not name.startswith("bare"):
                 assert all(bool((tensor == 1.5).all()) for tensor in locals_), name
+            if number:
+                found.setdefault(name, []).append((wall, sum(one[0] for one in said)))
+                extra[name] = max(extra.get(name, 0), *(one[1] for one in said))
+                read[name] = sum(one[2] for one in said)
     if rank == 0:
-        Path(out).write_text(json.dumps({"seconds": best, "extra": peak}))
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        result = {"samples": found, "extra": extra, "read": read, "nbytes": nbytes}
+        Path(out).write_text(json.dumps(result))
+
+
+def ways(
+    state: dict[str, Any], locals_: list[Any], folder: str, rank: int, *, shared: bool
+) -> dict[str, Callable[[], Any]]:
+    """Return what is compared, by name."""
+    from torch.distributed.checkpoint.state_dict_loader import load as stock
+
+    from ckptctl.distributed.loading import load
+
+    found: dict[str, Callable[[], Any]] = {
+        "bare preadv": lambda: _bare(folder, locals_, rank),
+        "ckptctl.load": lambda: load({"model": state}, folder, broadcast=False),
+        "dcp.load": lambda: stock({"model": state}, checkpoint_id=folder),
+    }
+    if shared:
+        found["ckptctl.load, broadcast"] = lambda: load({"model": state}, folder, broadcast=True)
+    return found
+
+
+def turned(names: list[str], number: int) -> list[str]:
+    """Return *names* in another order in each round."""
+    first = number % len(names)
+    return names[first:] + names[:first]
+
+
+def cpu() -> float:
+    """Return the seconds of user and system time that this process has taken."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _forget() -> None:
@@ -175,45 +207,17 @@ def _bare(folder: str, tensors: list[Any], rank: int, jobs: int = 0) -> None:
         os.close(descriptor)
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--root", type=Path, default=Path("/dev/shm"))
-    asked = parser.parse_args()
-    print("case                      way                 seconds   of bare   of dcp   extra MiB")
-    for title, saved, before, loaded, after in CASES:
-        folder = Path(tempfile.mkdtemp(dir=asked.root))
-        try:
-            run_on_ranks(
-                "tests.benchmarks.training_load:save",
-                [saved],
-                str(folder / "c"),
-                asked.gigabytes,
-                before,
-                timeout=600,
-            )
-            out = folder / "out.json"
-            run_on_ranks(
-                "tests.benchmarks.training_load:measure",
-                [loaded],
-                str(folder / "c"),
-                asked.gigabytes,
-                after,
-                str(out),
-                timeout=600,
-            )
-            found = json.loads(out.read_text())
-        finally:
-            shutil.rmtree(folder)
-        for way, seconds in found["seconds"].items():
-            bare, stock = found["seconds"]["bare preadv"], found["seconds"]["dcp.load"]
-            print(
-                f"{title + f' ({loaded})':25} {way:18} {seconds:8.2f} {bare / seconds:9.2f} "
-                f"{stock / seconds:8.2f} {found['extra'][way] >> 20:11,}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()
+def run(case: Case, root: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
+    """Return what :func:`measure` notes of one case."""
+    _, saved, before, loaded, after = case
+    folder = Path(tempfile.mkdtemp(dir=root))
+    checkpoint, out = str(folder / "c"), folder / "out.json"
+    try:
+        first = (checkpoint, gigabytes, before)
+        run_on_ranks("tests.benchmarks.training_load:save", [saved], *first, timeout=600)
+        second = (checkpoint, gigabytes, after, rounds, str(out))
+        run_on_ranks("tests.benchmarks.training_load:measure", [loaded], *second, timeout=900)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+    finally:
+        shutil.rmtree(folder)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.training_load import state_of_shapes
+from tests.benchmarks.training_load import cpu, state_of_shapes, turned
+from tests.gloo import run_on_ranks
 
 BLOCK = 1 << 20
 Crc = Callable[[memoryview], int]
@@ -81,16 +82,17 @@ def measure(rank: int, world: int, folder: str, gigabytes: float, rounds: int, o
 
     state = state_of_shapes(gigabytes, world, "S0", 1.5)
     found: dict[str, list[tuple[float, float]]] = {}
+    compared = ways(state, rank)
     for number in range(rounds + 1):
-        for name, way in ways(state, rank).items():
+        for name in turned(list(compared), number):
             path = Path(folder, "one")
             dist.barrier()
-            before, start = _cpu(), time.perf_counter()
-            way(path)
+            before, start = cpu(), time.perf_counter()
+            compared[name](path)
             dist.barrier()
             wall = time.perf_counter() - start
             spent: list[Any] = [None] * world
-            dist.all_gather_object(spent, _cpu() - before)
+            dist.all_gather_object(spent, cpu() - before)
             if rank == 0:
                 shutil.rmtree(path)
             dist.barrier()
@@ -101,6 +103,11 @@ def measure(rank: int, world: int, folder: str, gigabytes: float, rounds: int, o
         Path(out).write_text(json.dumps({"samples": found, "nbytes": nbytes}))
 
 
-def _cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def run(world: int, root: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
+    """Return what :func:`measure` notes for *world* ranks."""
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        out = Path(folder) / "out.json"
+        given = (folder, gigabytes, rounds, str(out))
+        run_on_ranks("tests.benchmarks.training_save:measure", [world], *given, timeout=900)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found

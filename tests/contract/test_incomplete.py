@@ -14,7 +14,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
-from ckptctl.formats import assets, dcp, dcp_metadata, torch_file
+from ckptctl.formats import assets, dcp_metadata, torch_file
 from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.ops.reference import reference
 from ckptctl.storage.files import SourceFiles
@@ -184,7 +184,7 @@ def test_one_storage_as_two_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_huge_metadata_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_dcp(tmp_path / "in", {"a": torch.ones(2)})
     with (source / ".metadata").open("r+b") as file:
-        file.truncate(dcp.MAX_METADATA + 1)
+        file.truncate(dcp_metadata.MAX_METADATA + 1)
     monkeypatch.setattr(SourceFiles, "read", None)
     with pytest.raises(DamagedError, match="too large"):
         formats.open_checkpoint(source)

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptctl.catalog import Blob, Box, Index
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, RefusedError
+from ckptctl.formats import dcp_metadata_writer
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp_metadata import TABLE, Item, decode, leaves_of
 from ckptctl.formats.dcp_metadata_scan import Scanner
-from ckptctl.formats.dcp_metadata_writer import encode
+from ckptctl.formats.dcp_metadata_writer import encode, encode_tensors
 from ckptctl.storage.pickle_reader import loads
 
 FILES = ("dcp-rank-local/w2/ckpt/__1.metadata", "dcp/dcp_2d/ckpt/.metadata")
@@ -140,3 +141,44 @@ def test_what_is_written_is_read_either_way(count: int) -> None:
     assert leaves == slowly(raw)
     assert {n: [box for box, _ in leaf.items] for n, leaf in leaves.items() if leaf.dtype} == boxes
     assert leaves["step"].items[0][1].nbytes == 1 << 40
+
+
+def test_what_would_be_too_large_to_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = OutputTensor("a", "float32", (4,), ("a",))
+    box = Box((0,), (4,))
+    written = encode_tensors([tensor], [[box]], [("a", [((0,), "__0_0.distcp", 0, 16)])])
+    length = sum(map(len, written.complete([])))
+    monkeypatch.setattr(dcp_metadata_writer, "MAX_METADATA", length)
+    assert sum(map(len, written.complete([]))) == length
+    monkeypatch.setattr(dcp_metadata_writer, "MAX_METADATA", length - 1)
+    with pytest.raises(RefusedError, match="too large to be read again"):
+        written.complete([])
+
+
+def test_chunks_of_equal_lists_and_many_batches_are_read_by_torch() -> None:
+    rows = [Box((row, 0), (1, 3)) for row in range(2500)]
+    whole = [Box((), ())]
+    tensors = [
+        OutputTensor("a", "float32", (2500, 3), ("a",)),
+        OutputTensor("b", "float16", (2500, 3), ("b",)),
+        OutputTensor("c", "int64", (), ("c",)),
+    ]
+    boxes = [rows, rows, whole]
+    places = [
+        (
+            tensor.name,
+            [(box.offsets, f"__{n % 3}_0.distcp", n % 7, 12) for n, box in enumerate(own)],
+        )
+        for tensor, own in zip(tensors, boxes, strict=True)
+    ]
+    found = pickle.loads(b"".join(encode_tensors(tensors, boxes, places).complete([])))
+    for tensor, own in zip(tensors, boxes, strict=True):
+        chunks = found.state_dict_metadata[tensor.name].chunks
+        assert [(tuple(c.offsets), tuple(c.sizes)) for c in chunks] == [
+            (b.offsets, b.sizes) for b in own
+        ]
+    said = [
+        (index.fqn, tuple(index.offset), one.relative_path, one.offset, one.length)
+        for index, one in found.storage_data.items()
+    ]
+    assert said == [(name, *one) for name, some in places for one in some]

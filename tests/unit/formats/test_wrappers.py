@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, FormatError
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted, damaged
 
@@ -69,13 +69,19 @@ def test_metadata_beside_the_shards_travels_too(data: Path, tmp_path: Path) -> N
     assert not differences({key: found.get(key) for key in beside}, beside)
 
 
-def test_a_companion_of_foreign_classes_is_left_out_and_named(data: Path, tmp_path: Path) -> None:
+def test_a_companion_of_foreign_classes_is_read_and_never_written(
+    data: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "lightning_fsdp2")[0] / "step-2", copy)
     torch.save({"hparams": SAMPLES.keys, "epoch": 1}, copy / "meta.pt")
     found = ckptctl.inspect(copy)
     assert found.complete
-    assert any("`meta.pt` is left out" in note for note in found.notes)
+    assert any("not known can be read, not written: `hparams" in note for note in found.notes)
+    ckptctl.convert(copy, tmp_path / "model", to="hf")
+    with pytest.raises(UnsafePickleError, match="asks for"):
+        ckptctl.convert(copy, tmp_path / "all", to="dcp", only="all")
+    ckptctl.convert(copy, tmp_path / "some", to="dcp", only="all", exclude=["hparams"])
 
 
 def test_one_checkpoint_inside_is_found_and_said(data: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def operand(
     sizes = tuple(sizes)
     steps = tuple(strides or row_major(sizes))
     span = sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) + 1
-    return Operand(file, offset, (0,) * len(sizes), sizes, steps, span, **more)  # type: ignore[arg-type]
+    return Operand(file, offset, (0,) * len(sizes), sizes, steps, span, **more)
 
 
 def plan(

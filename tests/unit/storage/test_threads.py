@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ckptctl.storage import threads
@@ -44,5 +46,5 @@ def test_the_launcher_knows_how_many_share_a_host(
 
 
 def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {3}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     assert threads.cores() == 1

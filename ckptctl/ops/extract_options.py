@@ -1,0 +1,58 @@
+"""What is to be taken out of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptctl.formats.base import OutputTensor
+from ckptctl.ops.slices import Slice
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractOptions:
+    """What is taken, and how; see ``ckptctl extract --help``.
+
+    Attributes:
+        slice: The part of each tensor; None: what follows the name, or all of it.
+        dtype: torch's name of the dtype that floating tensors are cast to; None: keep.
+        layout: Layout whose names and axes are meant; None: the checkpoint's own.
+        from_layout: Layout of the checkpoint; None: detect.
+        format: Format of the checkpoint; None: detect.
+        model_type: Family; None: detect.
+        sizes: Axis sizes that no configuration states.
+        overwrite: Replace a file of tensors.
+        jobs: Threads; 0: one per core, at most four.
+    """
+
+    slice: str | None = None
+    dtype: str | None = None
+    layout: str | None = None
+    from_layout: str | None = None
+    format: str | None = None
+    model_type: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    overwrite: bool = False
+    jobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One tensor that is wanted.
+
+    Attributes:
+        name: Its name.
+        dtype: What it becomes.
+        whole: Its shape.
+        part: What of it.
+    """
+
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    part: Slice
+
+    @property
+    def output(self) -> OutputTensor:
+        """Return what is laid out."""
+        return OutputTensor(self.name, self.dtype, self.part.shape, (self.name,))

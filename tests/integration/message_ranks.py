@@ -1,0 +1,45 @@
+"""What the ranks of ``test_messages`` do."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ckptctl.distributed.group import Group
+from ckptctl.distributed.messages import HEAD, SHORT, gather_bytes, scatter_bytes
+
+EDGE = SHORT - HEAD
+SIZES = (1, 2, EDGE - 1, EDGE, EDGE + 1, 100_000)
+
+
+def exchanged(rank: int, world: int) -> None:
+    """Send messages of all lengths, each rank another one, in every way."""
+    ranks = Group()
+    for size in SIZES:
+        whole = [bytes([one + 1]) * (size - one % 2) for one in range(world)]
+        assert gather_bytes(whole[rank], None) == whole
+        answer = gather_bytes(whole[rank], None, everywhere=False)
+        assert rank or answer == whole
+        found = scatter_bytes(whole if rank == 0 else None, None)
+        assert found.startswith(whole[rank])
+        assert not any(found[len(whole[rank]) :])
+    for turn, _ in enumerate(SIZES):
+        sent = [bytes([one + 1]) * SIZES[(turn + one) % len(SIZES)] for one in range(world)]
+        assert ranks.all_gather(sent[rank]) == sent
+        assert ranks.gather(sent[rank]) == (sent if rank == 0 else None)
+        assert ranks.scatter(sent if rank == 0 else None) == sent[rank]
+        assert ranks.broadcast(sent[0] if rank == 0 else None) == sent[0]
+
+
+def as_torch_does(rank: int, world: int) -> None:
+    """Compare with torch's own object collectives, in a group of some of the ranks, too."""
+    value = {"rank": rank, "x": [None, 1.5, "é" * 700 * rank]}
+    for members in (list(range(world)), list(range(1, world))):
+        group = dist.new_group(members)
+        if rank not in members:
+            continue
+        expected: list[object] = [None] * len(members)
+        dist.all_gather_object(expected, value, group=group)
+        ranks = Group(group)
+        assert ranks.all_gather(value) == expected
+        assert ranks.gather(value) == (expected if ranks.rank == 0 else None)
+        assert ranks.scatter(expected if ranks.rank == 0 else None) == value

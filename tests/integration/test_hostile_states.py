@@ -1,0 +1,127 @@
+"""States and process groups that are not the usual ones: nothing wrong, no hang, no crash."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ckptctl.distributed.async_saving import AsyncSaver
+from ckptctl.distributed.loading import load
+from ckptctl.distributed.saving import save
+from ckptctl.errors import RefusedError, UsageError
+from tests.checkpoints import save_hf, tiny_llama, to_meta_names
+from tests.gloo import RankFailure, run_on_ranks
+from tests.integration import hostile_ranks as ranks
+
+
+@pytest.mark.parametrize(
+    ("job", "world"),
+    [
+        (ranks.overlapping_groups, 3),
+        (ranks.savers_of_subgroups, 3),
+        (ranks.not_a_member, 2),
+        (ranks.told_differently, 2),
+        (ranks.named_like_a_rank, 2),
+    ],
+)
+def test_on_ranks(tmp_path: Path, job: Any, world: int) -> None:
+    run_on_ranks(job, (world,), tmp_path, timeout=60)
+
+
+def test_a_rank_is_killed_in_a_broadcast(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_on_ranks(ranks.killed_in_a_broadcast, (3,), tmp_path, timeout=60)
+    assert (tmp_path / "raised0").exists() and (tmp_path / "raised2").exists()
+
+
+def test_a_tied_tensor_in_two_shardings(tmp_path: Path) -> None:
+    weights, config = tiny_llama("llama3_2")
+    save_hf(tmp_path / "hf", weights, config)
+    full = to_meta_names(weights, config)
+    full["output.weight"] = full["tok_embeddings.weight"].clone()
+    own = {name: one for name, one in weights.items() if name != "lm_head.weight"}
+    run_on_ranks(ranks.tied_and_sharded_apart, (2,), tmp_path, own, full)
+
+
+def test_conjugate_and_negative_views_are_filled(tmp_path: Path) -> None:
+    numbers, real = torch.randn(40, 70, dtype=torch.complex64), torch.randn(40, 70)
+    save({"c": numbers.conj(), "n": real}, tmp_path / "a")
+    state = {"c": torch.zeros(40, 70, dtype=torch.complex64).conj()}
+    state["n"] = torch.zeros(40, 70, dtype=torch.complex64).conj().imag
+    assert state["c"].is_conj() and state["n"].is_neg()
+    load(state, tmp_path / "a")
+    assert torch.equal(state["c"].resolve_conj(), numbers.conj().resolve_conj())
+    assert torch.equal(state["n"].resolve_neg(), real)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory, as quantisation libraries have them."""
+
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Wrapper = make(cls, (3,), dtype=torch.float32)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        return cls()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_memory_are_refused(tmp_path: Path) -> None:
+    with FakeTensorMode():
+        fake = torch.randn(3)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    save({"a": torch.ones(3)}, tmp_path / "a")
+    for tensor in (fake, Wrapper(), nested):
+        with pytest.raises(RefusedError):
+            save({"a": tensor}, tmp_path / "b")
+        with pytest.raises(RefusedError):
+            load({"a": tensor}, tmp_path / "a")
+    with pytest.raises(RefusedError, match="expanded"):
+        load({"a": torch.zeros(1).expand(3)}, tmp_path / "a")
+
+
+def test_what_is_no_state_dict(tmp_path: Path) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="no state dict"):
+        save(model, tmp_path / "a")
+    save({"model": model}, tmp_path / "a")
+    with pytest.raises(UsageError, match="no state dict"):
+        load(model, tmp_path / "a")
+    with pytest.raises(UsageError, match="one name"):
+        save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "b")
+
+
+def test_a_url_does_not_become_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (save, AsyncSaver().save):
+        with pytest.raises(RefusedError, match="URL"):
+            call({"a": torch.ones(1)}, "memory://bucket/a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_value_below_rank_0_is_another_value(tmp_path: Path) -> None:
+    save({"seed": 3, "rank_0": {"seed": 5}}, tmp_path / "a")
+    state: dict[str, Any] = {"seed": 0, "rank_0": {"seed": 0}}
+    load(state, tmp_path / "a")
+    assert state == {"seed": 3, "rank_0": {"seed": 5}}
+
+
+def test_close_gives_the_memory_back(tmp_path: Path) -> None:
+    saver = AsyncSaver()
+    saver.save({"a": torch.ones(16 << 20)}, tmp_path / "a", sync=False).result()
+    before = _resident()
+    saver.close()
+    gc.collect()
+    assert before - _resident() > 60 << 20
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

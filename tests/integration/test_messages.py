@@ -1,0 +1,13 @@
+"""What ranks send each other arrives whole, whatever its length."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gloo import run_on_ranks
+from tests.integration import message_ranks
+
+
+@pytest.mark.parametrize("function", [message_ranks.exchanged, message_ranks.as_torch_does])
+def test_what_is_sent_arrives(function: object) -> None:
+    run_on_ranks(function, [2, 3])  # type: ignore[arg-type]

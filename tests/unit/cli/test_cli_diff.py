@@ -1,0 +1,102 @@
+"""The commands ``diff`` and ``extract``: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.contract.test_docs import documented_fields, fields_of
+
+
+@pytest.fixture
+def pair(tmp_path):
+    a = {"x": torch.arange(12.0).view(3, 4), "y": torch.ones(2), "z": torch.ones(1)}
+    b = {"x": a["x"].clone(), "y": torch.ones(2).half(), "w\x1b[31m": torch.ones(1)}
+    b["x"][1, 2] = 8.0
+    paths = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({**a, "step": 1, "lr": 0.5}, paths[0])
+    torch.save({**b, "step": 2, "seed": 7}, paths[1])
+    return paths
+
+
+def test_a_pipe_gets_every_difference(run, pair):
+    result = run("diff", *pair)
+    assert result.exit_code == 1, result.stderr
+    rows = [line.split("\t") for line in result.stdout.splitlines()]
+    assert ["only_a", "z"] in rows and ["only_leaf_a", "lr"] in rows
+    assert ["only_leaf_b", "seed"] in rows and ["leaf", "step", "1", "2"] in rows
+    assert ["tensor", "x", "values", "1 of 12", "0", "2", "0.25"] in rows
+    assert ["tensor", "y", "dtype float32 float16", "", "", "", ""] in rows
+    assert ["same", "no"] in rows
+    assert "\x1b" not in result.output
+
+
+def test_the_same_is_0(run, pair):
+    result = run("diff", pair[0], pair[0])
+    assert result.exit_code == 0
+    assert ["same", "yes"] in [line.split("\t") for line in result.stdout.splitlines()]
+    assert run("diff", pair[0], pair[0], "-q").stdout == ""
+
+
+def test_quiet_names_what_differs(run, pair):
+    result = run("diff", *pair, "-q")
+    assert result.exit_code == 1
+    assert {"x", "y", "z", "step", "lr", "seed"} <= set(result.stdout.splitlines())
+
+
+def test_people(run, pair, monkeypatch):
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    result = run("diff", *pair, NO_COLOR="1")
+    assert result.exit_code == 1
+    assert "3 differences, 4 in one of them alone" in result.stdout.splitlines()[0]
+    assert "--only model" in result.output
+
+
+def test_the_fields_are_documented(run, pair):
+    result = run("diff", *pair, "--json")
+    assert result.exit_code == 1
+    found = set(fields_of(json.loads(result.stdout)))
+    left_out = {"a.left_out.*", "b.left_out.*"}
+    assert found | left_out == documented_fields("json.md", "ckptctl.diff/1")
+    shown = json.loads(run("extract", pair[0], "x", "--json").stdout)
+    assert set(fields_of(shown)) == documented_fields("json.md", "ckptctl.extract/1")
+
+
+@pytest.mark.parametrize("option", [["--atol", "-1"], ["--rtol", "nan"], ["--only", "some"]])
+def test_options_are_checked(run, pair, option):
+    assert run("diff", *pair, *option).exit_code == 2
+
+
+@pytest.mark.parametrize("options", [["--structure"], ["--ignore-dtype"], ["--atol", "9"]])
+def test_options_arrive(run, tmp_path, options):
+    save_file({"x": torch.ones(3), "y": torch.ones(2)}, tmp_path / "a.safetensors")
+    other = {"--structure": torch.zeros(3), "--ignore-dtype": torch.ones(3).half()}
+    value = other.get(options[0], torch.full((3,), 5.0))
+    save_file({"x": value, "y": torch.ones(2)}, tmp_path / "b.safetensors")
+    both = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    assert run("diff", *both).exit_code == 1
+    assert run("diff", *both, *options).exit_code == 0
+    assert run("diff", *both, "--include", "y").exit_code == 0
+    assert run("diff", *both, "--exclude", "x").exit_code == 0
+
+
+def test_what_is_missing(run, pair, tmp_path):
+    assert run("diff", pair[0], tmp_path / "nothing").exit_code == 3
+    assert run("extract", tmp_path / "nothing", "x").exit_code == 3
+    result = run("extract", pair[0], "nothing", "--json")
+    assert result.exit_code == 5 and not result.stdout
+    assert json.loads(result.stderr)["error"]["code"] == "mapping"
+
+
+def test_extract(run, pair, tmp_path):
+    target = tmp_path / "x.safetensors"
+    result = run("extract", pair[0], "x[1]", "-o", target)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[0] == "tensor\tx\tfloat32\t[4] of [3, 4]\t16"
+    assert run("extract", pair[0], "x", "-o", target).exit_code == 6
+    assert run("extract", pair[0], "x", "-o", target, "--overwrite", "-q").stdout == f"{target}\n"
+    shown = run("extract", pair[0], "x", "--slice", "[0:1]", "--dtype", "fp16").stdout
+    assert shown.splitlines() == ["tensor\tx\tfloat16\t[1, 4] of [3, 4]\t8", "[[0 1 2 3]]"]
