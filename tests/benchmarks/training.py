@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.benchmarks import training_load, training_save
 from tests.benchmarks.measure import REPOSITORY
@@ -131,12 +130,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(argv)
     if asked.quick:
         asked.ranks, asked.gigabytes, asked.rounds = [2], 0.4, 2
-    found: list[Any] = []
+    found: list[Row] = []
+    print(table(HEAD, []), flush=True)
     for root in [MEMORY, *([asked.disk] if asked.disk else [])]:
         for part in (saves, loads, blocked):
-            found += part(root, asked)
-            print(f"{part.__name__} on {root}: done", file=sys.stderr)
-    print(table(HEAD, found), flush=True)
+            for row in part(root, asked):
+                print("| " + " | ".join(map(str, row)) + " |", flush=True)
+                found.append(row)
     if asked.json:
         lines = [dict(zip(HEAD, map(str, row), strict=True)) for row in found]
         asked.json.write_text(json.dumps(lines, indent=1, ensure_ascii=False))
