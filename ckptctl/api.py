@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
         resume: Go on with an interrupted run.
         verify: Read the result again and compare its checksums.
         checksum: Compute checksums on the way.
-        jobs: Threads that copy; None: one per core, at most four.
+        jobs: Threads that copy; None: its part of the cores, at most four.
         memory: Budget for buffers: bytes, or text such as ``256MiB``; None: the default.
         untie: Write both of two tied tensors.
         tied: ``drop`` all but one of the tensors that share memory, or ``copy`` each in full; None:
@@ -152,7 +152,7 @@ def verify(
         weights: ``master`` or ``module``, where the checkpoint holds both.
         tag: Which of several saves in it; None: the one that its pointer names.
         rules: See :class:`Options`.
-        jobs: Threads; None: one per core, at most four.
+        jobs: Threads; None: its part of the cores, at most four.
 
     Raises:
         CkptError: It does not exist or is not recognised. What is damaged is a finding.
@@ -218,7 +218,7 @@ def diff(
         model_type: Family of both; None: detect it.
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
-        jobs: Threads; None: one per core, at most four.
+        jobs: Threads; None: its part of the cores, at most four.
 
     Raises:
         CkptError: One is missing, not recognised or damaged, or named layouts do not fit.
@@ -278,7 +278,7 @@ def extract(
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
         overwrite: Replace *output* if it is a file of tensors.
-        jobs: Threads; None: one per core, at most four.
+        jobs: Threads; None: its part of the cores, at most four.
 
     Raises:
         CkptError: Nothing was written.

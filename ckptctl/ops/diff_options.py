@@ -27,7 +27,7 @@ class DiffOptions:
         layout_b: Layout of B; None: detect.
         model_type: Family of both; None: detect.
         sizes: Axis sizes that no configuration states.
-        jobs: Threads; 0: one per core, at most four.
+        jobs: Threads; 0: its part of the cores, at most four.
     """
 
     structure: bool = False

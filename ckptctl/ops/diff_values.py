@@ -71,7 +71,7 @@ class Windows:
     Attributes:
         a: The first one, located.
         mapping: How the second one, located, becomes it.
-        jobs: Threads; 0: one per core, at most four.
+        jobs: Threads; 0: its part of the cores, at most four.
         seen: What the files were when they were first read.
     """
 

@@ -22,7 +22,7 @@ class ExtractOptions:
         model_type: Family; None: detect.
         sizes: Axis sizes that no configuration states.
         overwrite: Replace a file of tensors.
-        jobs: Threads; 0: one per core, at most four.
+        jobs: Threads; 0: its part of the cores, at most four.
     """
 
     slice: str | None = None

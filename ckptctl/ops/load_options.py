@@ -32,7 +32,7 @@ class LoadOptions:
         cast: Whether floating elements may change their dtype.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
-        jobs: Threads; 0: one per core, at most four.
+        jobs: Threads; 0: its part of the cores, at most four.
         partial: Whether another layout may be made of a part of the model.
     """
 

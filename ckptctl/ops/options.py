@@ -40,7 +40,7 @@ class ConversionOptions:
         resume: Go on from the journal of an interrupted run.
         verify: Read the published output again and compare its checksums.
         checksum: Compute checksums on the way.
-        jobs: Threads; None: one per core, at most four.
+        jobs: Threads; None: its part of the cores, at most four.
         memory: Bytes of buffers; None: 64 MiB.
         untie: Keep both of two tied tensors.
         tied: ``drop`` all but one of the tensors that share memory, or ``copy`` each in full; None:

@@ -48,7 +48,7 @@ class VerifyOptions:
         weights: See :class:`~ckptctl.formats.base.ReadOptions`.
         tag: Likewise.
         rules: Likewise.
-        jobs: Threads; None: one per core, at most four.
+        jobs: Threads; None: its part of the cores, at most four.
     """
 
     format: str | None = None

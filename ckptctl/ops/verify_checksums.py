@@ -107,7 +107,7 @@ def check(
     Args:
         files: Files of the checkpoint.
         ranges: In the order of the bytes.
-        jobs: Threads; None: one per core, at most four.
+        jobs: Threads; None: its part of the cores, at most four.
         advance: Called with bytes done, from any thread.
 
     Returns:
