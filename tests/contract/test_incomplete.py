@@ -173,7 +173,7 @@ def test_one_storage_as_two_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         StoredTensor(dtype, (2,), None, 0, 8, None, "0", False) for dtype in ("float32", "int32")
     ]
     archive = TorchArchive(dict(zip("ab", stored, strict=True)), True, {}, 100)
-    monkeypatch.setattr(torch_file, "read_archive", lambda files, name: archive)
+    monkeypatch.setattr(torch_file, "read_archive", lambda files, name, **_: archive)
     found = torch_file.read_contents(SourceFiles("."), "x.pt")
     assert found.tensors["b"].alias_of is None
 
