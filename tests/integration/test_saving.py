@@ -26,6 +26,7 @@ def test_values_that_differ_change(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.values_that_differ_change, (3,), tmp_path)
 
 
+@pytest.mark.slow
 def test_all_write_a_large_replica(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.all_write_a_large_replica, (2,), tmp_path)
 
@@ -42,11 +43,11 @@ def test_one_rank_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "victim"),
     [
-        ("before the plan", 1),
-        ("after the plan", 1),
+        pytest.param("before the plan", 1, marks=pytest.mark.slow),
+        pytest.param("after the plan", 1, marks=pytest.mark.slow),
         ("while writing", 1),
-        ("while writing", 0),
-        ("when written", 0),
+        pytest.param("while writing", 0, marks=pytest.mark.slow),
+        pytest.param("when written", 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_is_killed(tmp_path: Path, phase: str, victim: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -19,6 +20,7 @@ from tests.integration.training_ranks import state
 DATA = Path(__file__).parents[1] / "data"
 
 
+@pytest.mark.slow
 def test_each_pair_saves_what_stock_and_each_pair_load(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.save_all, (1, 2, 3, 4), tmp_path)
     expected = {f"model.{name}": tensor for name, tensor in state().items()} | {"step": 5}

@@ -119,7 +119,7 @@ def alone(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder / "out", [one["read"] for one in found]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bytes_are_those_of_one_process(
     ranks: int, sources: Path, alone: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -197,7 +197,7 @@ def test_other_options_on_one_rank(sources: Path, tmp_path: Path) -> None:
     nothing_is_left(out)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_full_disk(rank: int, sources: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = [["convert", str(sources / "big"), str(out), "--to", "torch"]]
@@ -221,7 +221,7 @@ def test_a_failure_stops_the_others(sources: Path, tmp_path: Path) -> None:
     nothing_is_left(out)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank(rank: int, sources: Path, tmp_path: Path) -> None:
     """Nothing is published; where rank 0 is killed, the next run removes what it left."""
     out = tmp_path / "out"
