@@ -52,6 +52,7 @@ def test_failures_are_raised_on_all_ranks(tmp_path: Path) -> None:
     run_on_ranks(fail_alike, (2,), tmp_path)
 
 
+@pytest.mark.slow
 def test_savers_do_not_disturb_each_other(tmp_path: Path) -> None:
     run_on_ranks(two_savers, (4,), tmp_path)
     names = {f"{name}-{step}" for name in ("half0", "half1", "whole") for step in range(4)}

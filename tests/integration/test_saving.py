@@ -31,6 +31,7 @@ def test_all_write_a_large_replica(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.all_write_a_large_replica, (2,), tmp_path)
 
 
+@pytest.mark.slow
 def test_from_a_device(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.from_a_device, (2,), tmp_path)
 

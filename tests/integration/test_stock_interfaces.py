@@ -28,6 +28,7 @@ def test_each_pair_saves_what_stock_and_each_pair_load(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.load_all, (1, 2, 3, 4), tmp_path)
 
 
+@pytest.mark.slow
 def test_plans_are_used_again_and_never_stale(tmp_path: Path) -> None:
     for name in ("save_again", "cached"):
         (tmp_path / name).mkdir()
@@ -58,6 +59,7 @@ def test_replicas_are_balanced_by_bytes(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.balanced, (4,), tmp_path)
 
 
+@pytest.mark.slow
 def test_an_hf_checkpoint_and_meta_shards_become_a_sharded_state(tmp_path: Path) -> None:
     weights, config = tiny_llama("llama3")
     hf = save_hf(tmp_path / "hf", weights, config)
