@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Literal, Unpack
 
 import torch.distributed as dist
 
 from ckptctl.distributed import compat
 from ckptctl.distributed.background import WriterProcess
 from ckptctl.distributed.ballot import Ballot, Situation, attempt
+from ckptctl.distributed.closing import Closing
 from ckptctl.distributed.group import Group, coordinator
 from ckptctl.distributed.host_pool import HostPool
 from ckptctl.distributed.plan_cache import chunks_of
@@ -33,7 +33,7 @@ Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]
 
 
-class AsyncSaver:
+class AsyncSaver(Closing):
     """Saves in the background, one checkpoint at a time.
 
     Every rank makes one and calls its methods in the same order. The first save makes two groups of
@@ -147,21 +147,6 @@ class AsyncSaver:
         finally:
             self._writer.close()
             self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception:
-            if error is None:
-                raise
 
     def _skips(self, ballot: Ballot, meaning: tuple[object, ...], *, waits: bool) -> bool:
         """Return whether this save is left out; otherwise none is going on any more."""

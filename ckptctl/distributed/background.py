@@ -182,8 +182,8 @@ class WriterProcess:
 
 
 def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
-    """Stand for a frame in a plan that is sent."""
-    raise NotImplementedError
+    """Stand for a frame in a plan that is sent; the child puts one that asks in its place."""
+    raise CkptError("the trainer makes the frames of files, and was not asked")
 
 
 def require_shared(memory: Mapping[str, memoryview], regions: Sequence[Shared]) -> None:

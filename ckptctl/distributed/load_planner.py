@@ -139,21 +139,9 @@ class LoadPlanner(DefaultLoadPlanner):
         """Take note of what is loaded and what is not."""
         found = getattr(new_plan, "found", None) or Comparison((), (), {})
         entries = self._offered.state_dict_metadata
-        mapping = self._mapping
-        changed = mapping.layout is not None
         names = (*self._state.tensors, *self._state.values)
-        self.report = LoadReport(
-            loaded=tuple(name for name in names if name in entries),
-            missing=found.missing,
-            unexpected=found.unexpected,
-            left_out=found.left_out,
-            cast=self._cast,
-            notes=(*mapping.catalog.notes, *mapping.notes),
-            format=mapping.catalog.format,
-            model_type=mapping.model_type if changed else None,
-            from_layout=mapping.from_layout,
-            layout=mapping.layout,
-        )
+        loaded = tuple(name for name in names if name in entries)
+        self.report = found.report(self._mapping, loaded, self._cast)
         return new_plan
 
     @noted

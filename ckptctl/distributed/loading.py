@@ -249,21 +249,12 @@ def _give(
 
 
 def _report(state: State, planned: _Planned, read: int, received: int) -> LoadReport:
-    reading, found = planned.reading, planned.comparison
-    mapping = reading.mapping
-    offered = mapping.offered
-    changed = mapping.layout is not None
-    return LoadReport(
-        loaded=(*(name for name in state.tensors if name in offered), *planned.values),
-        missing=found.missing,
-        unexpected=found.unexpected,
-        left_out=found.left_out,
-        cast=reading.cast,
-        notes=(*mapping.catalog.notes, *mapping.notes),
-        format=mapping.catalog.format,
-        model_type=mapping.model_type if changed else None,
-        from_layout=mapping.from_layout,
-        layout=mapping.layout,
+    mapping = planned.reading.mapping
+    tensors = (name for name in state.tensors if name in mapping.offered)
+    return planned.comparison.report(
+        mapping,
+        (*tensors, *planned.values),
+        planned.reading.cast,
         bytes_read=read,
         bytes_received=received,
     )

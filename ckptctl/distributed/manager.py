@@ -7,13 +7,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
 from ckptctl import dtypes
 from ckptctl.distributed.async_saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
+from ckptctl.distributed.closing import Closing
 from ckptctl.distributed.final_save import save_converted
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading import load
@@ -51,7 +51,7 @@ class Resumed:
     report: LoadReport
 
 
-class CheckpointManager:
+class CheckpointManager(Closing):
     """Saves, loads and clears away the checkpoints of one run.
 
     Every rank makes one and calls its methods in the same order. Checkpoints are DCP directories
@@ -284,21 +284,6 @@ class CheckpointManager:
                 self._saver.close()
         finally:
             self._keeper.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception:
-            if error is None:
-                raise
 
     def _require_open(self) -> None:
         if self._closed:

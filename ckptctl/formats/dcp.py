@@ -35,7 +35,7 @@ from ckptctl.formats.dcp_metadata_writer import encode
 from ckptctl.formats.dcp_partial import Usable, usable
 from ckptctl.formats.torch_file import ZipFrame, extent_of, is_stored
 from ckptctl.planner.boxes import split_rows
-from ckptctl.planner.plan import CrcOf, OutputFile, RawCopy, Record
+from ckptctl.planner.plan import OutputFile, RawCopy, Record
 from ckptctl.planner.shards import fill, grouped
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles
@@ -219,7 +219,6 @@ class DataFiles:
         self.file = file
         self.size = 0
         self.zips: list[tuple[ZipLayout, int, int]] = []
-        self.values: list[tuple[int, bytes]] = []
 
     def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
         """Append a box of a tensor, as one record of a zip of its own."""
@@ -230,12 +229,6 @@ class DataFiles:
         self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
         self.boxes.setdefault(tensor.name, []).append(Place(box, record))
         self._append((tensor.name, box.offsets), layout, record, 1)
-
-    def add_value(self, name: str, content: bytes) -> None:
-        """Append a leaf that is no tensor, as ``torch.save`` has written it."""
-        self.values.append((self.size, content))
-        self.items[name, None] = Item(self.file, self.size, len(content))
-        self.size += len(content)
 
     def add_blob(self, blob: Blob) -> None:
         """Append a leaf that is no tensor."""
@@ -249,13 +242,7 @@ class DataFiles:
 
     def finish(self) -> None:
         """End the file."""
-        zips, values = ZipFrame(self.zips), tuple(self.values)
-
-        def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-            yield from zips(crc_of)
-            yield from values
-
-        self.files.append(OutputFile(self.file, self.size, frame))
+        self.files.append(OutputFile(self.file, self.size, ZipFrame(self.zips)))
 
     def _append(
         self, key: tuple[str, tuple[int, ...] | None], layout: ZipLayout, first: int, count: int

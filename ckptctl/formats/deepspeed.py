@@ -14,13 +14,13 @@ from ckptctl.errors import FormatError, UsageError
 from ckptctl.formats import hf, peft
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_files import SCRIPTS, evidence, rank_files
 from ckptctl.formats.deepspeed_model import as_saved, master, optimised, without_partitions
 from ckptctl.formats.deepspeed_optimizer import surroundings
 from ckptctl.formats.deepspeed_replicas import Replicas, of_counters, of_models
 from ckptctl.formats.deepspeed_tags import LATEST, tag_folder, tags
 from ckptctl.formats.deepspeed_zero import Save, read_save
+from ckptctl.formats.faults import Faults
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents
 from ckptctl.formats.unknown_classes import unknown_notes
 from ckptctl.storage.files import SourceFiles

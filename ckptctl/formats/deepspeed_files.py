@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
-from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_tags import LATEST, LATEST_UNIVERSAL
+from ckptctl.formats.faults import Faults
 from ckptctl.units import natural
 
 SCRIPTS = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")

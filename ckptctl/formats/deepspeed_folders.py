@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ckptctl.errors import DamagedError
 from ckptctl.formats.deepspeed_absent import complete_models
-from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_files import require_world
 from ckptctl.formats.deepspeed_states import ModelState, read_model
+from ckptctl.formats.faults import Faults
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.torch_zip import StoredTensor, read_archive
 

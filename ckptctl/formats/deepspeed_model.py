@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.errors import DamagedError
-from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_partitions import Part, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed_states import ModelState
 from ckptctl.formats.deepspeed_zero import Save
+from ckptctl.formats.faults import Faults
 from ckptctl.formats.torch_file import Contents, contents_of, extent_of
 from ckptctl.storage.torch_zip import StoredTensor
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, listed
-from ckptctl.formats.deepspeed_leaves import Leaves, stored_entry
 from ckptctl.formats.deepspeed_partitions import Segment, Strip, extents
 from ckptctl.formats.deepspeed_stage0 import NUMBERED, named_optimizer
 from ckptctl.formats.deepspeed_states import OptimState
 from ckptctl.formats.deepspeed_trainer import OPTIMIZER, add_other_ranks, other_steps, rest_of
 from ckptctl.formats.deepspeed_zero import Save, strips_of
+from ckptctl.formats.leaves import Leaves, stored_entry
 from ckptctl.formats.structure import join
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.inert import Inert

@@ -15,7 +15,6 @@ from pathlib import Path
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, UsageError, listed
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_files import model_files
 from ckptctl.formats.deepspeed_folders import (
     SETTINGS,
@@ -27,12 +26,13 @@ from ckptctl.formats.deepspeed_folders import (
     require_finished,
     tensor_in,
 )
-from ckptctl.formats.deepspeed_leaves import Leaves, stored_entry
 from ckptctl.formats.deepspeed_model import ROOT, as_saved, entry_of, master
 from ckptctl.formats.deepspeed_optimizer import plain_settings
 from ckptctl.formats.deepspeed_partitions import Part, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed_states import ModelState
 from ckptctl.formats.deepspeed_trainer import OPTIMIZER, add_other_ranks, rest_of
+from ckptctl.formats.faults import Faults
+from ckptctl.formats.leaves import Leaves, stored_entry
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.torch_zip import StoredTensor, read_archive

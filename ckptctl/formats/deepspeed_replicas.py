@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.errors import DamagedError
-from ckptctl.formats.deepspeed_leaves import stored_entry
 from ckptctl.formats.deepspeed_model import ROOT
 from ckptctl.formats.deepspeed_states import ModelState
 from ckptctl.formats.deepspeed_trainer import OPTIMIZER
 from ckptctl.formats.deepspeed_zero import Save
+from ckptctl.formats.leaves import stored_entry
 from ckptctl.formats.own_values import below_rank, kept_apart
 from ckptctl.formats.torch_file import extent_of
 from ckptctl.storage.compare import WINDOW, equal

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Blob, TensorEntry
-from ckptctl.formats.deepspeed_leaves import Leaves
 from ckptctl.formats.deepspeed_states import INDEX, ModelState
+from ckptctl.formats.leaves import Leaves
 from ckptctl.formats.own_values import below_rank, kept_apart
 from ckptctl.formats.rank_merge import same_value
 from ckptctl.formats.structure import join

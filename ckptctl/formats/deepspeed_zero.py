@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats.deepspeed_absent import complete_models, complete_optims
-from ckptctl.formats.deepspeed_faults import Faults
 from ckptctl.formats.deepspeed_files import RankFiles, require_world
 from ckptctl.formats.deepspeed_partitions import Part, Parts, Segment, Strip, in_groups, in_ranks
 from ckptctl.formats.deepspeed_states import ModelState, OptimState, read_model, read_optim
+from ckptctl.formats.faults import Faults
 from ckptctl.storage.files import SourceFiles
 
 State = TypeVar("State", ModelState, OptimState)

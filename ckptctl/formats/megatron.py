@@ -13,8 +13,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, listed
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.deepspeed_faults import Faults
-from ckptctl.formats.deepspeed_leaves import Leaves
+from ckptctl.formats.faults import Faults
+from ckptctl.formats.leaves import Leaves
 from ckptctl.formats.megatron_files import OPTIMIZER, POINTER, evidence, is_run, save_folder
 from ckptctl.formats.megatron_grid import Grid, read_grid
 from ckptctl.formats.megatron_join import Joined, join_tensors

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError
 from ckptctl.formats.base import absent
-from ckptctl.formats.deepspeed_faults import Faults
+from ckptctl.formats.faults import Faults
 from ckptctl.formats.megatron_files import MODEL, mixed, rank_folders
 from ckptctl.formats.megatron_places import (
     Place,

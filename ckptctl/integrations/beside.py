@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.errors import StorageError
 from ckptctl.ops.coordinator import on_first
 from ckptctl.ops.overwrite import replaceable
+from ckptctl.storage import trash
 from ckptctl.storage.publish import Staging, destination, staging, staging_directory
 from ckptctl.storage.sync import sync_directory
 
@@ -77,8 +77,11 @@ def _publish(stage: Staging | None, files: Mapping[str, bytes]) -> None:
     assert stage
     saved = stage.root / "saved"
     if saved.is_dir():
-        shutil.rmtree(stage.data)
-        saved.rename(stage.data)
+        trash.remove(stage.data)
+        try:
+            saved.rename(stage.data)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "rename", str(saved)) from error
     for name, content in files.items():
         add_file(stage.data / name, [content], sync=True)
     stage.publish()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.ops.load_options import LoadReport
 from ckptctl.ops.quantised import quantised
 from ckptctl.ops.selection import is_training
 from ckptctl.ops.state_mapping import StateMapping, moved
@@ -29,6 +30,31 @@ class Comparison:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     left_out: Mapping[str, str]
+
+    def report(
+        self,
+        mapping: StateMapping,
+        loaded: tuple[str, ...],
+        cast: Mapping[str, tuple[str, str]],
+        *,
+        bytes_read: int = 0,
+        bytes_received: int = 0,
+    ) -> LoadReport:
+        """Return what is told of a load; see :class:`~ckptctl.ops.load_options.LoadReport`."""
+        return LoadReport(
+            loaded=loaded,
+            missing=self.missing,
+            unexpected=self.unexpected,
+            left_out=self.left_out,
+            cast=cast,
+            notes=(*mapping.catalog.notes, *mapping.notes),
+            format=mapping.catalog.format,
+            model_type=None if mapping.layout is None else mapping.model_type,
+            from_layout=mapping.from_layout,
+            layout=mapping.layout,
+            bytes_read=bytes_read,
+            bytes_received=bytes_received,
+        )
 
     def require_equal(self, mapping: StateMapping) -> None:
         """Refuse a state that does not have the names of the checkpoint.

@@ -161,12 +161,6 @@ def disorder(candidates: Iterable[Candidate]) -> tuple[Candidate, Candidate] | N
     return None
 
 
-def unrated(candidates: Iterable[Candidate], policy: Policy) -> tuple[str, ...]:
-    """Return the metrics in *policy* that no complete checkpoint has."""
-    known = {name for one in candidates if one.state == "complete" for name in one.metrics}
-    return tuple(best.metric for best in policy.best if best.metric not in known)
-
-
 def _reasons(
     whole: Sequence[Candidate], policy: Policy, replaced: bool
 ) -> Mapping[str, Sequence[str]]:

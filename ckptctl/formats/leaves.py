@@ -1,4 +1,4 @@
-"""Tensors and other leaves of DeepSpeed's files of states that are not the model's."""
+"""Tensors and other leaves of a trainer's files of states that are not the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be used of a DeepSpeed checkpoint that is read in part."""
+"""What cannot be used of a checkpoint in ranks' files that is read in part."""
 
 from __future__ import annotations
 
