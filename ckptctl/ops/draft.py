@@ -26,7 +26,7 @@ from ckptctl.ops.payloads import keep_together
 from ckptctl.ops.recognise import Recognition
 from ckptctl.ops.reference import reference, require_same_keys
 from ckptctl.ops.selection import Selection, chosen, select
-from ckptctl.ops.source_checks import unchecked
+from ckptctl.ops.source_checks import with_checks
 from ckptctl.ops.training import Rest, follow
 from ckptctl.ops.transfers import transfers
 from ckptctl.ops.unpacked import Parts, inside_model, unpacked
@@ -334,7 +334,7 @@ class Draft:
         computed = self._computed(copies)
         read = dict.fromkeys(view.key for item in mapped for view in item.sources)
         entries = [self.catalog.tensors[name] for name in read]
-        checks = unchecked(self.catalog.root, entries, copies, computed)
+        copies, checks = with_checks(self.catalog.root, entries, copies, computed)
         digest = digest_of(
             self.options.checksum,
             files,

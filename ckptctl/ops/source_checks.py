@@ -1,25 +1,49 @@
-"""Checksums of a source that no copy takes on its way.
+"""Checksums of a source that are not those of single operands.
 
-A copy of all the bytes that a checksum was recorded of checks it as it reads. Bytes that are read
-in parts (concatenated tensors, what a rank holds as several boxes), or by a computation, are not
-checked by that: the plan reads such ranges once more, from end to end.
+A copy of all the bytes that a checksum was recorded of checks it as it reads. Where it was recorded
+of more (a record that holds several tensors, and padding), the checksums of the parts are combined,
+and only what no copy reads is read for that alone: padding, or everything where parts overlap, lie
+apart, or are read by a computation.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
-from ckptctl.catalog import Computed, Extent, TensorEntry, is_computed
-from ckptctl.planner.plan import Check, Transfer
+from ckptctl import dtypes
+from ckptctl.catalog import Computed, Extent, TensorEntry, is_computed, is_memory
+from ckptctl.planner.plan import Check, Operand, Transfer
 
 
-def unchecked(
+class _Place(NamedTuple):
+    """A byte range of a file."""
+
+    root: str
+    file: str
+    offset: int
+    nbytes: int
+
+
+class _Part(NamedTuple):
+    """A source operand that lies in a range with a checksum."""
+
+    offset: int
+    nbytes: int
+    transfer: int
+    operand: int
+
+
+def with_checks(
     root: str,
     entries: Iterable[TensorEntry],
-    transfers: Iterable[Transfer],
+    transfers: tuple[Transfer, ...],
     computed: Mapping[str, Computed],
-) -> tuple[Check, ...]:
-    """Return the recorded checksums that *transfers* leave unchecked.
+) -> tuple[tuple[Transfer, ...], tuple[Check, ...]]:
+    """Return *transfers* with the checksums they take part in, and these.
 
     Args:
         root: The directory of the source.
@@ -27,21 +51,91 @@ def unchecked(
         transfers: What copies them.
         computed: The virtual files that transfers read.
     """
+    recorded = _recorded(root, entries, computed, transfers)
+    parts = _parts(root, recorded, transfers)
+    checks: list[Check] = []
+    numbers: dict[int, dict[int, int]] = {}
+    for place, (crc32, name) in recorded.items():
+        gaps: list[tuple[int, int]] = []
+        end = place.offset
+        for part in sorted(parts.get(place, ())):
+            if part.offset < end or part.offset + part.nbytes > place.offset + place.nbytes:
+                continue
+            if part.offset > end:
+                gaps.append((end - place.offset, part.offset - end))
+            numbers.setdefault(part.transfer, {})[part.operand] = len(checks)
+            end = part.offset + part.nbytes
+        left = place.offset + place.nbytes - end
+        gaps += [(end - place.offset, left)] if left else []
+        checks.append(Check(*place, crc32=crc32, name=name, gaps=tuple(gaps)))
+    if not numbers:
+        return transfers, tuple(checks)
+    marked = (_marked(one, numbers.get(index)) for index, one in enumerate(transfers))
+    return tuple(marked), tuple(checks)
+
+
+def _recorded(
+    root: str,
+    entries: Iterable[TensorEntry],
+    computed: Mapping[str, Computed],
+    transfers: Iterable[Transfer],
+) -> dict[_Place, tuple[int, str]]:
+    """Return the recorded checksums that no operand has, and a tensor that each is about."""
     taken = {
         (root, operand.file, operand.offset, operand.nbytes)
         for transfer in transfers
         for operand in transfer.source.operands
         if operand.crc32 is not None
     }
-    found: dict[tuple[str, str, int, int], Check] = {}
+    found: dict[_Place, tuple[int, str]] = {}
     for directory, name, extent in _read(root, entries, computed):
         known = extent.recorded
         if known is None or not known.nbytes:
             continue
-        place = (directory, extent.file, known.offset, known.nbytes)
+        place = _Place(directory, extent.file, known.offset, known.nbytes)
         if place not in taken:
-            found.setdefault(place, Check(*place, crc32=known.crc32, name=name))
-    return tuple(found.values())
+            found.setdefault(place, (known.crc32, name))
+    return found
+
+
+def _parts(
+    root: str, recorded: Iterable[_Place], transfers: Iterable[Transfer]
+) -> dict[_Place, list[_Part]]:
+    """Return the operands in each range that are read from end to end into files."""
+    by_file: dict[str, list[_Place]] = {}
+    for place in recorded:
+        if place.root == root:
+            by_file.setdefault(place.file, []).append(place)
+    for places in by_file.values():
+        places.sort()
+    found: dict[_Place, list[_Part]] = {}
+    for index, transfer in enumerate(transfers if by_file else ()):
+        if any(is_memory(target.file) for target in transfer.target.operands):
+            continue  # boxes of it, perhaps: not all of an operand is read
+        item = dtypes.itemsize(transfer.source_dtype)
+        for number, operand in enumerate(transfer.source.operands):
+            places = by_file.get(operand.file, [])
+            at = bisect_right(places, operand.offset, key=lambda place: place.offset) - 1
+            if at >= 0 and operand.crc32 is None and _dense(operand, item):
+                part = _Part(operand.offset, operand.nbytes, index, number)
+                found.setdefault(places[at], []).append(part)
+    return found
+
+
+def _dense(operand: Operand, item: int) -> bool:
+    """Return whether the box takes up all of its byte range, once."""
+    return 0 < operand.nbytes == math.prod(operand.sizes) * item
+
+
+def _marked(transfer: Transfer, checks: Mapping[int, int] | None) -> Transfer:
+    """Return *transfer* with its operands' checks."""
+    if checks is None:
+        return transfer
+    operands = tuple(
+        replace(operand, check=checks[number]) if number in checks else operand
+        for number, operand in enumerate(transfer.source.operands)
+    )
+    return replace(transfer, source=replace(transfer.source, operands=operands))
 
 
 def _read(

@@ -184,7 +184,7 @@ def _flat(
     records, limits = how
     limit = limits.flat
     base = begin - operand.offset
-    checked = number if limits.check and operand.crc32 is not None else DISCARD
+    checked = number if limits.check and operand.checked else DISCARD
     at = offset - records[target.record].offset
     for done in range(0, nbytes, limit):
         size = min(limit, nbytes - done)
@@ -198,7 +198,7 @@ def _ranges(transfer: Transfer, frame: Frame) -> list[tuple[int, int, Operand, i
     if transfer.source_dtype != transfer.target_dtype or frame.source != frame.target:
         return None
     item = dtypes.itemsize(transfer.source_dtype)
-    if any(o.crc32 is not None and _gaps(o, item) for o in transfer.source.operands):
+    if any(o.checked and _gaps(o, item) for o in transfer.source.operands):
         return None
     index = Index(runs.pieces(transfer.source, frame.source, frame.sizes))
     found: list[tuple[int, int, Operand, int, int]] = []
@@ -323,7 +323,7 @@ def _tiled(work: _Work, limits: Limits) -> Iterator[Tile]:
     limit = limits.arithmetic // max(work.item, work.out) if permuted else _limit(work, limits)
     operands = work.transfer.source.operands
     inline: bool | None = None
-    gaps = any(_gaps(o, work.item) for o in operands if o.crc32 is not None)
+    gaps = any(_gaps(o, work.item) for o in operands if o.checked)
     partial = work.sizes != work.frame.sizes
     if permuted or gaps or partial or not limits.check:
         inline = False
@@ -346,7 +346,7 @@ def _reads(work: _Work, blocks: dict[int, list[Block]]) -> list[Read]:
     found: list[Read] = []
     for number, some in blocks.items():
         operand = work.transfer.source.operands[number]
-        checked = number if operand.crc32 is not None else DISCARD
+        checked = number if operand.checked else DISCARD
         base = min(block.source for block in some)
         relative = tuple(Block(b.source - base, b.buffer, b.axes, b.run) for b in some)
         for begin, nbytes, pattern in runs.spans(relative):
@@ -398,7 +398,7 @@ def _writes(work: _Work, parts: list[Piece]) -> tuple[Write, ...]:
 def _checks(operands: Sequence[Operand], limit: int) -> Iterator[Tile]:
     """Yield tiles that read operands in their own order, for their checksums alone."""
     for number, operand in enumerate(operands):
-        if operand.crc32 is None:
+        if not operand.checked:
             continue
         for done in range(0, operand.nbytes, limit):
             size = min(limit, operand.nbytes - done)

@@ -34,6 +34,8 @@ class Operand:
         nbytes: Length of the byte range that holds the box.
         crc32: CRC-32 of that range where the source records one.
         record: Targets only: index in ``Plan.records`` of the record that these bytes are part of.
+        check: Sources only: index in ``Plan.checks`` of the range that these bytes are part of,
+            where a CRC-32 is recorded of that alone.
     """
 
     file: str
@@ -44,6 +46,12 @@ class Operand:
     nbytes: int
     crc32: int | None = None
     record: int = -1
+    check: int = -1
+
+    @property
+    def checked(self) -> bool:
+        """Return whether a checksum is taken of what is read of these bytes."""
+        return self.crc32 is not None or self.check >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +154,7 @@ class RawCopy:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A range of a source file that is read for its checksum alone.
+    """A range of a source file with a checksum that no single operand has.
 
     Attributes:
         root: The directory that *file* is relative to.
@@ -155,6 +163,8 @@ class Check:
         nbytes: Length, at least 1.
         crc32: CRC-32 of the range.
         name: The tensor, for messages.
+        gaps: What of it is read for the checksum alone, as ``(position, bytes)``: all that is no
+            operand whose ``check`` this is.
     """
 
     root: str
@@ -163,6 +173,7 @@ class Check:
     nbytes: int
     crc32: int
     name: str
+    gaps: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +211,7 @@ class Plan:
         computed: The virtual files that transfers read, and those that these are made of.
         inputs: By ``(root, file)`` what virtual files are made of under other roots, as it was when
             the plan was made.
-        checks: Checksums of sources that no transfer takes on its way.
+        checks: Checksums of sources that no transfer takes alone on its way.
     """
 
     source_root: str
@@ -225,6 +236,20 @@ class Plan:
     def first_check(self) -> int:
         """Return the number of the first check, as transfers and raw copies are counted."""
         return len(self.transfers) + len(self.raw_copies)
+
+    def counted(self, number: int, operand: int) -> tuple[int, int, int]:
+        """Return ``(number, operand, position)`` of the checksum that a read counts for.
+
+        Args:
+            number: Of a transfer or a check.
+            operand: Index of a source operand of the transfer.
+        """
+        if number < self.first_check:
+            found = self.transfers[number].source.operands[operand]
+            if found.check >= 0:
+                position = found.offset - self.checks[found.check].offset
+                return self.first_check + found.check, 0, position
+        return number, operand, 0
 
     def recorded(self, number: int, operand: int) -> tuple[str, str, int, int | None]:
         """Return ``(tensor, file, bytes, CRC-32)`` of what is read for a checksum.

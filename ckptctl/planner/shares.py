@@ -119,4 +119,4 @@ def _nbytes(plan: Plan, number: int) -> int:
         return math.prod(transfer.axes) * dtypes.itemsize(transfer.source_dtype)
     if number < plan.first_check:
         return plan.raw_copies[number - len(plan.transfers)].nbytes
-    return plan.checks[number - plan.first_check].nbytes
+    return sum(nbytes for _, nbytes in plan.checks[number - plan.first_check].gaps)

@@ -192,7 +192,8 @@ class Ledger:
         complete: list[tuple[int, int, Parts]] = []
         checked = (read for read in unit.tile.reads if read.operand >= 0)
         for read, crc in zip(checked, done.read, strict=True):
-            found = self._cover((unit.transfer, read.operand), [(read.at, read.nbytes, crc)])
+            number, operand, begin = self._plan.counted(unit.transfer, read.operand)
+            found = self._cover((number, operand), [(begin + read.at, read.nbytes, crc)])
             complete += [found] if found else []
         return complete
 

@@ -57,7 +57,8 @@ def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
 
 
 def _check(check: Check, limit: int) -> Iterator[Tile]:
-    for done in range(0, check.nbytes, limit):
-        size = min(limit, check.nbytes - done)
-        read = Read(check.file, check.offset + done, size, None, 0, done)
-        yield Tile(size, (read,), (), (), False)
+    for begin, nbytes in check.gaps:
+        for done in range(begin, begin + nbytes, limit):
+            size = min(limit, begin + nbytes - done)
+            read = Read(check.file, check.offset + done, size, None, 0, done)
+            yield Tile(size, (read,), (), (), False)
