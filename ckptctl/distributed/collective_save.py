@@ -17,7 +17,7 @@ from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
 from ckptctl.distributed.rank_output import Held, SaveOptions, add_file, fill, held
 from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
-from ckptctl.formats.dcp_metadata import METADATA, Item
+from ckptctl.formats.dcp.metadata import METADATA, Item
 from ckptctl.ops.agreement import Statement, first_to_say, generation, require_agreement, unchanged
 from ckptctl.ops.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.holdings import Packed, digest, pack

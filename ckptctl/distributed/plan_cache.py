@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ckptctl.catalog import memory_key
-from ckptctl.formats.dcp_metadata_writer import TensorMetadata
+from ckptctl.formats.dcp.metadata_writer import TensorMetadata
 from ckptctl.ops.save_values import Groups
 from ckptctl.ops.saving import TensorFiles
 

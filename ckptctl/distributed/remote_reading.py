@@ -8,7 +8,7 @@ from typing import cast
 
 from ckptctl.catalog import Box, memory_key
 from ckptctl.errors import DamagedError
-from ckptctl.formats.dcp_remote import locate, remote_catalog
+from ckptctl.formats.dcp.remote import locate, remote_catalog
 from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.ops.wanted import Wanted
 from ckptctl.storage.remote import RemoteFiles, RemoteMemory

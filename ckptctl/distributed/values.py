@@ -12,7 +12,7 @@ import torch
 
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import UnsafePickleError
-from ckptctl.formats.value_bytes import value_bytes
+from ckptctl.formats.shared.value_bytes import value_bytes
 from ckptctl.ops.leftovers import held_as
 from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.storage.files import SourceFiles

@@ -28,7 +28,7 @@ from ckptctl.distributed.streams import stream
 from ckptctl.distributed.write_items import resolve
 from ckptctl.distributed.written_metadata import encoded
 from ckptctl.errors import RefusedError, StorageError, listed
-from ckptctl.formats.dcp_metadata import METADATA
+from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.ops.overwrite import replaceable
 from ckptctl.planner.copies import MIB
 from ckptctl.storage import remote

@@ -16,8 +16,8 @@ from ckptctl.catalog import Blob, Box, Index, Path
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.dcp_metadata import Item
-from ckptctl.formats.dcp_metadata_writer import Located, encode_tensors
+from ckptctl.formats.dcp.metadata import Item
+from ckptctl.formats.dcp.metadata_writer import Located, encode_tensors
 
 
 def encoded(metadata: Metadata) -> tuple[bytes, ...]:

@@ -16,11 +16,11 @@ from ckptctl.dtypes import itemsize
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.dcp_metadata import METADATA, TABLE, Leaf, leaves_of
-from ckptctl.formats.dcp_partial import usable
-from ckptctl.formats.findings import of_error
-from ckptctl.formats.inert_fields import attributes
-from ckptctl.formats.tiled_files import UNCHECKED, Range, require_tiled
+from ckptctl.formats.dcp.metadata import METADATA, TABLE, Leaf, leaves_of
+from ckptctl.formats.dcp.partial import usable
+from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.inert_fields import attributes
+from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Table, loads
 from ckptctl.storage.torch_globals import StorageRef, TensorView, storage_id

@@ -17,12 +17,12 @@ from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp_metadata import METADATA, Leaf, decode
-from ckptctl.formats.dcp_partial import usable
-from ckptctl.formats.dcp_union import Union
-from ckptctl.formats.dcp_values import Values
-from ckptctl.formats.findings import of_error
-from ckptctl.formats.own_values import kept_apart
+from ckptctl.formats.dcp.metadata import METADATA, Leaf, decode
+from ckptctl.formats.dcp.partial import usable
+from ckptctl.formats.dcp.union import Union
+from ckptctl.formats.dcp.values import Values
+from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.own_values import kept_apart
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats import hf, hf_files
+from ckptctl.formats import hf
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
     AS_IT_IS,
@@ -23,9 +23,9 @@ from ckptctl.formats.base import (
     Sniff,
     WritableFormat,
 )
-from ckptctl.formats.hf_shards import read_shard
-from ckptctl.formats.rank_files import in_order, lay_out
-from ckptctl.formats.ranks import Joined
+from ckptctl.formats.hf import files as hf_files
+from ckptctl.formats.hf.shards import read_shard
+from ckptctl.formats.shared.rank_files import in_order, lay_out
 from ckptctl.storage.files import SourceFiles
 
 
@@ -62,6 +62,8 @@ class DeepSeekFormat(WritableFormat):
             DamagedError: A rank is missing, or the ranks do not fit together.
             MappingError: There are several ranks and no family can join them.
         """
+        from ckptctl.formats.shared.ranks import Joined
+
         root = path if path.is_dir() else path.parent
         names = _ranks(root)
         with SourceFiles(root) as files:

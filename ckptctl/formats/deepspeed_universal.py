@@ -13,12 +13,8 @@ from ckptctl.errors import FormatError
 from ckptctl.formats import deepspeed, hf
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.deepspeed_files import SCRIPTS
-from ckptctl.formats.deepspeed_folders import ZERO
-from ckptctl.formats.deepspeed_parameters import FP32, UniversalSave
-from ckptctl.formats.deepspeed_replicas import Replicas, of_models
-from ckptctl.formats.deepspeed_tags import LATEST_UNIVERSAL, tag_folder, tags
-from ckptctl.formats.unknown_classes import unknown_notes
+from ckptctl.formats.deepspeed.files import FP32, SCRIPTS, ZERO
+from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, tag_folder, tags
 from ckptctl.storage.files import SourceFiles
 
 
@@ -66,6 +62,10 @@ class DeepSpeedUniversalFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
+        from ckptctl.formats.deepspeed.parameters import UniversalSave
+        from ckptctl.formats.deepspeed.replicas import Replicas, of_models
+        from ckptctl.formats.shared.unknown_classes import unknown_notes
+
         if not path.is_dir():
             raise FormatError("this is a file", where=str(path), why="expected the whole folder")
         folder = tag_folder(path, asked.tag, LATEST_UNIVERSAL, evidence)

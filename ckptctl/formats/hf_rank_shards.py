@@ -20,8 +20,8 @@ from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CoverageError, DamagedError, FormatError, listed
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.findings import of_error
-from ckptctl.formats.hf_files import INDEX, SHARD
+from ckptctl.formats.hf.files import INDEX, SHARD
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads, read_json

@@ -23,9 +23,8 @@ from ckptctl.formats.base import (
     Sniff,
     WritableFormat,
 )
-from ckptctl.formats.mistral_params import is_mistral
-from ckptctl.formats.rank_files import in_order, lay_out
-from ckptctl.formats.ranks import Joined
+from ckptctl.formats.mistral.params import is_mistral
+from ckptctl.formats.shared.rank_files import in_order, lay_out
 from ckptctl.storage.files import SourceFiles
 
 LAYOUT = "meta"
@@ -69,6 +68,8 @@ class MetaFormat(WritableFormat):
         Raises:
             MappingError: There are several shards and no family, or several, can join them.
         """
+        from ckptctl.formats.shared.ranks import Joined
+
         root = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
             raise _no_shards(path)

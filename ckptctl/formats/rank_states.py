@@ -18,9 +18,9 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.assets import left_behind, with_folder
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.rank_archive import read_rank_file
-from ckptctl.formats.rank_gaps import Gap, Gaps
-from ckptctl.formats.rank_merge import RankMerger
+from ckptctl.formats.shared.rank_archive import read_rank_file
+from ckptctl.formats.shared.rank_gaps import Gap, Gaps
+from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.torch_file import Contents
 from ckptctl.storage.files import SourceFiles
 

@@ -18,9 +18,9 @@ from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats import dcp
 from ckptctl.formats.assets import documents, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp_metadata import METADATA
-from ckptctl.formats.findings import of_error
-from ckptctl.formats.structure import join
+from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.structure import join
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _STAGE = re.compile(r"pp_(\d{1,6})", re.ASCII)

@@ -16,8 +16,8 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, RefusedError, StorageError
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.formats.dcp_metadata import METADATA, Item
-from ckptctl.formats.dcp_metadata_writer import encode
+from ckptctl.formats.dcp.metadata import METADATA, Item
+from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.plan import FileIdentity

@@ -10,7 +10,7 @@ from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Computed, TensorEntry, is_computed, made_of, reached
 from ckptctl.errors import DamagedError, MappingError, listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
-from ckptctl.formats.unknown_classes import require_known
+from ckptctl.formats.shared.unknown_classes import require_known
 from ckptctl.ops import checks
 from ckptctl.ops.adapter_files import adapter_papers
 from ckptctl.ops.conversion import ConversionPlan

@@ -9,7 +9,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Blob, Path, TensorEntry
 from ckptctl.errors import MappingError
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.structure import join
+from ckptctl.formats.shared.structure import join
 from ckptctl.ops.layout_change import Change
 from ckptctl.planner.mapped import MappedTensor, View
 

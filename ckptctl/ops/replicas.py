@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, DamagedError
-from ckptctl.formats.findings import of_error
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.sharing import portion
 from ckptctl.storage.compare import Readable, equal

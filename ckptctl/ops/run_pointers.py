@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptctl.errors import CkptError
-from ckptctl.formats.deepspeed_tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.formats.megatron_files import POINTER as ITERATION
+from ckptctl.formats.megatron.files import POINTER as ITERATION
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.ops.run_names import parse
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from ckptctl.catalog import Path
 from ckptctl.errors import MappingError, listed
-from ckptctl.formats.own_values import below_rank
-from ckptctl.formats.structure import join
+from ckptctl.formats.shared.own_values import below_rank
+from ckptctl.formats.shared.structure import join
 from ckptctl.ops.holdings import DIGEST, Packed, Structure
 
 Groups = Mapping[int, Sequence[str]]

@@ -16,8 +16,8 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, memory_name
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp import DataFiles
-from ckptctl.formats.dcp_metadata import Item
-from ckptctl.formats.dcp_metadata_writer import Located, TensorMetadata, encode_tensors
+from ckptctl.formats.dcp.metadata import Item
+from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_tensors
 from ckptctl.ops.holdings import Chunk, Holding
 from ckptctl.ops.save_decision import Decision, Share, output_tensor
 from ckptctl.planner.balance import assign

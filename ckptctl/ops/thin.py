@@ -17,7 +17,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.formats.dcp_companions import COMPANIONS
+from ckptctl.formats.dcp.companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.convert import plan_changed, run_conversion
 from ckptctl.ops.options import ConversionOptions

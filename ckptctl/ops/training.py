@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError
-from ckptctl.formats.structure import join
+from ckptctl.formats.shared.structure import join
 from ckptctl.ops.layout_change import Change
 from ckptctl.planner.mapped import MappedTensor, View
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
 from ckptctl.errors import DamagedError
-from ckptctl.formats.structure import flatten, join
+from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.ops.output_tensors import unrooted
 from ckptctl.planner.mapped import MappedTensor

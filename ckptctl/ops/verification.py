@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptctl.catalog import Finding
-from ckptctl.formats.findings import of_error as of_error
+from ckptctl.formats.shared.findings import of_error as of_error
 
 Level = Literal["fast", "headers", "full"]
 LEVELS: tuple[Level, ...] = ("fast", "headers", "full")

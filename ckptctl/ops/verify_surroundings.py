@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, Finding
-from ckptctl.formats.deepspeed_tags import LATEST, LATEST_UNIVERSAL
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.ops.hub_digests import unfinished
 from ckptctl.storage.publish import staging_directory
 

@@ -14,8 +14,9 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
-from ckptctl.formats import assets, dcp_metadata, torch_file
+from ckptctl.formats import assets, torch_file
 from ckptctl.formats.base import OutputRequest, OutputTensor
+from ckptctl.formats.dcp import metadata as dcp_metadata
 from ckptctl.ops.reference import reference
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.torch_zip import StoredTensor, TorchArchive

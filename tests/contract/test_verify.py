@@ -19,8 +19,8 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.formats.dcp_metadata import METADATA, Item, decode
-from ckptctl.formats.dcp_metadata_writer import encode
+from ckptctl.formats.dcp.metadata import METADATA, Item, decode
+from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.ops import verify_checksums
 from ckptctl.ops.verification import LEVELS, Verification
 from tests.checkpoints import save_bin, save_dcp, tiny_llama

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptctl.catalog import Blob, Box, Index
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.formats import dcp_metadata_writer
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.formats.dcp_metadata import TABLE, Item, decode, leaves_of
-from ckptctl.formats.dcp_metadata_scan import Scanner
-from ckptctl.formats.dcp_metadata_writer import encode, encode_tensors
+from ckptctl.formats.dcp import metadata_writer as dcp_metadata_writer
+from ckptctl.formats.dcp.metadata import TABLE, Item, decode, leaves_of
+from ckptctl.formats.dcp.metadata_scan import Scanner
+from ckptctl.formats.dcp.metadata_writer import encode, encode_tensors
 from ckptctl.storage.pickle_reader import loads
 
 FILES = ("dcp-rank-local/w2/ckpt/__1.metadata", "dcp/dcp_2d/ckpt/.metadata")

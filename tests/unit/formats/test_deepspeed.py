@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
-from ckptctl.formats.deepspeed_partitions import Part, Segment, Strip, extents
+from ckptctl.formats.deepspeed.partitions import Part, Segment, Strip, extents
 from ckptctl.storage.torch_zip import StoredTensor
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted, damaged, refused_or_right

@@ -18,8 +18,8 @@ from ckptctl.catalog import Catalog, Extent
 from ckptctl.errors import CkptError, CoverageError, DamagedError, FormatError, UnsafePickleError
 from ckptctl.formats import deepspeed, deepspeed_universal
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed_absent import complete_optims
-from ckptctl.formats.deepspeed_states import read_optim
+from ckptctl.formats.deepspeed.absent import complete_optims
+from ckptctl.formats.deepspeed.states import read_optim
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
 from tests.checkpoints.readers import differences

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, MappingError, UsageError
-from ckptctl.formats.megatron_parts import divide
-from ckptctl.formats.megatron_rules import Rule
+from ckptctl.formats.megatron.parts import divide
+from ckptctl.formats.megatron.rules import Rule
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted
 

@@ -11,7 +11,7 @@ import pytest
 
 from ckptctl.catalog import Blob
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
-from ckptctl.formats.dcp_metadata import Item, decode
+from ckptctl.formats.dcp.metadata import Item, decode
 from ckptctl.ops.agreement import Statement, generation, require_agreement, unchanged
 from ckptctl.ops.coordinator import Alone, RankError, through_first
 from ckptctl.ops.holdings import Chunk, Described, Holding, Packed, pack

@@ -1,0 +1,414 @@
+"""``torch.distributed.checkpoint`` directories.
+
+Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items) and
+``metadata.py``. A ``.distcp`` file is a plain concatenation of ``torch.save`` zips, one per item;
+``.metadata`` says which box of which tensor, or which other leaf, each one holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from operator import itemgetter
+from pathlib import Path
+
+from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.base import (
+    AS_IT_IS,
+    SPLIT_BYTES,
+    Output,
+    OutputRequest,
+    OutputTensor,
+    Place,
+    ReadOptions,
+    Sniff,
+    WritableFormat,
+    document,
+)
+from ckptctl.formats.dcp.companions import with_companions
+from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Item, Leaf, decode
+from ckptctl.formats.dcp.metadata_writer import encode
+from ckptctl.formats.dcp.partial import Usable, usable
+from ckptctl.formats.torch_file import ZipFrame, extent_of, is_stored
+from ckptctl.planner.boxes import split_rows
+from ckptctl.planner.plan import OutputFile, RawCopy, Record
+from ckptctl.planner.shards import fill, grouped
+from ckptctl.storage.compare import row_major
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickle_writer import StorageTensor, dump_state
+from ckptctl.storage.torch_zip import read_archive, read_item_tensor
+from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
+
+BYTECHECKPOINT = b"bytecheckpoint."
+
+
+class DcpFormat(WritableFormat):
+    """A directory with a global ``.metadata``."""
+
+    name = "dcp"
+    title = "torch.distributed.checkpoint directory"
+    recognised = "`.metadata`, unless it is ByteCheckpoint's"
+    wholeness = (
+        "`.metadata` lists every chunk of every tensor: they tile it, and the file of each is "
+        "there and long enough; Megatron's, with `common.pt`, also has `metadata.json`, which is "
+        "written last"
+    )
+    proof = (
+        "read: what torch 2.13 saved on 2 and 4 ranks equals what `dcp_to_torch_save` makes of it "
+        "(tests/integration/test_stock_dcp.py), what Lightning and accelerate saved what their own "
+        "tools make of it, what Megatron-Core saved the tensors it was given "
+        "(tests/unit/formats/test_wrappers.py), what FSDP1, FSDP2, HSDP and tensor parallelism "
+        "save afresh on 1 to 4 ranks the live weights (tests/oracle/trainers/test_torch.py); "
+        "written: "
+        "stock `dcp.load` reads it on other numbers of ranks, `dcp_to_torch_save` on one "
+        "(tests/integration/test_stock_dcp.py)"
+    )
+    nested = True
+    verbatim = True
+    sharded = True
+    ties = "written in full"
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if not path.is_dir() or not (path / METADATA).is_file() or is_bytecheckpoint(path):
+            return None
+        return Sniff(f"{METADATA} and {len(list(path.glob('*.distcp')))} .distcp files")
+
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+        """See :meth:`Format.read`."""
+        with SourceFiles(path) as files:
+            leaves = decode(_metadata(files), str(path / METADATA))
+            if not asked.partial:
+                return with_companions(files, catalog_of(files, leaves, self.name))
+            catalog = partial_catalog_of(files, usable(files, leaves), self.name)
+            return with_companions(files, catalog, partial=True)
+
+    def resolve(self, catalog: Catalog) -> Catalog:
+        """Locate the element bytes of every item and read the values of other leaves."""
+        with SourceFiles(catalog.root) as files:
+            tensors = resolved(files, catalog.tensors)
+            blobs = {name: _valued(files, blob) for name, blob in catalog.blobs.items()}
+            replicas = {
+                name: tuple(_resolved_extent(files, entry, copy) for copy in catalog.replicas[name])
+                for name, entry in catalog.tensors.items()
+                if name in catalog.replicas
+            }
+        return replace(catalog, tensors=tensors, blobs=blobs, replicas=replicas)
+
+    def lay_out(self, request: OutputRequest) -> Output:
+        """See :meth:`WritableFormat.lay_out`."""
+        writer = DataFiles()
+        for position, shard in enumerate(_shards(request)):
+            writer.begin(f"__0_{position}.distcp")
+            if not position:
+                for blob in request.blobs:
+                    writer.add_blob(blob)
+            for tensor, box in shard:
+                writer.add_tensor(tensor, box)
+            writer.finish()
+        content = encode(request.tensors, request.blobs, writer.boxes, writer.items)
+        writer.files.append(document(METADATA, content))
+        notes = (*_untied(request.tensors), *_renamed([*request.tensors, *request.blobs]))
+        boxes = {name: tuple(found) for name, found in writer.boxes.items()}
+        return Output(
+            tuple(writer.files),
+            tuple(writer.records),
+            boxes,
+            tuple(writer.raw_copies),
+            notes=notes,
+        )
+
+
+def is_bytecheckpoint(path: Path) -> bool:
+    """Return whether the metadata in *path* is ByteCheckpoint's, which names its class first."""
+    with (path / METADATA).open("rb") as file:
+        return BYTECHECKPOINT in file.read(64)
+
+
+def catalog_of(
+    files: SourceFiles,
+    leaves: Mapping[str, Leaf],
+    name: str,
+    notes: Sequence[str] = (),
+    copies: Mapping[str, int] | None = None,
+) -> Catalog:
+    """Return the catalog of a directory of write items.
+
+    Args:
+        files: The directory's files.
+        leaves: What its metadata lists, by name.
+        name: The format.
+        notes: What a reader should know.
+        copies: Files with further copies of items, and the bytes that they need.
+
+    Raises:
+        DamagedError: A data file is missing or too short.
+    """
+    path = files.root
+    sizes = _data_files(files, leaves, copies or {})
+    stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
+    surplus = [file for file in stray if (path / file).stat().st_size]
+    return Catalog(
+        root=str(path),
+        path=str(path),
+        format=name,
+        files=sizes,
+        tensors={key: entry_of(leaf) for key, leaf in leaves.items() if leaf.dtype},
+        blobs={key: blob_of(leaf) for key, leaf in leaves.items() if not leaf.dtype},
+        assets=side_files(path),
+        documents=documents(path),
+        notes=(
+            *notes,
+            *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
+            *left_behind(path, exclude=set(sizes)),
+        ),
+    )
+
+
+def partial_catalog_of(
+    files: SourceFiles, found: Usable, name: str, notes: Sequence[str] = ()
+) -> Catalog:
+    """Return the catalog of what can be used of a directory of write items.
+
+    Args:
+        files: The directory's files.
+        found: What can be used of it.
+        name: The format.
+        notes: What a reader should know.
+    """
+    catalog = catalog_of(files, found.leaves, name, notes)
+    return replace(catalog, findings=tuple(found.findings), lost=found.lost)
+
+
+def _untied(tensors: Sequence[OutputTensor]) -> Iterator[str]:
+    aliases = [tensor.name for tensor in tensors if tensor.alias_of]
+    if aliases:
+        yield f"DCP knows no ties: written out in full: {listed(aliases)}"
+
+
+def _renamed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
+    numbered = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
+    if numbered:
+        yield f"DCP knows no integer keys: they become strings, as in {listed(numbered)}"
+
+
+class DataFiles:
+    """Appends items to data files and remembers where they lie.
+
+    Attributes:
+        files: The finished files.
+        records: The bytes of tensors in them.
+        boxes: For each tensor its boxes.
+        items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
+        raw_copies: Leaves that are copied as they are.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[OutputFile] = []
+        self.records: list[Record] = []
+        self.boxes: dict[str, list[Place]] = {}
+        self.items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+        self.raw_copies: list[RawCopy] = []
+
+    def begin(self, file: str) -> None:
+        """Start a file; what is added next lies in it."""
+        self.file = file
+        self.size = 0
+        self.zips: list[tuple[ZipLayout, int, int]] = []
+
+    def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
+        """Append a box of a tensor, as one record of a zip of its own."""
+        nbytes = _nbytes(tensor, box)
+        content = _pickled(tensor.dtype, box.sizes, nbytes, tensor.requires_grad)
+        layout = lay_out(content, [("0", nbytes)], base=self.size)
+        record = len(self.records)
+        self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
+        self.boxes.setdefault(tensor.name, []).append(Place(box, record))
+        self._append((tensor.name, box.offsets), layout, record, 1)
+
+    def add_blob(self, blob: Blob) -> None:
+        """Append a leaf that is no tensor."""
+        if blob.file is None:
+            layout = lay_out(dump_state(blob.value), [], base=self.size)
+            self._append((blob.name, None), layout, 0, 0)
+            return
+        self.raw_copies.append(RawCopy(blob.file, blob.offset, blob.nbytes, self.file, self.size))
+        self.items[blob.name, None] = Item(self.file, self.size, blob.nbytes)
+        self.size += blob.nbytes
+
+    def finish(self) -> None:
+        """End the file."""
+        self.files.append(OutputFile(self.file, self.size, ZipFrame(self.zips)))
+
+    def _append(
+        self, key: tuple[str, tuple[int, ...] | None], layout: ZipLayout, first: int, count: int
+    ) -> None:
+        self.zips.append((layout, first, count))
+        self.items[key] = Item(self.file, self.size, layout.size)
+        self.size += layout.size
+
+
+@lru_cache(maxsize=1024)
+def _pickled(dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: bool) -> bytes:
+    """Return the ``data.pkl`` of an item; experts have the same by the thousand."""
+    stored = StorageTensor(
+        storage_key="0",
+        storage_nbytes=nbytes,
+        dtype=dtype,
+        offset=0,
+        shape=sizes,
+        strides=row_major(sizes),
+        requires_grad=requires_grad,
+    )
+    return dump_state(stored)
+
+
+def _shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
+    chunks = {
+        (tensor.name, box.offsets): (tensor, box)
+        for tensor in request.tensors
+        for box in _boxes(tensor)
+    }
+    keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
+    if request.like is not None:
+        file_of = {key: request.like[tensor.name] for key, (tensor, _) in keys.items()}
+        names = grouped(keys, file_of, len(request.like_files))
+    else:
+        names = fill(
+            ((key, _nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
+        )
+    return [[keys[key] for key in shard] for shard in names]
+
+
+def _boxes(tensor: OutputTensor) -> Iterator[Box]:
+    pieces = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
+    if pieces <= 1:
+        yield Box.whole(tensor.shape)
+    else:
+        yield from split_rows(tensor.shape, pieces)
+
+
+def _nbytes(tensor: OutputTensor, box: Box) -> int:
+    return box.numel * (tensor.nbytes // max(math.prod(tensor.shape), 1))
+
+
+def _metadata(files: SourceFiles) -> bytes:
+    path = files.root / METADATA
+    if not path.exists():
+        raise FormatError(
+            "this is no DCP checkpoint",
+            where=str(files.root),
+            why=f"expected a directory with {METADATA} and .distcp files",
+        )
+    return read_metadata(files, METADATA)
+
+
+def read_metadata(files: SourceFiles, name: str) -> bytes:
+    """Return the content of a file of metadata.
+
+    Raises:
+        DamagedError: It is too large.
+    """
+    size = files.size(name)
+    if size > MAX_METADATA:
+        raise DamagedError(
+            "the metadata is too large",
+            where=str(files.root / name),
+            why=f"{size:,} bytes, limit {MAX_METADATA:,}",
+        )
+    return files.read(name, 0, size)
+
+
+def _data_files(
+    files: SourceFiles, leaves: Mapping[str, Leaf], copies: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the sizes of the files that items lie in; each must be long enough."""
+    ends = {file: (end, "") for file, end in copies.items()}
+    for leaf in leaves.values():
+        for _, item in leaf.items:
+            end = item.offset + item.nbytes
+            if end > ends.get(item.file, (-1, ""))[0]:
+                ends[item.file] = (end, leaf.name)
+    missing = sorted(name for name in ends if not (files.root / name).exists())
+    if missing:
+        raise DamagedError(
+            f"{len(missing)} of {len(ends)} data files are missing",
+            where=str(files.root),
+            why=listed(missing),
+            hint="copy the missing files; every rank writes its own",
+        )
+    sizes = {name: files.size(name) for name in sorted(ends)}
+    for name, (end, leaf_name) in ends.items():
+        if end > sizes[name]:
+            raise DamagedError(
+                f"`{name}` is truncated",
+                where=f"{files.root / name}" + (f", `{leaf_name}`" if leaf_name else ""),
+                why=f"{end:,} bytes are needed, the file has {sizes[name]:,}",
+            )
+    return sizes
+
+
+def entry_of(leaf: Leaf) -> TensorEntry:
+    """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
+    extents = tuple(
+        Extent(box, item.file, item.offset, item.nbytes, codec="torch")
+        for box, item in leaf.items
+        if box is not None
+    )
+    return TensorEntry(
+        leaf.name, leaf.dtype, leaf.shape, extents, leaf.path, requires_grad=leaf.requires_grad
+    )
+
+
+def blob_of(leaf: Leaf) -> Blob:
+    """Return another leaf of the metadata as a catalog has it."""
+    item = leaf.items[0][1]
+    return Blob(leaf.name, leaf.path, item.file, item.offset, item.nbytes)
+
+
+def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Resolve extents in the order in which they lie, file by file."""
+    found = {name: list(entry.extents) for name, entry in tensors.items()}
+    by_file: dict[str, list[tuple[int, int, TensorEntry]]] = {}
+    for entry in tensors.values():
+        for position, extent in enumerate(entry.extents):
+            by_file.setdefault(extent.file, []).append((extent.offset, position, entry))
+    for places in by_file.values():
+        places.sort(key=itemgetter(0))
+        for _, position, entry in places:
+            extents = found[entry.name]
+            extents[position] = _resolved_extent(files, entry, extents[position])
+    return {name: replace(entry, extents=tuple(found[name])) for name, entry in tensors.items()}
+
+
+def _resolved_extent(files: SourceFiles, entry: TensorEntry, extent: Extent) -> Extent:
+    if extent.codec == "raw":
+        return extent
+    found = read_item_tensor(files, extent.file, extent.offset, extent.nbytes)
+    if (found.dtype, found.shape) != (entry.dtype, extent.box.sizes):
+        raise DamagedError(
+            f"a chunk of `{entry.name}` is not what the metadata says",
+            where=f"{files.root / extent.file}, at byte {extent.offset:,}",
+            why=f"it is {found.dtype} {list(found.shape)}, "
+            f"the metadata says {entry.dtype} {list(extent.box.sizes)}",
+        )
+    return extent_of(found, extent.file, extent.box)
+
+
+def _valued(files: SourceFiles, blob: Blob) -> Blob:
+    if blob.file is None:
+        return blob
+    archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
+    if is_stored(archive.root):
+        raise DamagedError(
+            f"`{blob.name}` is a tensor but the metadata calls it bytes",
+            where=str(files.root / blob.file),
+        )
+    return replace(blob, value=archive.root)
+
+
+FORMAT = DcpFormat()

@@ -1,0 +1,326 @@
+"""The ``.metadata`` pickle of a DCP directory, read without torch.
+
+Source: ``torch/distributed/checkpoint/metadata.py`` (``Metadata`` and its parts) and
+``filesystem.py`` (``_StorageInfo``). No class is imported: the reader turns each into an inert
+record; :mod:`ckptctl.formats.dcp.metadata_writer` names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Index, Path
+from ckptctl.errors import CkptError, DamagedError, FormatError, listed
+from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
+from ckptctl.storage.files import contained
+from ckptctl.storage.pickle_reader import TORCH_TABLE, Builder, Global, Inert, loads
+
+METADATA = ".metadata"
+MAX_METADATA = 4 << 30
+"""Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
+MAX_RANK = 64
+_HOME = "torch.distributed.checkpoint.metadata"
+_STORAGE = "torch.distributed.checkpoint.filesystem"
+_VESCALE = "vescale.checkpoint.storage.filesystem"
+_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+    "MEM_FORMAT_ENCODING",
+)
+_PLANS = {
+    "torch.distributed.checkpoint.planner": (
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+}
+_OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
+
+
+class Item(NamedTuple):
+    """One write item: a ``torch.save`` zip in a data file."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+_Items = dict[tuple[int, ...] | None, Item]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One entry of the state dict.
+
+    Attributes:
+        name: Fully qualified name.
+        path: Keys from the root of the saved object.
+        items: Boxes and their items; one item without a box for a leaf that is no tensor.
+        dtype: torch's name; empty for a leaf that is no tensor.
+        shape: Global shape.
+        requires_grad: As recorded.
+    """
+
+    name: str
+    path: Path
+    items: tuple[tuple[Box | None, Item], ...]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    requires_grad: bool = False
+
+
+class _IndexRecord(Inert):
+    """A ``MetadataIndex``: equal, as torch's are, when name and offsets are."""
+
+    __slots__ = ()
+
+    def key(self) -> tuple[object, ...]:
+        """See :meth:`Inert.key`; half a million of them are read, so this takes a shortcut."""
+        if self._key is None:
+            state = self.state if isinstance(self.state, dict) else {}
+            name, offset = state.get("fqn"), state.get("offset")
+            if type(name) is not str or not _is_short(offset):
+                return super().key()
+            self._key = (name, repr(offset))
+        return self._key
+
+
+def _is_short(offset: object) -> bool:
+    if offset is None:
+        return True
+    return isinstance(offset, tuple) and len(offset) <= MAX_RANK and set(map(type, offset)) <= {int}
+
+
+def _index_record(*args: object) -> _IndexRecord:
+    return _IndexRecord(_HOME, "MetadataIndex", args, newobj=True)
+
+
+TABLE: Mapping[tuple[str, str], object] = {
+    **TORCH_TABLE,
+    **{(_HOME, name): Global(_HOME, name) for name in _CLASSES},
+    **{(_OLD_HOME, name): Global(_OLD_HOME, name) for name in _CLASSES},
+    (_HOME, "MetadataIndex"): Builder(_index_record, source=Global(_HOME, "MetadataIndex")),
+    **{(home, "_StorageInfo"): Global(home, "_StorageInfo") for home in (_STORAGE, _VESCALE)},
+    **{(home, name): Global(home, name) for home, names in _PLANS.items() for name in names},
+}
+
+
+def decode(raw: bytes, where: str) -> dict[str, Leaf]:
+    """Return the leaves that a ``.metadata`` file lists, by name and in its order.
+
+    Raises:
+        DamagedError: It is malformed, contradicts itself or points outside the directory.
+        FormatError: Its items are compressed.
+        UnsafePickleError: It names anything but the metadata's own classes.
+    """
+    scanner = Scanner()
+    try:
+        return leaves_of(loads(raw, where=where, table=TABLE, hook=scanner), where, scanner)
+    except CkptError:  # whatever it is, the slow way says it exactly
+        return leaves_of(loads(raw, where=where, table=TABLE), where)
+
+
+def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[str, Leaf]:
+    """Return what :func:`decode` does of a pickle that was read already.
+
+    Args:
+        root: The pickle.
+        where: The file, for errors.
+        scanner: What has taken entries of it.
+
+    Raises:
+        DamagedError: See :func:`decode`.
+        FormatError: See :func:`decode`.
+    """
+    try:
+        return _leaves(_state(root), where, scanner or Scanner())
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise DamagedError(
+            "this is not the metadata of a DCP checkpoint",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _leaves(metadata: Mapping[str, object], where: str, scanner: Scanner) -> dict[str, Leaf]:
+    entries = {
+        str(name): entry for name, entry in _mapping(metadata["state_dict_metadata"]).items()
+    }
+    _refuse_flattened(metadata.get("mcore_data"), where)
+    paths = _mapping(metadata.get("planner_data") or {})
+    stored = _stored(_mapping(metadata["storage_data"]), where)
+    _add_scanned(stored, scanner, metadata["storage_data"], where)
+    leaves = {}
+    for name, entry in entries.items():
+        if type(entry) is Scanned:
+            items = _chunks(name, entry.boxes, stored, where)
+            path = _path(name, paths.get(name))
+            leaves[name] = Leaf(name, path, items, entry.dtype, entry.shape, entry.requires_grad)
+            continue
+        if not isinstance(entry, Inert):
+            raise TypeError(f"`{name}` is a {type(entry).__name__}")
+        path = _path(name, paths.get(name))
+        if entry.name == "BytesStorageMetadata":
+            leaves[name] = Leaf(name, path, ((None, _bytes_item(stored, name, where)),))
+        else:
+            leaves[name] = _tensor(name, path, _state(entry), stored, where)
+    refuse_twins(leaves, where)
+    return leaves
+
+
+def refuse_twins(leaves: Mapping[str, Leaf], where: str) -> None:
+    """Refuse names that stand for one and the same key path.
+
+    Args:
+        leaves: By name.
+        where: What lists them, for the error.
+
+    Raises:
+        DamagedError: There are such.
+    """
+    first: dict[Path, str] = {}
+    for name, leaf in leaves.items():
+        other = first.setdefault(leaf.path, name)
+        if other != name:
+            raise DamagedError(
+                f"`{name}` and `{other}` are the same leaf of the state dict",
+                where=where,
+                why=f"both are called {'/'.join(map(str, leaf.path))} there",
+            )
+
+
+def _refuse_flattened(data: object, where: str) -> None:
+    """Refuse tensors that old versions of Megatron-Core saved in another shape than their own."""
+    names = [str(name) for name, facts in data.items() if facts] if isinstance(data, dict) else []
+    if names:
+        raise FormatError(
+            "tensors were flattened when they were saved",
+            where=where,
+            why=f"Megatron's metadata says so of {listed(names)}",
+            hint="load it with Megatron-Core and save it again",
+        )
+
+
+def _tensor(
+    name: str,
+    path: Path,
+    state: Mapping[str, object],
+    stored: Mapping[str, _Items],
+    where: str,
+) -> Leaf:
+    dtype, requires_grad = _properties(state["properties"])
+    chunks = state["chunks"]
+    if not isinstance(chunks, list):
+        raise TypeError(f"the chunks of `{name}` are no list")
+    fields = [_state(chunk) for chunk in chunks]
+    boxes = [Box(_size(found["offsets"]), _size(found["sizes"])) for found in fields]
+    items = _chunks(name, boxes, stored, where)
+    return Leaf(name, path, items, dtype, _size(state["size"]), requires_grad)
+
+
+def _chunks(
+    name: str, boxes: Sequence[Box], stored: Mapping[str, _Items], where: str
+) -> tuple[tuple[Box | None, Item], ...]:
+    known = stored.get(name, {})
+    items = tuple([(box, item) for box in boxes if (item := known.get(box.offsets)) is not None])
+    if len(items) != len(boxes):
+        missing = [str(box) for box in boxes if box.offsets not in known]
+        raise DamagedError(f"chunks of `{name}` have no storage", where=where, why=listed(missing))
+    return items
+
+
+def _add_scanned(stored: dict[str, _Items], scanner: Scanner, target: object, where: str) -> None:
+    """Add the storage that was not read opcode by opcode.
+
+    Raises:
+        DamagedError: Something is there twice, or belongs elsewhere.
+    """
+    if scanner.stored and (scanner.repeated or scanner.target is not target):
+        raise DamagedError("the storage of a chunk is there twice", where=where)
+    checked = {file: contained(file, where) for file in scanner.files}
+    for name, found in scanner.stored.items():
+        known = stored.setdefault(name, {})
+        if known.keys() & found.keys():
+            raise DamagedError("the storage of a chunk is there twice", where=where)
+        for offsets, (file, start, nbytes) in found.items():
+            known[offsets] = Item(checked[file], start, nbytes)
+
+
+def _stored(data: Mapping[object, object], where: str) -> dict[str, _Items]:
+    stored: dict[str, _Items] = {}
+    checked: dict[str, str] = {}
+    for index, info in data.items():
+        key, value = _state(index), _state(info)
+        if value.get("transform_descriptors"):
+            raise FormatError(
+                f"`{key['fqn']}` is compressed",
+                where=where,
+                why=f"its storage names {value['transform_descriptors']}",
+                hint="save it again without extensions",
+            )
+        file, offset, nbytes = value["relative_path"], value["offset"], value["length"]
+        if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
+            raise TypeError(f"the storage of `{key['fqn']}` is not a file range")
+        if offset < 0 or nbytes < 0:
+            raise ValueError(f"the storage of `{key['fqn']}` has a negative range")
+        if file not in checked:
+            checked[file] = contained(file, where)
+        position = None if key.get("offset") is None else _size(key["offset"])
+        boxes = stored.setdefault(str(key["fqn"]), {})
+        boxes[position] = Item(checked[file], offset, nbytes)
+    return stored
+
+
+def _bytes_item(stored: Mapping[str, _Items], name: str, where: str) -> Item:
+    items = stored.get(name)
+    if not items:
+        raise DamagedError(f"`{name}` has no storage", where=where)
+    return next(iter(items.values()))
+
+
+def _properties(properties: object) -> tuple[str, bool]:
+    """Return dtype and requires_grad; their state is a tuple, in old versions a dict."""
+    state = properties.state if isinstance(properties, Inert) else None
+    values = tuple(state.values()) if isinstance(state, dict) else state
+    if not isinstance(values, tuple) or len(values) < 3:
+        raise TypeError("tensor properties without a dtype")
+    name = str(values[0]).removeprefix("torch.")
+    if name not in dtypes.BY_NAME:
+        raise ValueError(f"unknown dtype {name}")
+    return name, values[2] is True
+
+
+def _state(record: object) -> Mapping[str, object]:
+    state = record.state if isinstance(record, Inert) else None
+    if not isinstance(state, dict):
+        raise TypeError(f"expected a metadata record, found {type(record).__name__}")
+    return state
+
+
+def _mapping(value: object) -> dict[object, object]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a dict, found {type(value).__name__}")
+    return value
+
+
+def _size(value: object) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
+        raise TypeError("a size is not a short tuple")
+    for item in value:
+        if type(item) is not int or item < 0:
+            raise ValueError(f"a size has a negative or non-integer element: {list(value)[:8]}")
+    return tuple(value)
+
+
+def _path(name: str, recorded: object) -> Path:
+    if not isinstance(recorded, tuple) or not recorded:
+        return (name,)
+    return tuple(Index(key) if type(key) is int else str(key) for key in recorded)

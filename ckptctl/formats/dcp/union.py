@@ -1,0 +1,189 @@
+"""The union of the metadata of ranks that saved without each other.
+
+Every rank lists every tensor that it holds a part of, with its global size and its own chunks.
+A chunk that several ranks have is a replica: the lowest rank's is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl.catalog import Box
+from ckptctl.errors import CoverageError, DamagedError, listed
+from ckptctl.formats.dcp.metadata import METADATA, Item, Leaf, refuse_twins
+from ckptctl.planner.boxes import coverage
+
+_Offsets = tuple[int, ...]
+_Chunk = tuple[Box | None, Item]
+
+
+class _Held:
+    """One leaf, as the first rank that has it describes it, and the chunks found so far."""
+
+    __slots__ = ("chunks", "leaf", "rank")
+
+    def __init__(self, leaf: Leaf, rank: int) -> None:
+        self.leaf = leaf
+        self.rank = rank
+        self.chunks: dict[_Offsets | None, _Chunk] = {}
+
+
+class Union:
+    """Takes the leaves of one rank after the other.
+
+    Args:
+        where: The directory, for errors.
+        ranks: How many there will be.
+        repeated: Whether to remember all copies of a chunk.
+
+    Attributes:
+        ranks: Their number.
+        ends: For each data file the byte after its last item, copies too.
+        copies: For each tensor the chunks that several ranks have, and every item but the first;
+            empty unless *repeated*.
+    """
+
+    def __init__(self, where: str, ranks: int, *, repeated: bool = False) -> None:
+        self.ranks = ranks
+        self.ends: dict[str, int] = {}
+        self.copies: dict[str, dict[Box, list[Item]]] = {}
+        self._where = where
+        self._repeated = repeated
+        self._held: dict[str, _Held] = {}
+
+    def add(self, rank: int, leaves: Mapping[str, Leaf]) -> None:
+        """Take what *rank* lists.
+
+        Raises:
+            DamagedError: It contradicts a lower rank, or is another rank's.
+        """
+        own = f"__{rank}_"
+        for name, leaf in leaves.items():
+            held = self._held.get(name)
+            if held is None:
+                held = self._held[name] = _Held(replace(leaf, items=()), rank)
+            elif (leaf.dtype, leaf.shape, leaf.path) != (
+                held.leaf.dtype,
+                held.leaf.shape,
+                held.leaf.path,
+            ):
+                raise self._disagree(held, rank, leaf)
+            for box, item in leaf.items:
+                if not item.file.startswith(own):
+                    raise self._foreign(rank, name, item)
+                end = item.offset + item.nbytes
+                self.ends[item.file] = max(self.ends.get(item.file, 0), end)
+                self._add(rank, held, box, item)
+
+    def _add(self, rank: int, held: _Held, box: Box | None, item: Item) -> None:
+        if box is not None and 0 in box.sizes and 0 not in held.leaf.shape:
+            return  # a rank beyond the last row: no element lies there
+        key = None if box is None else box.offsets
+        before = held.chunks.setdefault(key, (box, item))
+        if before[1] is item or box is None:
+            return
+        if before[0] != box:
+            raise DamagedError(
+                f"two ranks disagree on a chunk of `{held.leaf.name}`",
+                where=self._file(rank),
+                why=f"it has {box} there and {before[0]} in `{before[1].file}`",
+                hint="the files belong to different saves",
+            )
+        if self._repeated:
+            self.copies.setdefault(held.leaf.name, {}).setdefault(box, []).append(item)
+
+    def require_whole(self) -> None:
+        """Refuse tensors whose chunks are too few or too many.
+
+        This counts elements. That equally many are the right ones is proven where they are used.
+
+        Raises:
+            CoverageError: Naming the boxes and the ranks that are there.
+        """
+        for held in self._held.values():
+            shape = held.leaf.shape
+            boxes = [box for box, _ in held.chunks.values() if box is not None]
+            if held.leaf.dtype and sum(box.numel for box in boxes) != math.prod(shape):
+                raise self._incomplete(held.leaf, boxes)
+
+    def with_holes(self) -> list[str]:
+        """Return the tensors of which no rank has some part.
+
+        Raises:
+            CoverageError: The chunks of one lie outside of it, or are too many.
+        """
+        names = []
+        for name, held in self._held.items():
+            boxes = [box for box, _ in held.chunks.values() if box is not None]
+            if held.leaf.dtype and sum(b.numel for b in boxes) != math.prod(held.leaf.shape):
+                found = coverage(held.leaf.shape, boxes)
+                if not found.holes or found.overlaps or found.outside:
+                    raise self._incomplete(held.leaf, boxes)
+                names.append(name)
+        return names
+
+    def leaves(self) -> dict[str, Leaf]:
+        """Return every leaf with the chunks of all ranks; copies come last, if remembered.
+
+        Raises:
+            DamagedError: Two names stand for one key path.
+        """
+        found = {
+            name: replace(held.leaf, items=(*held.chunks.values(), *self._repeats(name)))
+            for name, held in self._held.items()
+        }
+        refuse_twins(found, self._where)
+        return found
+
+    def _repeats(self, name: str) -> Iterator[_Chunk]:
+        for box, items in self.copies.get(name, {}).items():
+            yield from ((box, item) for item in items)
+
+    def blobs(self) -> list[str]:
+        """Return the names of the leaves that are no tensors."""
+        return [name for name, held in self._held.items() if not held.leaf.dtype]
+
+    def _incomplete(self, leaf: Leaf, boxes: Sequence[Box]) -> CoverageError:
+        found = coverage(leaf.shape, boxes)
+        there = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
+        if found.holes and not found.overlaps:
+            return CoverageError(
+                f"no rank has all of `{leaf.name}`",
+                where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
+                why=f"{there} are there; none of them has {listed([str(b) for b in found.holes])}",
+                hint=f"more ranks took part: copy their files, such as `__{self.ranks}{METADATA}`",
+            )
+        wrong = found.outside or found.overlaps
+        return CoverageError(
+            f"the ranks' chunks of `{leaf.name}` do not tile it",
+            where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
+            why=f"{there} are there; {listed([str(box) for box in wrong])} "
+            + ("lie outside it" if found.outside else "are covered more than once"),
+            hint="files of another save lie among these",
+        )
+
+    def _disagree(self, held: _Held, rank: int, leaf: Leaf) -> DamagedError:
+        return DamagedError(
+            f"two ranks disagree on `{leaf.name}`",
+            where=self._file(rank),
+            why=f"it is {_described(leaf)} there and {_described(held.leaf)} for rank {held.rank}",
+            hint="the files belong to different saves",
+        )
+
+    def _foreign(self, rank: int, name: str, item: Item) -> DamagedError:
+        return DamagedError(
+            f"`__{rank}{METADATA}` is not the metadata of rank {rank}",
+            where=self._file(rank),
+            why=f"it says that `{name}` lies in `{item.file}`",
+            hint="files were renamed or copied over one another; restore the original names",
+        )
+
+    def _file(self, rank: int) -> str:
+        return f"{self._where}/__{rank}{METADATA}"
+
+
+def _described(leaf: Leaf) -> str:
+    kind = f"{leaf.dtype} {list(leaf.shape)}" if leaf.dtype else "no tensor"
+    return f"{kind} at {'/'.join(map(str, leaf.path))}"

@@ -1,0 +1,258 @@
+"""Which files of one DeepSpeed save belong together, and which kinds of saves are refused.
+
+Source: ``deepspeed/runtime/engine.py`` (``_get_ckpt_name``, ``_get_zero_ckpt_prefix``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats.base import absent
+from ckptctl.formats.shared.faults import Faults
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
+from ckptctl.units import natural
+
+FP32 = "fp32"
+ZERO = "zero"
+SCRIPTS = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")
+MODEL = "mp_rank_00_model_states.pt"
+_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_SHARED = re.compile(r"mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
+_REFUSED = (
+    (
+        re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"),
+        "a mixture of experts with a file per expert",
+        "which experts a rank's optimizer partition holds is not recorded",
+    ),
+    (
+        re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"),
+        "a mixture of experts with a file per expert-parallel rank",
+        "which experts a rank's optimizer partition holds is not recorded",
+    ),
+    (
+        re.compile(r"layer_\d+(?:-.+)?-model_states\.pt"),
+        "pipeline parallelism: a file per layer",
+        "the names of the parameters are known to the pipeline's code only",
+    ),
+)
+MAX_PARTIAL = 1 << 16
+"""Most ranks of a save that is read in part: each that is missing is named."""
+ADVICE = (
+    "run DeepSpeed's ds_to_universal.py; `deepspeed-universal` is read where it knows the model"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one save, relative to the checkpoint's root.
+
+    Attributes:
+        models: Model states: one file at stages 0 to 2, one per rank at stage 3.
+        optims: Optimizer states, one per rank; none at stage 0.
+        partitioned: Whether the model's parameters are divided among ranks (stage 3).
+    """
+
+    models: tuple[str, ...]
+    optims: tuple[str, ...]
+    partitioned: bool
+
+
+def evidence(folder: Path) -> str | None:
+    """Return what tells that *folder* is one save of all ranks, or None; not a universal one."""
+    if not folder.is_dir() or (folder / "zero").is_dir():
+        return None
+    names = [item.name for item in folder.iterdir() if item.name.endswith("_states.pt")]
+    known = [name for name in names if saved_name(name)]
+    return f"{listed(natural(known), 1)}" if known else None
+
+
+def saved_name(name: str) -> str | None:
+    """Return *name* if it is one that DeepSpeed gives to a file of states, else None."""
+    return name if _RANK.fullmatch(name) or _SHARED.fullmatch(name) else None
+
+
+def model_names(folder: Path) -> list[str]:
+    """Return the files of model states directly in *folder*, in natural order."""
+    names = (item.name for item in folder.iterdir() if item.name.endswith("_model_states.pt"))
+    return natural([name for name in names if saved_name(name)])
+
+
+def model_files(root: Path, folder: str, faults: Faults | None = None) -> tuple[str, ...]:
+    """Return the files of model states of a universal checkpoint, in natural order.
+
+    Args:
+        root: The checkpoint's root.
+        folder: The tag's folder in it.
+        faults: Takes missing ranks; None: they are refused.
+
+    Raises:
+        DamagedError: Ranks are missing.
+    """
+    names = model_names(root / folder)
+    found = [match for name in names if (match := _RANK.fullmatch(name)) and not int(match[2])]
+    if not found or len(found) < len(names):
+        return tuple(f"{folder}/{name}" if folder else name for name in names)
+    ranks = {int(match[1]): match[0] for match in found}
+    return _complete(root, folder, ranks, "model", None, faults)
+
+
+def rank_files(root: Path, folder: str, faults: Faults | None = None) -> RankFiles:
+    """Return the files of one save.
+
+    Args:
+        root: The checkpoint's root.
+        folder: The tag's folder in it.
+        faults: Takes missing ranks; None: they are refused.
+
+    Raises:
+        FormatError: They are of a kind that cannot be put together.
+        DamagedError: Ranks are missing, or files of several saves lie together.
+    """
+    where = root / folder
+    names = natural([item.name for item in where.iterdir()])
+    _refuse(where, names)
+    ranks: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    for name in names:
+        found = _RANK.fullmatch(name)
+        if found:
+            first = ranks[found[3]].setdefault(int(found[1]), name)
+            if first != name:
+                raise _mixed(where, f"`{first}` and `{name}` are of the same rank")
+    partitioned = bool(ranks["model"])
+    if partitioned and MODEL in names:
+        raise _mixed(where, f"`{MODEL}` is of stages 0 to 2, `{ranks['model'].popitem()[1]}` of 3")
+    if not partitioned and MODEL not in names:
+        raise DamagedError(
+            f"`{MODEL}` is missing",
+            where=str(where),
+            why=f"there are {listed(names)}" if names else "nothing",
+        )
+    prefix = f"{folder}/" if folder else ""
+    models, optims = (
+        _complete(root, folder, ranks[kind], kind, None, faults) if ranks[kind] else ()
+        for kind in ("model", "optim")
+    )
+    return RankFiles(models or (prefix + MODEL,), optims, partitioned)
+
+
+def _refuse(where: Path, names: Collection[str]) -> None:
+    for pattern, kind, why in _REFUSED:
+        found = [name for name in names if pattern.fullmatch(name)]
+        if found:
+            raise FormatError(
+                f"this was saved with {kind}, which is not read",
+                where=str(where / found[0]),
+                why=why,
+                hint=ADVICE,
+            )
+    for name in names:
+        ranked, shared = _RANK.fullmatch(name), _SHARED.fullmatch(name)
+        rank = int(ranked[2]) if ranked else int(shared[1]) if shared else 0
+        if rank:
+            raise FormatError(
+                "this was saved with tensor parallelism, which is not read",
+                where=str(where / name),
+                why="along which dimension each parameter is divided is not recorded, or as "
+                "patterns in `universal_checkpoint_info` that DeepSpeed's converter goes by",
+                hint=ADVICE,
+            )
+    if "offloaded_tensors" in names:
+        raise FormatError(
+            "partitions that were offloaded to NVMe are not read",
+            where=str(where / "offloaded_tensors"),
+            why="their files are dumps of swap buffers without an index",
+            hint="save without `offload_optimizer: nvme`",
+        )
+
+
+def _complete(
+    root: Path,
+    folder: str,
+    found: Mapping[int, str],
+    kind: str,
+    world: int | None,
+    faults: Faults | None,
+) -> tuple[str, ...]:
+    """Return the files of all ranks in order; every rank below *world* must be there.
+
+    Where *faults* takes missing ones, their names are returned, too.
+    """
+    prefix = f"{folder}/" if folder else ""
+    last = max(found) if world is None else world - 1
+    beyond = [name for rank, name in sorted(found.items()) if rank > last]
+    if beyond:
+        raise _mixed(
+            root / folder,
+            f"{world} ranks saved this, {listed(beyond)} {'is' if len(beyond) == 1 else 'are'} "
+            "of an earlier save by more",
+        )
+    count, missing = absent(found.keys(), 0, last, lambda rank: _like(found, rank))
+    if count and faults is not None and last < MAX_PARTIAL:
+        for rank in range(last + 1):
+            if rank not in found:
+                faults.missing(prefix + _like(found, rank), _share(rank, last + 1, kind))
+        return tuple(prefix + (found.get(n) or _like(found, n)) for n in range(last + 1))
+    if count:
+        rank = next(rank for rank in range(last + 1) if rank not in found)
+        raise DamagedError(
+            f"{count} of {last + 1} files of {kind} states are missing",
+            where=str(root / folder),
+            why=missing + _elsewhere(root, folder, _like(found, rank), set(found.values())),
+            hint="copy the missing files, or name another save with `--tag`",
+        )
+    return tuple(prefix + name for _, name in sorted(found.items()))
+
+
+def _share(rank: int, world: int, kind: str) -> str:
+    return f"the {kind} states of rank {rank}, of {world:,} ranks in all"
+
+
+def require_world(
+    root: Path, names: tuple[str, ...], world: int, kind: str, faults: Faults | None = None
+) -> tuple[str, ...]:
+    """Check that there is a file of every rank and none of a larger, earlier world.
+
+    Args:
+        root: The checkpoint's root.
+        names: Files of one kind, ranks 0 to n without a gap.
+        world: How many ranks the files themselves say.
+        kind: ``model`` or ``optim``.
+        faults: Takes missing files; None: they are refused.
+
+    Returns:
+        The names of all ranks' files, those of *faults* included.
+
+    Raises:
+        DamagedError: Naming what is missing or too much.
+    """
+    folder = names[0].rpartition("/")[0]
+    found = {rank: Path(name).name for rank, name in enumerate(names)}
+    return _complete(root, folder, found, kind, world, faults)
+
+
+def _like(found: Mapping[int, str], rank: int) -> str:
+    some = next(iter(found.values()))
+    return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", some)
+
+
+def _elsewhere(root: Path, folder: str, name: str, here: Collection[str]) -> str:
+    """Ranks whose folders are named after a metric may have saved under different names."""
+    for sibling in sorted(root.parent.iterdir()):
+        other = sibling / folder if folder else sibling
+        has = sibling != root and other.is_dir() and (other / name).is_file()
+        if has and not all((other / item).is_file() for item in here):
+            return f"; `{other}` has `{name}`, and not all that is here"
+    return ""
+
+
+def _mixed(where: Path, why: str) -> DamagedError:
+    return DamagedError(
+        "files of several saves lie together",
+        where=str(where),
+        why=why,
+        hint="move away those of the earlier save",
+    )

@@ -1,0 +1,209 @@
+"""The model in a DeepSpeed checkpoint: from the fp32 partitions, or as the module saved it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.errors import DamagedError
+from ckptctl.formats.deepspeed.partitions import Part, Segment, Shape, Strip, extents
+from ckptctl.formats.deepspeed.states import ModelState
+from ckptctl.formats.deepspeed.zero import Save
+from ckptctl.formats.shared.faults import Faults
+from ckptctl.formats.torch_file import Contents, contents_of, extent_of
+from ckptctl.storage.torch_zip import StoredTensor
+
+ROOT = "module"
+
+
+def as_saved(model: ModelState, root: Path) -> Contents:
+    """Return the state dict in one file of model states, with the dtypes of training."""
+    found = contents_of(model.module, model.file, str(root / model.file), (ROOT,))
+    return replace(found, notes=())
+
+
+def optimised(save: Save) -> dict[str, TensorEntry]:
+    """Return the parameters that lie in the partitions, by their names in the module."""
+    found: dict[str, TensorEntry] = {}
+    for name, part in save.parts.items():
+        dtype = save.strips[part.spans[0][0] if part.spans else 0].dtype
+        found[name] = entry_of(name, dtype, part.shape, extents(part, save.strips))
+    return found
+
+
+def master(
+    models: Sequence[ModelState],
+    found: Mapping[str, TensorEntry],
+    partitioned: bool,
+    root: Path,
+    faults: Faults | None = None,
+) -> Contents:
+    """Return the model with the fp32 copies of the optimizer.
+
+    Frozen parameters and buffers come from the model states, with the dtypes that are stored
+    there. Names and order are those of the module's state dict.
+
+    Args:
+        models: Model states of one rank, or of all ranks at stage 3.
+        found: The optimised parameters.
+        partitioned: Whether the module has placeholders in place of parameters (stage 3).
+        root: The checkpoint's root.
+        faults: Takes what is nowhere; None: it is refused.
+
+    Raises:
+        DamagedError: A parameter is nowhere, or is not what another place says of it.
+    """
+    return _Master(models, found, partitioned, root, faults).contents()
+
+
+def without_partitions(save: Save, root: Path, faults: Faults) -> Contents:
+    """Return what is left of the model where the partitions of all ranks are missing."""
+    gone = save.model.shapes
+    for name in gone:
+        faults.nowhere(_key(name), "it lies in the optimizer states, which cannot be read")
+    models = [
+        replace(model, module={k: v for k, v in model.module.items() if k not in gone})
+        for model in save.models
+    ]
+    return master(models, {}, save.partitioned, root, faults)
+
+
+class _NowhereError(DamagedError):
+    """A tensor has no data."""
+
+
+class _Master:
+    """Finds each name of the module where its data are."""
+
+    def __init__(
+        self,
+        models: Sequence[ModelState],
+        found: Mapping[str, TensorEntry],
+        partitioned: bool,
+        root: Path,
+        faults: Faults | None,
+    ) -> None:
+        self.models, self.faults = models, faults
+        self.model = next(model for model in models if not model.absent)
+        self.found, self.partitioned = found, partitioned
+        self.where = str(root / self.model.file)
+        self.saved = as_saved(self.model, root)
+
+    def contents(self) -> Contents:
+        """Return all tensors, and the leaves that are none."""
+        frozen, shared = self.model.frozen, self.model.shared
+        names = dict.fromkeys([*self.model.module, *frozen, *self.found, *shared])
+        entries = [entry for name in names for entry in self.usable(name)]
+        return Contents({entry.name: entry for entry in entries}, self.saved.blobs, ())
+
+    def usable(self, name: str) -> list[TensorEntry]:
+        """Return the tensor called *name*, if it is anywhere or has to be."""
+        try:
+            return list(self.entries(name))
+        except _NowhereError as error:
+            if self.faults is None:
+                raise
+            self.faults.nowhere(_key(name), error.why or error.what)
+            return []
+
+    def entries(self, name: str) -> Iterator[TensorEntry]:
+        """Yield the tensor called *name*; nothing for a leaf that is none."""
+        if name in self.found:
+            yield self._optimised(name, self.found[name])
+        elif name in self.model.shared and not self._is_empty(name):
+            yield self._shared(name, self.model.shared[name])
+        elif self.partitioned and name in self.model.frozen:
+            yield self._frozen(name, self.model.frozen[name])
+        elif _key(name) in self.saved.tensors:
+            yield self._kept(name)
+        elif name not in self.model.module:
+            raise self._lost(name)
+
+    def _is_empty(self, name: str) -> bool:
+        """Parameters without elements seem to be shared: the address of all of them is zero."""
+        saved = self.saved.tensors.get(_key(name))
+        return not self.partitioned and saved is not None and not saved.nbytes
+
+    def _optimised(self, name: str, found: TensorEntry) -> TensorEntry:
+        saved = self.saved.tensors.get(_key(name))
+        self._require_same(name, found.shape, name)
+        return replace(found, requires_grad=saved is not None and saved.requires_grad)
+
+    def _shared(self, name: str, source: str) -> TensorEntry:
+        known = source != name and source not in self.model.shared
+        found = next(self.entries(source), None) if known else None
+        if found is None:
+            raise _NowhereError(
+                f"`{name}` shares the data of `{source}`, which is not there", where=self.where
+            )
+        self._require_same(name, found.shape, source)
+        return replace(found, name=_key(name), path=(ROOT, name), alias_of=_key(source))
+
+    def _require_same(self, name: str, shape: Shape, other: str) -> None:
+        saved = self.saved.tensors.get(_key(name))
+        if not self.partitioned and saved is not None and saved.shape != shape:
+            raise DamagedError(
+                f"the shape of `{name}` is not that of "
+                + ("its partitions" if name == other else f"`{other}`, which it shares data with"),
+                where=self.where,
+                why=f"{list(saved.shape)} in `module`, {list(shape)} there",
+                hint="`--weights module` reads what the model computed with",
+            )
+
+    def _frozen(self, name: str, shape: Shape) -> TensorEntry:
+        """Join the shares of a frozen parameter; ranks may also have all of it."""
+        found = [(model.file, model.fragments.get(name)) for model in self.models]
+        shares = [(file, item) for file, item in found if isinstance(item, StoredTensor)]
+        if len(shares) < len(found):
+            raise self._lost(name)
+        absent = {model.file for model in self.models if model.absent}
+        file, first = next(share for share in shares if share[0] not in absent)
+        numel, share = math.prod(shape), -(-math.prod(shape) // len(shares))
+        if first.shape == shape and math.prod(shape) != share:
+            return entry_of(name, first.dtype, shape, (extent_of(first, file),))
+        odd = [file for file, item in shares if not _is_flat(item, share, first.dtype)]
+        if odd:
+            raise DamagedError(
+                f"a rank's share of the frozen parameter `{name}` is not one",
+                where=str(Path(self.where).parent / Path(odd[0]).name),
+                why=f"{share:,} elements of {first.dtype} are expected",
+            )
+        strip = Strip([Segment(file, item) for file, item in shares])
+        boxes = extents(Part(shape, ((0, 0, numel),), 0), [strip])
+        return entry_of(name, first.dtype, shape, boxes)
+
+    def _kept(self, name: str) -> TensorEntry:
+        """A buffer, or at stages 1 and 2 a frozen parameter: as the module has it."""
+        found = self.saved.tensors[_key(name)]
+        shape = self.model.frozen.get(name, found.shape)
+        gathered = not self.partitioned or found.shape != (0,)
+        if shape != found.shape or not gathered:
+            raise self._lost(name)
+        return replace(found, alias_of=None, extents=tuple(map(self._of_first, found.extents)))
+
+    def _of_first(self, extent: Extent) -> Extent:
+        """Ranks keep buffers of their own; that of another rank does not stand for the first's."""
+        return replace(extent, file=self.models[0].file) if self.models[0].absent else extent
+
+    def _lost(self, name: str) -> _NowhereError:
+        return _NowhereError(
+            f"the data of `{name}` are nowhere",
+            where=self.where,
+            why="it is in no partition, not among the frozen and not among the shared parameters",
+        )
+
+
+def _is_flat(item: StoredTensor, numel: int, dtype: str) -> bool:
+    return item.shape == (numel,) and item.strides is None and item.dtype == dtype
+
+
+def _key(name: str) -> str:
+    return f"{ROOT}.{name}"
+
+
+def entry_of(name: str, dtype: str, shape: Shape, boxes: tuple[Extent, ...]) -> TensorEntry:
+    """Return the entry of the parameter called *name* in the module."""
+    return TensorEntry(_key(name), dtype, shape, boxes, (ROOT, name))

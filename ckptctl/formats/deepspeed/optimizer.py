@@ -1,0 +1,177 @@
+"""What surrounds the model: moments of the optimizer by parameter, settings, the trainer's state.
+
+The names are those of ``torch.distributed.checkpoint.state_dict``: ``optimizer.state.<name>.<key>``
+and ``optimizer.param_groups``, whose ``params`` are names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ckptctl.catalog import TensorEntry
+from ckptctl.errors import DamagedError, listed
+from ckptctl.formats.deepspeed.partitions import Segment, Strip, extents
+from ckptctl.formats.deepspeed.stage0 import NUMBERED, named_optimizer
+from ckptctl.formats.deepspeed.states import OptimState
+from ckptctl.formats.deepspeed.trainer import OPTIMIZER, add_other_ranks, other_steps, rest_of
+from ckptctl.formats.deepspeed.zero import Save, strips_of
+from ckptctl.formats.shared.leaves import Leaves, stored_entry
+from ckptctl.formats.shared.structure import join
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.inert import Inert
+from ckptctl.storage.torch_zip import StoredTensor
+
+
+def surroundings(save: Save, files: SourceFiles) -> Leaves:
+    """Return everything outside the model; of what all ranks have the first one's.
+
+    Raises:
+        DamagedError: The ranks' optimizers have done different numbers of steps.
+    """
+    found = Leaves()
+    model, root = save.model, files.root
+    rest = rest_of(model)
+    optimizer = rest.get(OPTIMIZER)
+    if isinstance(optimizer, dict) and not save.optims:
+        named = named_optimizer(optimizer, model.groups, model.module)
+        found.notes += [] if named else [NUMBERED]
+        rest[OPTIMIZER] = named or optimizer
+    found.add(rest, (), model.file, str(root / model.file))
+    add_other_ranks(found, save.models, model, files)
+    if save.optims:
+        _add_states(save, files, found)
+        first = save.optim
+        owners = ((name, part.owner) for name, part in save.parts.items())
+        settings = plain_settings(first.rest, first.settings, owners)
+        found.add(settings, (OPTIMIZER,), first.file, str(root / first.file))
+        found.notes += other_steps(found, files)
+    return found
+
+
+def plain_settings(
+    rest: Mapping[str, object], groups: Sequence[object], owners: Iterable[tuple[str, int]]
+) -> dict[str, object]:
+    """Return the optimizer's settings as plain values.
+
+    Args:
+        rest: Loss scaler, gradient clipping, ...
+        groups: ``param_groups`` of the inner optimizer, whose ``params`` are numbers of partitions.
+        owners: Each parameter with the number of the partition that it lies in.
+    """
+    members: dict[object, list[str]] = {}
+    for name, owner in owners:
+        members.setdefault(owner, []).append(name)
+    named = [_named(group, members) for group in groups if isinstance(group, dict)]
+    plain = {key: _plain(value) for key, value in rest.items()}
+    return {**({"param_groups": named} if named else {}), **plain}
+
+
+def _named(
+    group: Mapping[str, object], members: Mapping[object, Sequence[str]]
+) -> dict[str, object]:
+    numbers = group.get("params")
+    own = [number for number in numbers if type(number) is int] if isinstance(numbers, list) else []
+    return {**group, "params": [name for number in own for name in members.get(number, ())]}
+
+
+def _plain(value: object) -> object:
+    """A loss scaler as the numbers in it; loading it as an object would need DeepSpeed."""
+    if isinstance(value, Inert) and value.module.startswith("deepspeed."):
+        return value.state if isinstance(value.state, dict) else value
+    return value
+
+
+def _add_states(save: Save, files: SourceFiles, found: Leaves) -> None:
+    """Add moments and counters of every parameter."""
+    states = save.optim.states
+    owners = range(len(states))
+    keys = dict.fromkeys(key for owner in owners for key in states[owner])
+    for key in keys:
+        having = {owner for owner in owners if key in states[owner]}
+        if all(_is_counter(key, states[owner][key]) for owner in having):
+            for owner in sorted(having):
+                _require_same(save, owner, key, files)
+            _add_counters(save, key, having, found, files.root)
+        else:
+            _add_moments(save, key, having, found)
+
+
+def _is_counter(key: str, value: object) -> bool:
+    return not isinstance(value, StoredTensor) or not value.shape or key == "step"
+
+
+def _require_same(save: Save, owner: int, key: str, files: SourceFiles) -> None:
+    optims = [optim for optim in save.optims if not optim.absent]
+    values = [_value(optim.states[owner].get(key), optim.file, files) for optim in optims]
+    for optim, value in zip(optims, values, strict=True):
+        if value != values[0]:
+            raise DamagedError(
+                "the ranks do not belong to one save",
+                where=str(files.root / optim.file),
+                why=f"its optimizer has another `{key}` than that of `{optims[0].file}`",
+                hint="a file may be of an earlier save under the same tag",
+            )
+
+
+def _value(value: object, file: str, files: SourceFiles) -> object:
+    if isinstance(value, StoredTensor):
+        return value.dtype, value.shape, files.read(file, value.offset, value.nbytes)
+    return value
+
+
+def _add_counters(save: Save, key: str, having: set[int], found: Leaves, root: Path) -> None:
+    first = save.optim
+    for name, part in save.parts.items():
+        if part.owner not in having:
+            continue
+        path = (OPTIMIZER, "state", name, key)
+        value = first.states[part.owner][key]
+        if isinstance(value, StoredTensor):
+            found.tensors[join(path)] = stored_entry(path, value, first.file)
+        else:
+            found.add(value, path, first.file, str(root / first.file))
+
+
+def _add_moments(save: Save, key: str, having: set[int], found: Leaves) -> None:
+    strips = _moment_strips(save, key, sorted(having))
+    names = [name for name, part in save.parts.items() if part.owner in having]
+    if not strips:
+        found.notes.append(
+            f"not carried along: `{key}` in the optimizer's state of {listed(names)}: "
+            "it is not one element per element of a parameter"
+        )
+        return
+    for name in names:
+        part, path = save.parts[name], (OPTIMIZER, "state", name, key)
+        dtype = strips[part.spans[0][0] if part.spans else 0].dtype
+        boxes = extents(part, strips)
+        found.tensors[join(path)] = TensorEntry(join(path), dtype, part.shape, boxes, path)
+
+
+def _moment_strips(save: Save, key: str, owners: Sequence[int]) -> Sequence[Strip]:
+    """Return moments as flat vectors like those of the parameters; none where they are not such.
+
+    Groups without this moment have another group's in their place.
+    """
+    by_rank = [list(_segments(optim, owners, key)) for optim in save.optims]
+    ranked, groups = save.stage == 3, len(save.optims[0].partitions)
+    if any(len(held) < len(owners) for held in by_rank) or (ranked and len(owners) < groups):
+        return ()
+    strips = strips_of(by_rank, ranked=ranked)
+    if any(segment.tensor.dtype != strip.dtype for strip in strips for segment in strip.segments):
+        return ()
+    if ranked:
+        return strips
+    placed = dict(zip(owners, strips, strict=True))
+    return [placed.get(owner, strips[0]) for owner in range(groups)]
+
+
+def _segments(optim: OptimState, owners: Sequence[int], key: str) -> Iterator[Segment]:
+    """Yield a rank's flat moments: as long as its partitions, before padding was stripped."""
+    for owner in owners:
+        value, partition = optim.states[owner].get(key), optim.partitions[owner]
+        if isinstance(value, StoredTensor) and len(value.shape) == 1 and value.strides is None:
+            surplus = value.shape[0] - partition.numel
+            if surplus >= 0 and (surplus == 0 or optim.stage < 3):
+                yield Segment(optim.file, value)

@@ -1,0 +1,270 @@
+"""The ranks of a ZeRO checkpoint put together: which partition holds what, at every stage.
+
+Source: ``deepspeed/utils/zero_to_fp32.py``. What is done otherwise: ``BF16_Optimizer`` is read as
+stage 1, frozen parameters of stage 1 come from the model states, and files that are those of other
+ranks or of another save are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+from ckptctl.errors import CkptError, DamagedError
+from ckptctl.formats.deepspeed.absent import complete_models, complete_optims
+from ckptctl.formats.deepspeed.files import RankFiles, require_world
+from ckptctl.formats.deepspeed.partitions import Part, Parts, Segment, Strip, in_groups, in_ranks
+from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
+from ckptctl.formats.shared.faults import Faults
+from ckptctl.storage.files import SourceFiles
+
+State = TypeVar("State", ModelState, OptimState)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save: what its ranks say, and where its parameters lie in their partitions.
+
+    Attributes:
+        models: Model states: one at stages 0 to 2, one per rank at stage 3.
+        optims: Optimizer states, one per rank; none at stage 0.
+        strips: The flat fp32 vectors: of groups, or at stage 3 of ranks.
+        parts: Where in *strips* each optimised parameter lies.
+        partitioned: Whether the model's parameters are divided among ranks (stage 3).
+    """
+
+    models: tuple[ModelState, ...]
+    optims: tuple[OptimState, ...]
+    strips: tuple[Strip, ...] = ()
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    partitioned: bool = False
+
+    @property
+    def files(self) -> list[str]:
+        """Return the files that could be read."""
+        models = [model.file for model in self.models if not model.absent]
+        return [*models, *(optim.file for optim in self.optims if not optim.absent)]
+
+    @property
+    def stage(self) -> int:
+        """Return ZeRO's stage; 0: no ZeRO."""
+        return self.optims[0].stage if self.optims else 0
+
+    @property
+    def model(self) -> ModelState:
+        """Return the model states of the first rank that has any."""
+        return next(model for model in self.models if not model.absent)
+
+    @property
+    def optim(self) -> OptimState:
+        """Return the optimizer states of the first rank that has any."""
+        return next(optim for optim in self.optims if not optim.absent)
+
+
+def read_save(
+    files: SourceFiles, found: RankFiles, partitions: bool = True, faults: Faults | None = None
+) -> Save:
+    """Read the states of all ranks.
+
+    Args:
+        files: The checkpoint's files.
+        found: Their names.
+        partitions: Whether optimizer states have to be there where ZeRO made some.
+        faults: Takes ranks that are missing or cannot be read; None: they are refused.
+
+    Raises:
+        FormatError: They need more than they say.
+        DamagedError: Ranks are missing, or do not belong together.
+    """
+    if faults is not None:
+        return _read_part(files, found, faults)
+    models = tuple(read_model(files, name) for name in found.models)
+    optims = tuple(read_optim(files, name) for name in found.optims)
+    where = str(files.root / found.models[0])
+    if not optims:
+        _require_none(models[0], found, partitions, where)
+        return Save(models, ())
+    require_world(files.root, found.optims, optims[0].world, "optim")
+    if found.partitioned:
+        require_world(files.root, found.models, optims[0].world, "model")
+    _require_alike(models, optims, found.partitioned, files.root)
+    return _located(models, optims, where)
+
+
+def _read_part(files: SourceFiles, found: RankFiles, faults: Faults) -> Save:
+    """Read the states of the ranks that can be read; others stand for those that cannot."""
+    models = faults.read(found.models, partial(read_model, files))
+    optims = faults.read(found.optims, partial(read_optim, files))
+    model = next((model for model in models if model is not None), None)
+    optim = next((optim for optim in optims if optim is not None), None)
+    if model is None:
+        raise _error(faults, found.models, files.root)
+    if optim is None:
+        faults.require_kind(found.optims)
+        return Save(complete_models(models, found.models), (), partitioned=found.partitioned)
+    names = require_world(files.root, found.optims, optim.world, "optim", faults)
+    where = str(files.root / model.file)
+    all_models = complete_models(models, found.models)
+    if found.partitioned:
+        held = require_world(files.root, found.models, optim.world, "model", faults)
+        all_models = complete_models(_padded(models, held), held)
+    left = [one for one in optims if one is not None]
+    _require_alike([m for m in models if m is not None], left, found.partitioned, files.root)
+    padded = _padded(optims, names)
+    all_optims = complete_optims(padded, names, model.groups or (), where)
+    return _located(all_models, all_optims, where)
+
+
+def _padded(found: list[State | None], names: Sequence[str]) -> list[State | None]:
+    missing: list[State | None] = [None] * (len(names) - len(found))
+    return found + missing
+
+
+def _error(faults: Faults, names: Sequence[str], root: Path) -> CkptError:
+    """What to say where no model states can be read: without them nothing has a name."""
+    known = (faults.errors[name] for name in names if name in faults.errors)
+    missing = DamagedError("all model states are missing", where=str(root / names[0]))
+    return next(known, missing)
+
+
+def _require_none(model: ModelState, found: RankFiles, partitions: bool, where: str) -> None:
+    if found.partitioned or (model.groups is not None and partitions):
+        raise DamagedError(
+            "the optimizer states of all ranks are missing",
+            where=str(Path(where).parent),
+            why="parameters are divided among *_optim_states.pt, and there are none",
+            hint=None
+            if found.partitioned
+            else "`--weights module` reads what the model computed with",
+        )
+
+
+def _require_alike(
+    models: Sequence[ModelState], optims: Sequence[OptimState], partitioned: bool, root: Path
+) -> None:
+    """Refuse ranks that contradict each other."""
+    first = optims[0]
+    for other in optims[1:]:
+        if (other.stage, other.world) != (first.stage, first.world):
+            raise _unlike(root, first.file, other.file, "stages or numbers of ranks")
+        if [s.tensor.dtype for s in other.partitions] != [s.tensor.dtype for s in first.partitions]:
+            raise _unlike(root, first.file, other.file, "groups, or dtypes of their partitions")
+        if other.paddings != first.paddings:
+            raise _unlike(root, first.file, other.file, "alignment paddings")
+    for model in models[1:]:
+        if (model.groups, model.frozen) != (models[0].groups, models[0].frozen):
+            raise _unlike(root, models[0].file, model.file, "parameters")
+        if _progress(model) != _progress(models[0]):
+            raise _unlike(root, models[0].file, model.file, "numbers of steps")
+    if (first.stage == 3) != partitioned:
+        raise _unlike(root, models[0].file, first.file, "stages")
+    world = models[0].content.get("dp_world_size")
+    if isinstance(world, int) and (world < 1 or first.world % world):
+        raise _unlike(root, models[0].file, first.file, f"worlds ({world} and {first.world} ranks)")
+    if models[0].groups is None:
+        raise DamagedError(
+            "the names of the parameters are missing",
+            where=str(root / models[0].file),
+            why="there are optimizer states of ZeRO, and no `param_shapes`",
+        )
+
+
+def _progress(model: ModelState) -> tuple[object, ...]:
+    keys = ("global_steps", "global_samples", "dp_world_size")
+    return tuple(model.content.get(key) for key in keys)
+
+
+def _unlike(root: Path, one: str, other: str, what: str) -> DamagedError:
+    return DamagedError(
+        "the ranks do not belong to one save",
+        where=str(root / other),
+        why=f"`{one}` and `{other}` have different {what}",
+        hint="a file may be of an earlier save under the same tag",
+    )
+
+
+def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], where: str) -> Save:
+    groups, world = models[0].groups or (), optims[0].world
+    by_rank = [optim.partitions for optim in optims]
+    if optims[0].stage == 3:
+        strips = strips_of(by_rank, ranked=True)
+        _require_one_dtype(strips, where)
+        parts = in_ranks(models[0].shapes, strips, where)
+        return Save(models, optims, strips, parts, partitioned=True)
+    if len(groups) != len(by_rank[0]):
+        raise DamagedError(
+            "the optimizer states do not fit the model states",
+            where=where,
+            why=f"{len(groups)} groups of parameters, {len(by_rank[0])} of partitions",
+        )
+    strips = strips_of(by_rank, ranked=False)
+    _require_order(strips, where)
+    parts = in_groups(groups, optims[0].paddings, strips, world, where)
+    _require_own(optims, parts, where)
+    return Save(models, optims, strips, parts)
+
+
+def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
+    """Return flat vectors: each rank's segments end to end, or each group's over all ranks."""
+    return tuple(map(Strip, by_rank if ranked else zip(*by_rank, strict=True)))
+
+
+def _require_one_dtype(strips: Sequence[Strip], where: str) -> None:
+    dtypes = sorted({segment.tensor.dtype for strip in strips for segment in strip.segments})
+    if len(dtypes) > 1:
+        raise DamagedError(
+            "the partitions have different dtypes",
+            where=str(Path(where).parent),
+            why=f"{' and '.join(dtypes)}, and parameters may lie in two of them",
+        )
+
+
+def _require_order(strips: Sequence[Strip], where: str) -> None:
+    """Padding is stripped at the end of a group's vector: where one is short, nothing follows."""
+    for strip in strips:
+        full = max(segment.numel for segment in strip.segments)
+        for one, after in pairwise(strip.segments):
+            if after.numel and one.numel < full:
+                raise DamagedError(
+                    "the partitions are not in the order of their ranks",
+                    where=str(Path(where).parent),
+                    why=f"`{one.file}` has {one.numel:,} elements, `{after.file}` {after.numel:,}",
+                    hint="copy the files again, each under its own name",
+                )
+
+
+def _require_own(optims: Sequence[OptimState], parts: Parts, where: str) -> None:
+    """Refuse a partition that says of itself that it is another rank's.
+
+    Round robin leaves ``param_slice_mappings`` wrong, so only a perfect fit elsewhere counts.
+    """
+    expected = [_held(optims, parts, rank) for rank in range(len(optims))]
+    for rank, optim in enumerate(optims):
+        held = optim.mappings
+        if held is None or held == expected[rank] or held not in expected:
+            continue
+        raise DamagedError(
+            f"`{optim.file}` is not the file of its rank",
+            where=str(Path(where).parent),
+            why=f"its partition is that of rank {expected.index(held)}",
+            hint="copy the files again, each under its own name",
+        )
+
+
+def _held(
+    optims: Sequence[OptimState], parts: Parts, rank: int
+) -> tuple[Mapping[str, tuple[object, object]], ...]:
+    """What ``param_slice_mappings`` of a rank says when nothing is shuffled."""
+    groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]
+    for name, part in parts.items():
+        _, low, high = part.spans[0]
+        size = max(optim.partitions[part.owner].numel for optim in optims)
+        start, end = rank * size, (rank + 1) * size
+        if low < end and high > start:
+            first = max(low, start)
+            groups[part.owner][name] = (first - start, min(high, end) - first)
+    return tuple(groups)

@@ -1,0 +1,271 @@
+"""Hugging Face directories: safetensors, one file or shards with an index, and older ``.bin``.
+
+Sources: the safetensors format specification; ``huggingface_hub/serialization`` for the index and
+the names of shards; ``transformers/utils/__init__.py`` for the names of weight files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, TensorEntry
+from ckptctl.errors import listed
+from ckptctl.formats import torch_file
+from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.base import (
+    AS_IT_IS,
+    Output,
+    OutputRequest,
+    OutputTensor,
+    Place,
+    ReadOptions,
+    Sniff,
+    WritableFormat,
+    constant,
+    document,
+)
+from ckptctl.formats.hf.files import (
+    BIN,
+    INDEX,
+    chosen,
+    main_files,
+    of_rank,
+    set_of,
+    torch_consolidated,
+    weights,
+)
+from ckptctl.formats.hf.partial import usable
+from ckptctl.formats.hf.shards import (
+    checked_index,
+    keys_by_file,
+    merge,
+    read_bin,
+    read_shard,
+    require_agreement,
+    require_present,
+)
+from ckptctl.planner.plan import OutputFile, Record
+from ckptctl.planner.shards import fill, grouped
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.safetensors_header import encode_header
+
+
+class HfFormat(WritableFormat):
+    """Safetensors with ``config.json`` beside them."""
+
+    name = "hf"
+    title = "Hugging Face: safetensors (or pytorch_model*.bin, read only) with config.json"
+    recognised = (
+        "`*.safetensors` or `*.safetensors.index.json`, else `pytorch_model.bin` or its index; "
+        "not `adapter_model*`, `consolidated*` or the files of single ranks"
+    )
+    wholeness = (
+        "every file that the index names is there and holds exactly the tensors that the index "
+        "places in it; without an index, files `...-00001-of-0000N` are there up to N; each file "
+        "is as long as its header says"
+    )
+    proof = (
+        "read: what safetensors wrote, bit for bit (tests/contract/test_directions.py); written: "
+        "safetensors reads every dtype (tests/contract/test_dtypes.py), transformers loads it and "
+        "computes the same logits (tests/oracle/test_logits.py)"
+    )
+    layout = "hf"
+    other_layouts = True
+    sharded = True
+    ties = "one copy, recorded, where config.json says that they are tied; else written in full"
+    stem: ClassVar[str] = "model"
+    records_ties = True
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if path.is_file():
+            foreign = path.name.startswith(("adapter_model", "consolidated"))
+            if foreign or of_rank(path.name):
+                return None
+            named = path.name.endswith((".safetensors", INDEX)) or path.name in BIN
+            return Sniff(path.name) if named or torch_file.HF_BIN.fullmatch(path.name) else None
+        if not path.is_dir():
+            return None
+        main = main_files(path)
+        return Sniff(listed(main)) if main else None
+
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+        """See :meth:`Format.read`."""
+        root = path if path.is_dir() else path.parent
+        main = chosen(path)
+        with SourceFiles(root) as files:
+            if main.endswith("index.json"):
+                if asked.partial:
+                    return self._read_part(files, path, main)
+                return self._read_index(files, path, main)
+            if main.endswith(".bin"):
+                whole = read_bin(files, main)
+                return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
+            names = set_of(path, main)
+            return self._read_safetensors(files, path, names)
+
+    def _read_safetensors(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
+        tensors: dict[str, TensorEntry] = {}
+        metadata: dict[str, str] = {}
+        for name in names:
+            found, strings = read_shard(files, name)
+            merge(tensors, found, name)
+            metadata |= strings
+        notes = () if len(names) == 1 else (f"{len(names)} shards without an index",)
+        return self._catalog(files, path, tensors, metadata, names, notes, None)
+
+    def _read_index(self, files: SourceFiles, path: Path, main: str) -> Catalog:
+        index = read_json(files, main)
+        weight_map, strings = checked_index(index, str(files.root / main))
+        tensors: dict[str, TensorEntry] = {}
+        metadata = dict(strings)
+        shards = keys_by_file(weight_map)
+        notes: dict[str, None] = {}
+        require_present(files, list(shards), main)
+        for name, expected in shards.items():
+            if name.endswith(".safetensors"):
+                found, more = read_shard(files, name)
+            else:
+                contents = read_bin(files, name)
+                found, more = contents.tensors, {}
+                notes |= dict.fromkeys(contents.notes)
+            require_agreement(expected, found, name, str(files.root / main))
+            tensors |= found
+            metadata |= {key: value for key, value in more.items() if key != "format"}
+        ordered = {name: tensors[name] for name in weight_map}
+        return self._catalog(files, path, ordered, metadata, list(shards), tuple(notes), main)
+
+    def _read_part(self, files: SourceFiles, path: Path, main: str) -> Catalog:
+        where = str(files.root / main)
+        weight_map, strings = checked_index(read_json(files, main), where)
+        found = usable(files, weight_map, strings, where)
+        ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
+        notes = tuple(found.notes)
+        catalog = self._catalog(
+            files, path, ordered, found.metadata, list(found.sizes), notes, main
+        )
+        return replace(catalog, findings=tuple(found.findings), lost=found.lost)
+
+    def _catalog(
+        self,
+        files: SourceFiles,
+        path: Path,
+        tensors: dict[str, TensorEntry],
+        metadata: Mapping[str, str],
+        names: Sequence[str],
+        notes: tuple[str, ...],
+        index: str | None,
+    ) -> Catalog:
+        root = files.root
+        used = {*names, index} if index else set(names)
+        assets = side_files(root, exclude=used)
+        stray = [item for item in weights(root) if item not in used]
+        if stray:
+            notes = (*notes, f"not part of this checkpoint: {listed(stray)}")
+        notes = (*notes, *left_behind(root, exclude=used), *torch_consolidated(root))
+        return Catalog(
+            root=str(root),
+            path=str(path),
+            format=self.name,
+            files={name: files.size(name) for name in names},
+            tensors=_with_aliases(tensors, metadata),
+            assets=assets,
+            documents=documents(root),
+            metadata=dict(metadata),
+            notes=notes,
+        )
+
+    def holds(self, dtype: str) -> bool:
+        """Return whether safetensors has a code for *dtype*."""
+        return dtype in dtypes.BY_NAME and dtypes.BY_NAME[dtype].safetensors is not None
+
+    def lay_out(self, request: OutputRequest) -> Output:
+        """See :meth:`WritableFormat.lay_out`."""
+        self.refuse_unheld(request.tensors)
+        kept = [tensor for tensor in request.tensors if tensor.alias_of is None]
+        aliases = {t.name: t.alias_of for t in request.tensors if t.alias_of is not None}
+        by_name = {tensor.name: tensor for tensor in kept}
+        shards = _shards(kept, request)
+        names = request.like_files
+        if not names or not all(name.endswith(".safetensors") for name in names):
+            names = _shard_names(self.stem, len(shards))
+        writer = Writer(aliases if len(shards) == 1 else {})
+        for file, shard in zip(names, shards, strict=True):
+            writer.add(file, [by_name[name] for name in shard])
+        if len(names) > 1:
+            placed = zip(names, shards, strict=True)
+            writer.files.append(_index(self.stem, kept, placed, aliases))
+        left_out = {blob.name: "a safetensors file holds tensors only" for blob in request.blobs}
+        return Output(tuple(writer.files), tuple(writer.records), writer.boxes, (), left_out)
+
+
+class Writer:
+    """Collects files, records and boxes.
+
+    Args:
+        aliases: For each tensor that is left out as shared the one that is kept.
+    """
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self.metadata = {"format": "pt", **aliases}
+        self.files: list[OutputFile] = []
+        self.records: list[Record] = []
+        self.boxes: dict[str, tuple[Place, ...]] = {}
+
+    def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
+        """Lay out one file with *tensors* in their order."""
+        header, offsets = encode_header(
+            [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata
+        )
+        size = len(header)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            self.boxes[tensor.name] = (Place(Box.whole(tensor.shape), len(self.records)),)
+            self.records.append(Record(tensor.name, file, offset, tensor.nbytes))
+            size = offset + tensor.nbytes
+        self.files.append(OutputFile(file, size, constant(header)))
+
+
+def _shards(kept: Sequence[OutputTensor], request: OutputRequest) -> list[list[str]]:
+    if request.like is not None:
+        return grouped([t.name for t in kept], request.like, len(request.like_files))
+    return fill(((t.name, t.nbytes) for t in kept), request.max_shard_size)
+
+
+def _shard_names(stem: str, count: int) -> tuple[str, ...]:
+    if count == 1:
+        return (f"{stem}.safetensors",)
+    return tuple(f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
+
+
+def _index(
+    stem: str,
+    kept: Sequence[OutputTensor],
+    shards: Iterator[tuple[str, list[str]]],
+    aliases: Mapping[str, str],
+) -> OutputFile:
+    content = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in kept), **aliases},
+        "weight_map": {name: file for file, shard in shards for name in shard},
+    }
+    return document(f"{stem}{INDEX}", json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _with_aliases(
+    tensors: dict[str, TensorEntry], metadata: Mapping[str, str]
+) -> dict[str, TensorEntry]:
+    """Add the tensors that a writer dropped as shared and recorded as ``{dropped: kept}``."""
+    aliases = {
+        dropped: replace(tensors[kept], name=dropped, path=(dropped,), alias_of=kept)
+        for dropped, kept in metadata.items()
+        if kept in tensors and dropped not in tensors and dropped != "format"
+    }
+    return tensors | aliases
+
+
+FORMAT = HfFormat()

@@ -1,0 +1,207 @@
+"""Whole tensors from those of tensor-parallel ranks, as rules say.
+
+Nothing is believed that the files can contradict: what every rank is to have has to be the same,
+shapes have to agree, and what ranks divide has to add up to the size that an argument states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import DamagedError
+from ckptctl.formats.megatron.copies import Copies
+from ckptctl.formats.megatron.coverage import require_rules
+from ckptctl.formats.megatron.grid import Grid
+from ckptctl.formats.megatron.names import Chunk, Names
+from ckptctl.formats.megatron.parts import Division, divide, partner_of
+from ckptctl.formats.megatron.places import Place
+from ckptctl.formats.megatron.rules import GATED, Rule, Rules
+from ckptctl.formats.megatron.state import MODEL, Local
+from ckptctl.formats.shared.dtensor import Piece
+from ckptctl.formats.shared.rank_merge import piece_extent
+from ckptctl.formats.shared.structure import join
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.torch_zip import StoredTensor
+
+_WHOLE = Rule((), None)
+
+
+@dataclass(slots=True)
+class Joined:
+    """Whole tensors.
+
+    Attributes:
+        tensors: By name; with holes where a rank's file could not be read.
+        replicas: Further copies of their boxes.
+        lost: The boxes in files that could not be read.
+        uncompared: Names of tensors whose copies were not compared.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    replicas: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
+    lost: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
+    uncompared: tuple[str, ...] = ()
+
+
+def join_tensors(files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> Joined:
+    """Return the whole model.
+
+    Args:
+        files: The checkpoint's files.
+        grid: What the ranks wrote.
+        rules: How they divide it; None: one rank has all of it.
+        where: The save, for errors.
+
+    Raises:
+        MappingError: There are no rules, or none for some tensors.
+        DamagedError: The ranks contradict each other, the rules or the arguments.
+    """
+    if len(grid.files) > 1:
+        require_rules(grid, rules, where)
+    run = _Join(files, grid, Names(grid, rules or Rules(where), where), where)
+    for chunk, keys in run.names.chunks.items():
+        for key in keys:
+            run.add(chunk, key)
+    run.copies.refuse_copied_files(grid)
+    run.found.uncompared = tuple(run.copies.uncompared)
+    return run.found
+
+
+class _Join:
+    def __init__(self, files: SourceFiles, grid: Grid, names: Names, where: str) -> None:
+        self.grid, self.names, self.where = grid, names, where
+        self.copies = Copies(files, where)
+        self.found = Joined()
+        self.seen: dict[object, str] = {}
+
+    def add(self, chunk: Chunk, key: str) -> None:
+        """Add a tensor, or that of each expert-parallel rank."""
+        held = self.grid.held(chunk, key)
+        like = self._require_alike(key, held)
+        for rank in range(self.grid.sizes.expert):
+            name, is_expert = self.names.whole(chunk, key, rank)
+            rule = self._rule(name)
+            division = self._division(rule, chunk, key, like.tensor)
+            self._require_size(name, rule, division)
+            mine = {place: one for place, one in held.items() if place.expert == rank}
+            self._join(name, division, like, mine if is_expert else held, is_expert)
+            if not is_expert:
+                return
+
+    def _rule(self, name: str) -> Rule:
+        alone = len(self.grid.files) == 1
+        return _WHOLE if alone else self.names.rules.find(name) or _WHOLE
+
+    def _require_alike(self, key: str, held: Mapping[Place, Local | None]) -> Local:
+        """Return one rank's tensor; all that could be read have one of its dtype and shape."""
+        place, like = next((p, one) for p, one in held.items() if one is not None)
+        file, known = self.grid.files[place], like.tensor
+        for other in (other for other in held if other in self.grid.states):
+            local = held[other]
+            if local is None:
+                raise self._wrong(key, f"`{file}` has it, `{self.grid.files[other]}` has not")
+            if (local.tensor.dtype, local.tensor.shape) != (known.dtype, known.shape):
+                raise self._wrong(
+                    key,
+                    f"it is {known.dtype} {list(known.shape)} in `{file}`, {local.tensor.dtype} "
+                    f"{list(local.tensor.shape)} in `{self.grid.files[other]}`",
+                )
+        return like
+
+    def _division(self, rule: Rule, chunk: Chunk, key: str, like: StoredTensor) -> Division:
+        second = None
+        if rule.parts == GATED and partner_of(key) in self.names.chunks[chunk]:
+            partners = self.grid.held(chunk, partner_of(key)).values()
+            second = next(one.tensor.shape for one in partners if one is not None)
+        swiglu = self.grid.first.arguments.get("swiglu") is True
+        ranks = self.grid.sizes.tensor
+        return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
+
+    def _require_size(self, name: str, rule: Rule, division: Division) -> None:
+        said = self.grid.first.argument(rule.size) if rule.size else None
+        if rule.dim is not None and said is not None and division.shape[rule.dim] != said:
+            raise self._wrong(
+                name,
+                f"dimension {rule.dim} adds up to {division.shape[rule.dim]:,}, "
+                f"`{rule.size}` is {said:,}",
+            )
+
+    def _join(
+        self,
+        name: str,
+        division: Division,
+        like: Local,
+        held: Mapping[Place, Local | None],
+        is_expert: bool,
+    ) -> None:
+        path = (MODEL, *(like.path if join(like.path) == name else (name,)))
+        entry = TensorEntry(
+            join(path),
+            like.tensor.dtype,
+            division.shape,
+            (),
+            path,
+            requires_grad=like.tensor.requires_grad,
+        )
+        whole = _Whole(self.found.tensors.get(entry.name, entry), entry, self.copies)
+        for place, local in held.items():
+            for box, start in division.pieces(place.tensor):
+                file = self.grid.files[place]
+                if local is None:
+                    whole.lost.setdefault(box, file)
+                else:
+                    piece = Piece(box, local.tensor, start)
+                    whole.add(piece_extent(piece, entry.dtype, file), division.dim is None)
+            if local is not None:
+                divided = division.dim is not None
+                self.copies.note(place, local.tensor, divided=divided, expert=is_expert)
+        self._put(whole)
+
+    def _put(self, whole: _Whole) -> None:
+        """Add a tensor; of those with the same bytes the later ones share the first one's."""
+        entry = replace(whole.entry, extents=tuple(whole.extents.values()))
+        name, stored = entry.name, any(extent.nbytes for extent in entry.extents)
+        identity = (entry.dtype, entry.shape, entry.extents)
+        alias = self.seen.setdefault(identity, name) if stored else name
+        self.found.tensors[name] = replace(entry, alias_of=None if alias == name else alias)
+        if whole.replicas:
+            self.found.replicas[name] = (*self.found.replicas.get(name, ()), *whole.replicas)
+        lost = dict(self.found.lost.pop(name, ())) | whole.lost
+        gone = tuple((box, file) for box, file in lost.items() if box not in whole.extents)
+        if gone:
+            self.found.lost[name] = gone
+
+    def _wrong(self, name: str, why: str) -> DamagedError:
+        return DamagedError(
+            f"the ranks disagree on `{name}`",
+            where=self.where,
+            why=why,
+            hint="the files are of different saves, or the rule is wrong",
+        )
+
+
+class _Whole:
+    """A tensor that is being put together; two pipeline stages may have it, as embeddings."""
+
+    def __init__(self, before: TensorEntry, entry: TensorEntry, copies: Copies) -> None:
+        if (before.dtype, before.shape) != (entry.dtype, entry.shape):
+            raise DamagedError(
+                f"two pipeline stages disagree on `{entry.name}`",
+                where=copies.where,
+                why=f"it is {before.dtype} {list(before.shape)} in one, "
+                f"{entry.dtype} {list(entry.shape)} in the other",
+            )
+        self.entry, self.copies = before, copies
+        self.extents = {extent.box: extent for extent in before.extents}
+        self.replicas: list[Extent] = []
+        self.lost: dict[Box, str] = {}
+
+    def add(self, extent: Extent, claimed: bool) -> None:
+        """Add what a rank has; a box that is there already has to hold the same."""
+        known = self.extents.setdefault(extent.box, extent)
+        if known is not extent:
+            name, dtype = self.entry.name, self.entry.dtype
+            self.copies.require_same(name, dtype, known, extent, claimed=claimed)
+            self.replicas.append(extent)

@@ -1,0 +1,175 @@
+"""Numbers of layers and experts in the whole model, which ranks count from 0 for themselves.
+
+Source: ``get_transformer_layer_offset`` in ``megatron/core/transformer/transformer_layer.py``: the
+first parts of all pipeline stages come first, then the second parts, ... (virtual stages); a part's
+first layer follows the last one of the part before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckptctl.errors import DamagedError, FormatError
+from ckptctl.formats.megatron.grid import Grid
+from ckptctl.formats.megatron.rules import Rules
+
+Chunk = tuple[int, int]
+"""A virtual stage and a pipeline stage; chunks sort as the model computes them."""
+
+
+class Names:
+    """Knows the names that ranks' tensors have in the whole model.
+
+    Args:
+        grid: What the ranks wrote.
+        rules: Which names have numbers.
+        where: The save, for errors.
+
+    Attributes:
+        chunks: The names of each chunk's tensors on its ranks, in the order of the model.
+
+    Raises:
+        DamagedError: Layers or experts are missing, or are not as many as the arguments say.
+        FormatError: Experts are divided in a way that is not recorded.
+    """
+
+    def __init__(self, grid: Grid, rules: Rules, where: str) -> None:
+        self.grid, self.rules, self.where = grid, rules, where
+        self.chunks: dict[Chunk, tuple[str, ...]] = dict(sorted(self._chunks().items()))
+        self.experts: dict[tuple[Chunk, str, str], int] = {}
+        self.first: dict[tuple[Chunk, str], int] = {}
+        for container, argument in rules.layers.items():
+            self._count_layers(container, argument)
+        for chunk in self.chunks:
+            self._count_experts(chunk)
+
+    def _chunks(self) -> dict[Chunk, tuple[str, ...]]:
+        first = self.grid.first
+        parts = len(first.chunks)
+        said = first.argument("virtual_pipeline_model_parallel_size")
+        odd = next((s for s in self.grid.states.values() if len(s.chunks) != parts), None)
+        if odd is not None or (said is not None and said != parts):
+            raise self._wrong(
+                "the ranks disagree on the number of virtual pipeline stages",
+                f"`{first.file}` has {parts}, "
+                + (f"`{odd.file}` {len(odd.chunks)}" if odd else f"its arguments say {said}"),
+            )
+        found: dict[Chunk, dict[str, None]] = {}
+        for place, state in self.grid.states.items():
+            for virtual, chunk in enumerate(state.chunks):
+                found.setdefault((virtual, place.pipeline), {}).update(dict.fromkeys(chunk))
+        return {chunk: tuple(names) for chunk, names in found.items()}
+
+    def _count_layers(self, container: str, argument: str) -> None:
+        total = 0
+        order = ((v, p) for v in range(len(self.grid.first.chunks)) for p in self._stages())
+        lost: Chunk | None = None
+        for chunk in order:
+            names = self.chunks.get(chunk)
+            if names is None:
+                lost = chunk
+                continue
+            numbers = _numbers(names, f"{container}.")
+            self._require_from_zero(numbers, f"{container}.")
+            if lost and numbers:
+                raise self._wrong(
+                    "the numbers of layers are not known",
+                    f"no file of pipeline stage {lost[1]} is there, and how many layers it has "
+                    "is recorded nowhere else",
+                )
+            self.first[chunk, container] = total
+            total += len(numbers)
+        said = self.grid.first.argument(argument)
+        if total and not lost and said is not None and said != total:
+            raise self._wrong(
+                "layers are missing, or there are too many",
+                f"`{container}` has {total:,}, the argument `{argument}` is {said:,}",
+            )
+
+    def _stages(self) -> range:
+        return range(self.grid.sizes.pipeline)
+
+    def _count_experts(self, chunk: Chunk) -> None:
+        groups: dict[tuple[str, str], set[int]] = {}
+        for name in self.chunks[chunk]:
+            match = self.rules.expert(name)
+            if match:
+                key = (name[: match.start(1)], name[match.end(1) :])
+                groups.setdefault(key, set()).add(_number(match[1]))
+        first, ranks = self.grid.first, self.grid.sizes.expert
+        said = first.argument(self.rules.experts_count or "")
+        for (before, after), numbers in groups.items():
+            self._require_from_zero(numbers, before)
+            self.experts[chunk, before, after] = len(numbers)
+            if said is not None and said != len(numbers) * ranks:
+                raise self._wrong(
+                    "experts are missing, or there are too many",
+                    f"`{before}*{after}` has {len(numbers):,} on each of {ranks} ranks, the "
+                    f"argument `{self.rules.experts_count}` is {said:,}",
+                )
+        if groups:
+            self._require_one_division()
+
+    def _require_one_division(self) -> None:
+        sizes = self.grid.sizes
+        experts = self.grid.first.argument("expert_tensor_parallel_size")
+        if experts is not None and experts != sizes.tensor:
+            raise FormatError(
+                "experts are divided among another number of ranks than the other layers",
+                where=self.where,
+                why=f"expert_tensor_parallel_size is {experts}, tensor_model_parallel_size "
+                f"{sizes.tensor}; the folders' names do not tell which part a rank has",
+                hint="save it as `torch_dist` with Megatron",
+            )
+
+    def whole(self, chunk: Chunk, name: str, expert_rank: int) -> tuple[str, bool]:
+        """Return a tensor's name in the whole model, and whether an expert's number is in it.
+
+        Args:
+            chunk: Where it was found.
+            name: Its name there.
+            expert_rank: The expert-parallel rank that has it.
+        """
+        match = self.rules.expert(name)
+        if match:
+            before, after = name[: match.start(1)], name[match.end(1) :]
+            number = expert_rank * self.experts[chunk, before, after] + _number(match[1])
+            name = f"{before}{number}{after}"
+        container = next((one for one in self.rules.layers if name.startswith(f"{one}.")), None)
+        if container is not None:
+            digits, dot, rest = name[len(container) + 1 :].partition(".")
+            number = self.first[chunk, container] + _number(digits)
+            name = f"{container}.{number}{dot}{rest}"
+        return name, match is not None
+
+    def _require_from_zero(self, numbers: Iterable[int], what: str) -> None:
+        found = set(numbers)
+        if found and max(found) != len(found) - 1:
+            missing = next(n for n in range(len(found)) if n not in found)
+            raise self._wrong(
+                "the numbers of a rank's layers or experts have a gap",
+                f"`{what}{missing}` is not there, `{what}{max(found)}` is",
+            )
+
+    def _wrong(self, what: str, why: str) -> DamagedError:
+        return DamagedError(what, where=self.where, why=why)
+
+
+def _numbers(names: Iterable[str], prefix: str) -> set[int]:
+    parts = (n[len(prefix) :].partition(".")[0] for n in names if n.startswith(prefix))
+    return {_number(part) for part in parts}
+
+
+def _number(digits: str) -> int:
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
+        raise DamagedError(f"`{digits[:40]}` is not the number of a layer or an expert")
+    return int(digits)
+
+
+def anonymous(names: Mapping[str, object]) -> dict[str, object]:
+    """Return *names* with ``*`` for every number between dots, each once; for lists."""
+    found: dict[str, object] = {}
+    for name, value in names.items():
+        parts = ("*" if part.isdecimal() else part for part in name.split("."))
+        found.setdefault(".".join(parts), value)
+    return found

@@ -1,0 +1,187 @@
+"""Rules files: how the ranks of Megatron divide tensors, which their files do not say.
+
+A rules file is TOML. ``[[rule]]`` tables say of tensors along which dimension ranks divide them;
+``[layers]`` which lists of layers pipeline stages divide, ``[experts]`` which names have the number
+of an expert in them. ``core.toml`` beside this module is one.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal, cast
+
+from ckptctl.errors import SourceNotFoundError, UsageError, listed, nearest
+from ckptctl.storage.torch_globals import MAX_RANK
+
+BUILT_IN = "megatron-core"
+GATED = "gated"
+NUMBER = "#"
+MAX_PARTS = 1024
+_RULE = ("names", "dim", "replicated", "parts", "size")
+
+Parts = tuple[int, ...] | int | Literal["gated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How tensors are divided among tensor-parallel ranks.
+
+    Attributes:
+        names: Globs; ``*`` matches any characters.
+        dim: The dimension that ranks divide; None: every rank has all of it.
+        parts: Fused parts along *dim*, each divided by itself: how many equal ones, or the length
+            of each on one rank; ``gated``: two where the layer is gated, else one.
+        size: The argument that says how long *dim* is, all ranks together.
+    """
+
+    names: tuple[str, ...]
+    dim: int | None
+    parts: Parts = 1
+    size: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A rules file.
+
+    Attributes:
+        where: The file.
+        rules: In order.
+        layers: Lists of layers that pipeline stages divide, each with the argument that says how
+            long it is; an empty name: no argument does.
+        experts: Find the number of an expert in a name; the number is group 1.
+        experts_count: The argument that says how many experts a layer has.
+    """
+
+    where: str
+    rules: tuple[Rule, ...] = ()
+    layers: Mapping[str, str] = field(default_factory=dict)
+    experts: tuple[re.Pattern[str], ...] = ()
+    experts_count: str | None = None
+
+    def find(self, name: str) -> Rule | None:
+        """Return the first rule for a tensor."""
+        return next((rule for rule in self.rules if _fits(rule, name)), None)
+
+    def expert(self, name: str) -> re.Match[str] | None:
+        """Return where *name* has the number of an expert, if it has one."""
+        return next((found for one in self.experts if (found := one.search(name))), None)
+
+
+def _fits(rule: Rule, name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in rule.names)
+
+
+def load(path: Path) -> Rules:
+    """Return the rules in a file, or the built-in ones of that name.
+
+    Args:
+        path: The file; ``megatron-core`` where there is no such file: the built-in rules.
+
+    Raises:
+        SourceNotFoundError: There is no such file.
+        UsageError: It is not a rules file.
+    """
+    if not path.is_file():
+        if path.name != BUILT_IN:
+            raise SourceNotFoundError(
+                "there is no such rules file",
+                where=str(path),
+                hint=f"`--rules {BUILT_IN}` for the built-in rules",
+            )
+        return built_in()
+    return _parsed(path, str(path))
+
+
+def built_in() -> Rules:
+    """Return the rules for the GPT models of Megatron-Core."""
+    return _parsed(Path(__file__).with_name("core.toml"), BUILT_IN)
+
+
+def _parsed(path: Path, where: str) -> Rules:
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(where, f"{type(error).__name__}: {error}") from error
+    _require_known(content, ("rule", "layers", "experts"), where)
+    experts = _table(content.get("experts", {}), "experts", where)
+    _require_known(experts, ("names", "count"), where)
+    layers = _table(content.get("layers", {}), "layers", where)
+    rules = content.get("rule", [])
+    if not isinstance(rules, list) or not all(isinstance(item, str) for item in layers.values()):
+        raise _malformed(where, "`[[rule]]` is no list of tables, or a value in [layers] no name")
+    return Rules(
+        where,
+        tuple(_rule(_table(item, "rule", where), where) for item in rules),
+        cast("Mapping[str, str]", layers),
+        tuple(_number(name, where) for name in _names(experts.get("names", []), where)),
+        _text(experts.get("count"), "count", where),
+    )
+
+
+def _rule(table: Mapping[str, object], where: str) -> Rule:
+    _require_known(table, _RULE, where)
+    names, dim = _names(table.get("names", []), where), table.get("dim")
+    replicated = table.get("replicated", False)
+    if not names or type(replicated) is not bool or replicated is (dim is not None):
+        raise _malformed(where, f"a rule has `names`, and `dim` or `replicated = true`: {table}")
+    if dim is not None and not (type(dim) is int and 0 <= dim < MAX_RANK):
+        raise _malformed(where, f"`dim = {dim}` of {listed(names)} is no dimension")
+    if replicated and ("parts" in table or "size" in table):
+        raise _malformed(where, f"`parts` and `size` of {listed(names)} need `dim`")
+    size = _text(table.get("size"), "size", where)
+    return Rule(names, dim, _parts(table.get("parts", 1), where), size)
+
+
+def _parts(value: object, where: str) -> Parts:
+    if value == GATED:
+        return "gated"
+    if type(value) is int and 0 < value <= MAX_PARTS:
+        return value
+    several = isinstance(value, list) and 0 < len(value) <= MAX_PARTS
+    if several and all(type(item) is int and item >= 0 for item in cast("list[object]", value)):
+        return tuple(cast("list[int]", value))
+    raise _malformed(where, f'`parts = {value}` is no number, no list of lengths, not "{GATED}"')
+
+
+def _number(name: str, where: str) -> re.Pattern[str]:
+    before, mark, after = name.partition(NUMBER)
+    if not mark or not before or NUMBER in after:
+        raise _malformed(where, f"`{name}` in [experts] has not one `{NUMBER}` after something")
+    return re.compile(f"{re.escape(before)}([0-9]+){re.escape(after) or '$'}", re.ASCII)
+
+
+def _names(value: object, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _malformed(where, "`names` is no list of strings")
+    return tuple(value)
+
+
+def _text(value: object, key: str, where: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise _malformed(where, f"`{key}` is not the name of an argument")
+    return value
+
+
+def _table(value: object, key: str, where: str) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise _malformed(where, f"`{key}` is no table")
+    return value
+
+
+def _require_known(table: Mapping[str, object], known: Sequence[str], where: str) -> None:
+    strange = next((key for key in table if key not in known), None)
+    if strange is not None:
+        close = nearest(strange, known)
+        raise _malformed(
+            where, f"unknown key `{strange}`" + (f"; did you mean `{close}`?" if close else "")
+        )
+
+
+def _malformed(where: str, why: str) -> UsageError:
+    return UsageError("this is not a rules file", where=where, why=why)

@@ -1,0 +1,134 @@
+"""Mistral's checkpoints: ``consolidated*.safetensors`` (or ``.pth``, ``.pt``) and ``params.json``.
+
+Sources: mistral-inference's ``transformer.py`` (``from_folder``) for one file, the repositories of
+Mistral Large for shards with an index, transformers' ``convert_mixtral_weights_to_hf.py`` for the
+``consolidated.NN.pt`` of Mixtral's first release. Several files hold different tensors, each of
+them whole: nothing is divided among ranks, as it is in Meta's files of the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats import hf
+from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
+from ckptctl.formats.hf import files as hf_files
+from ckptctl.formats.hf import shards as hf_shards
+from ckptctl.formats.mistral.params import PARAMS, in_todays_words, is_mistral
+from ckptctl.storage.files import SourceFiles
+
+STEM = "consolidated"
+INDEX = f"{STEM}{hf_files.INDEX}"
+_SAFE = re.compile(rf"{STEM}(?:-\d+-of-\d+)?\.safetensors")
+_TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
+
+
+class MistralFormat(hf.HfFormat):
+    """Safetensors under Mistral's names with ``params.json`` beside them."""
+
+    name = "mistral"
+    title = "Mistral: consolidated*.safetensors (or .pth, read only) with params.json"
+    recognised = (
+        "`consolidated*.safetensors` or its index, or `consolidated.NN.pth` with Mistral's "
+        "`params.json` (`hidden_dim`, `head_dim`, `moe` or `vision_encoder`, and no "
+        "`multiple_of`), or `consolidated.NN.pt`; a folder that holds `model*.safetensors`, too, "
+        "is `hf`"
+    )
+    wholeness = (
+        "safetensors: as for `hf`; `consolidated.NN.pth` and `.pt`: numbers from 00 without a gap. "
+        "How many of the latter there were is not recorded: that the last is missing shows only "
+        "in a conversion, which then lacks tensors of the model type"
+    )
+    proof = (
+        "mistral-inference loads what is written and computes the same logits; transformers does "
+        "with what is made of it (tests/oracle/test_mistral_native.py)"
+    )
+    layout = "mistral"
+    other_layouts = False
+    described = True
+    stem = STEM
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`.
+
+        The repositories of the Hub hold both kinds of files; those are ``hf``.
+        """
+        folder = path if path.is_dir() else path.parent
+        if path.is_file():
+            ours = path.name == INDEX or _SAFE.fullmatch(path.name)
+            named = ours or (path.suffix == ".pth" and _TORCH.fullmatch(path.name))
+            return Sniff(path.name) if ours or (named and is_mistral(folder)) else None
+        if not path.is_dir() or hf.FORMAT.sniff(path):
+            return None
+        found = _weights(path)
+        torch_only = bool(found) and not found[0].endswith((".safetensors", ".json", ".pt"))
+        if not found or (torch_only and not is_mistral(path)):
+            return None
+        return Sniff(listed(found))
+
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+        """See :meth:`Format.read`.
+
+        Raises:
+            FormatError: There are no such files.
+            DamagedError: Some are missing, or two hold the same tensor.
+        """
+        folder = path if path.is_dir() else path.parent
+        names = [path.name] if path.is_file() else _weights(path)
+        if not names:
+            raise FormatError(
+                "there are no weights of Mistral's format here",
+                where=str(path),
+                why=f"expected {STEM}.safetensors, {INDEX} or {STEM}.00.pth, and {PARAMS}",
+            )
+        with SourceFiles(folder) as files:
+            catalog = self._read(files, path, names)
+        documents = dict(catalog.documents)
+        if PARAMS in documents:
+            documents[PARAMS] = in_todays_words(documents[PARAMS])
+        return replace(catalog, documents=documents)
+
+    def _read(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
+        if names == [INDEX]:
+            return self._read_index(files, path, INDEX)
+        if names[0].endswith(".safetensors"):
+            hf_files.require_whole(path, names, f"download the missing shards, and {INDEX}")
+            return self._read_safetensors(files, path, names)
+        if path.is_dir():
+            _require_all(names, str(path))
+        tensors: dict[str, TensorEntry] = {}
+        notes: dict[str, None] = {}
+        for name in names:
+            found = hf_shards.read_bin(files, name)
+            hf_shards.merge(tensors, found.tensors, name)
+            notes |= dict.fromkeys(found.notes)
+        return self._catalog(files, path, tensors, {}, names, tuple(notes), None)
+
+
+def _weights(folder: Path) -> list[str]:
+    """Return the files that hold the model, or their index: of one kind, the newest first."""
+    names = sorted(item.name for item in folder.iterdir() if item.is_file())
+    if INDEX in names:
+        return [INDEX]
+    kinds = (
+        [name for name in names if _SAFE.fullmatch(name)],
+        [name for name in names if _TORCH.fullmatch(name) and name.endswith(".pth")],
+        [name for name in names if _TORCH.fullmatch(name) and name.endswith(".pt")],
+    )
+    return next(filter(None, kinds), [])
+
+
+def _require_all(names: list[str], where: str) -> None:
+    """Refuse a gap in the numbers of ``consolidated.NN.pth``."""
+    found = {int(match[1]): match for name in names if (match := _TORCH.fullmatch(name))}
+    last, suffix = max(found), found[max(found)][2]
+    count, lacking = absent(found, 0, last, lambda n: f"{STEM}.{n:02d}.{suffix}")
+    if count:
+        raise DamagedError(f"{count:,} of {last + 1:,} files are missing", where=where, why=lacking)
+
+
+FORMAT = MistralFormat()

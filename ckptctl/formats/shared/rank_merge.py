@@ -1,0 +1,277 @@
+"""Joining what every rank wrote for itself into one checkpoint.
+
+Shards are boxes of one tensor and must agree on its dtype and shape; equal boxes are replicas and
+must hold the same bytes where the files' checksums tell. A leaf that is no shard and is not the
+same everywhere (a random-number state) is kept once for each rank
+(:mod:`ckptctl.formats.shared.own_values`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import starmap
+from operator import mul
+
+from ckptctl import dtypes
+from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
+from ckptctl.errors import CkptError, DamagedError, FormatError, listed
+from ckptctl.formats.base import AS_IT_IS, ReadOptions
+from ckptctl.formats.shared.dtensor import Piece, Sharded, nothing_known
+from ckptctl.formats.shared.own_values import below_rank, kept_apart
+from ckptctl.formats.shared.rank_gaps import Gap
+from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.unknown_classes import unknown_notes
+from ckptctl.formats.torch_file import Contents, extent_of
+from ckptctl.storage.compare import WINDOW, equal, row_major
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.torch_globals import geometry
+from ckptctl.storage.torch_zip import StoredTensor
+
+
+@dataclass(slots=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    file: str
+    sharded: bool
+    requires_grad: bool
+    extents: dict[Box, Extent] = field(default_factory=dict)
+    held_by: Callable[[int], tuple[Box, ...]] = nothing_known
+
+
+class RankMerger:
+    """Takes leaves rank by rank, the lowest rank first.
+
+    Args:
+        files: The checkpoint's files.
+        asked: Whether a part is enough, and whether replicas are to be listed.
+
+    Attributes:
+        ranks: All ranks that took part, as far as the files tell.
+        replicas: For each tensor the further copies of its boxes, if they are to be listed.
+    """
+
+    def __init__(self, files: SourceFiles, asked: ReadOptions = AS_IT_IS) -> None:
+        self.ranks: set[int] = set()
+        self.replicas: dict[str, tuple[Extent, ...]] = {}
+        self._files, self._asked = files, asked
+        self._tensors: dict[str, _Tensor] = {}
+        self._blobs: dict[str, Blob] = {}
+        self._seen: dict[int, frozenset[int]] = {}
+        self._apart: list[str] = []
+        self._unread: list[str] = []
+        self._agreed = 0
+
+    def add(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
+        """Take the leaves of one file of *rank*.
+
+        Raises:
+            DamagedError: It contradicts the files of lower ranks, or is another rank's.
+        """
+        for path, leaf in leaves:
+            if isinstance(leaf, Sharded):
+                self._check_rank(rank, file, leaf)
+                self._add_sharded(path, leaf, file)
+            elif isinstance(leaf, StoredTensor):
+                self._add_plain(rank, path, leaf, file)
+            else:
+                self._add_blob(rank, path, leaf)
+
+    def _check_rank(self, rank: int, file: str, leaf: Sharded) -> None:
+        if leaf.rank is not None and leaf.rank != rank:
+            raise DamagedError(
+                f"`{file}` is not the file of rank {rank}",
+                where=str(self._files.root / file),
+                why=f"rank {leaf.rank} wrote what is in it",
+                hint="files were renamed or copied over one another; restore the original names",
+            )
+        if id(leaf.ranks) not in self._seen:
+            self._seen[id(leaf.ranks)] = leaf.ranks
+            self.ranks |= leaf.ranks
+
+    def _add_sharded(self, path: Path, leaf: Sharded, file: str) -> None:
+        key = join(path)
+        known = self._entry(key, path, leaf, file, sharded=True)
+        if not known.sharded or (known.dtype, known.shape) != (leaf.dtype, leaf.shape):
+            raise DamagedError(
+                f"two ranks disagree on `{key}`",
+                where=str(self._files.root / file),
+                why=f"it is {leaf.dtype} {list(leaf.shape)} there, "
+                f"{'' if known.sharded else 'a plain '}{known.dtype} {list(known.shape)} "
+                f"in `{known.file}`",
+                hint="the files belong to different saves",
+            )
+        if self._asked.partial:
+            known.held_by = leaf.held_by
+        for piece in leaf.pieces:
+            extent = piece_extent(piece, leaf.dtype, file)
+            before = known.extents.setdefault(piece.box, extent)
+            if before is not extent:
+                self._repeat(key, extent)
+            if before.crc32 is not None and extent.crc32 not in (None, before.crc32):
+                raise DamagedError(
+                    f"replicas of `{key}` hold different values",
+                    where=str(self._files.root / file),
+                    why=f"the checksum of {piece.box} is another one in `{before.file}`",
+                    hint="the files belong to different saves, or one is damaged",
+                )
+
+    def _entry(
+        self, key: str, path: Path, leaf: Sharded | StoredTensor, file: str, *, sharded: bool
+    ) -> _Tensor:
+        if key in self._blobs:
+            raise DamagedError(f"two leaves are both called `{key}`", where=str(self._files.root))
+        made = _Tensor(leaf.dtype, leaf.shape, path, file, sharded, leaf.requires_grad)
+        return self._tensors.setdefault(key, made)
+
+    def _add_plain(self, rank: int, path: Path, leaf: StoredTensor, file: str) -> None:
+        key = join(path)
+        known = self._entry(key, path, leaf, file, sharded=False)
+        if known.sharded:
+            raise DamagedError(
+                f"two ranks disagree on `{key}`",
+                where=str(self._files.root / file),
+                why=f"it is a plain tensor there, a shard in `{known.file}`",
+                hint="the files belong to different saves",
+            )
+        extent = extent_of(leaf, file)
+        if not known.extents:
+            known.extents[extent.box] = extent
+        elif self._same(key, known, leaf, extent):
+            self._agreed += 1
+            self._repeat(key, extent)
+        else:
+            self._apart.append(key)
+            own = below_rank(rank, path)
+            apart = self._entry(join(own), own, leaf, file, sharded=False)
+            apart.extents[extent.box] = extent
+
+    def _repeat(self, key: str, extent: Extent) -> None:
+        if self._asked.replicas and extent.nbytes:
+            self.replicas[key] = (*self.replicas.get(key, ()), extent)
+
+    def _same(self, key: str, known: _Tensor, leaf: StoredTensor, extent: Extent) -> bool:
+        if (known.dtype, known.shape) != (leaf.dtype, leaf.shape):
+            return False
+        before = next(iter(known.extents.values()))
+        if before.crc32 is not None and extent.crc32 is not None:
+            return before.crc32 == extent.crc32
+        if max(before.nbytes, extent.nbytes) > WINDOW and not self._asked.replicas:
+            self._unread.append(key)
+            return True
+        pair = (TensorEntry(key, known.dtype, known.shape, (e,), ()) for e in (before, extent))
+        return equal(self._files, *pair)
+
+    def _add_blob(self, rank: int, path: Path, value: object) -> None:
+        key = join(path)
+        if key in self._tensors:
+            raise DamagedError(f"two leaves are both called `{key}`", where=str(self._files.root))
+        known = self._blobs.setdefault(key, Blob(key, path, value=value))
+        if not same_value(known.value, value):
+            self._apart.append(key)
+            own = below_rank(rank, path)
+            self._blobs[join(own)] = Blob(join(own), own, value=value)
+
+    def refuse_unrelated(self, where: str) -> None:
+        """Refuse files that share no tensor and no shard: each is a checkpoint of its own.
+
+        Raises:
+            FormatError: They are.
+        """
+        clash = any(key in self._tensors for key in self._apart)
+        if clash and not self._agreed and not any(t.sharded for t in self._tensors.values()):
+            raise FormatError(
+                "these are not the ranks' files of one checkpoint",
+                where=where,
+                why="none holds a sharded tensor, and no two hold the same one, such as "
+                + listed(self._apart, 2),
+                hint="if each is a checkpoint of its own, name one of them",
+            )
+
+    def lost(self, gaps: Sequence[Gap]) -> dict[str, tuple[tuple[Box, str], ...]]:
+        """Return for each tensor the boxes that are only in files that cannot be used.
+
+        Args:
+            gaps: Those files.
+        """
+        found: dict[str, tuple[tuple[Box, str], ...]] = {}
+        for key, known in self._tensors.items():
+            theirs = [gap for gap in gaps if known.path[: len(gap.head)] == gap.head]
+            boxes = tuple(
+                (box, gap.file)
+                for gap in theirs
+                for box in _told(known, gap.rank)
+                if box.numel and box not in known.extents
+            )
+            if boxes:
+                found[key] = boxes
+        return found
+
+    def heads(self) -> set[str | int]:
+        """Return the first keys of all tensors."""
+        return {known.path[0] for known in self._tensors.values() if known.path}
+
+    def finish(self) -> Contents:
+        """Return everything that was taken; whether shards tile their tensors is not checked."""
+        tensors: dict[str, TensorEntry] = {}
+        first: dict[object, str] = {}
+        for key, found in self._tensors.items():
+            extents = tuple(found.extents.values())
+            stored = any(extent.nbytes for extent in extents)
+            alias = first.setdefault((found.dtype, found.shape, extents), key) if stored else key
+            tensors[key] = TensorEntry(
+                key,
+                found.dtype,
+                found.shape,
+                extents,
+                found.path,
+                alias_of=None if alias == key else alias,
+                requires_grad=found.requires_grad,
+            )
+        return Contents(tensors, self._blobs, tuple(self._notes()))
+
+    def _notes(self) -> Iterable[str]:
+        yield from kept_apart(self._apart)
+        yield from unknown_notes(self._blobs.values())
+        if self._unread:
+            names = list(dict.fromkeys(self._unread))
+            yield f"not compared between the ranks, the lowest one's is used: {listed(names)}"
+
+
+def _told(known: _Tensor, rank: int) -> tuple[Box, ...]:
+    try:
+        return known.held_by(rank)
+    except (CkptError, TypeError, KeyError, ValueError, IndexError, AttributeError):
+        return ()
+
+
+def same_value(one: object, other: object) -> bool:
+    """Return whether two leaves are equal; what cannot be compared is not."""
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except DamagedError:
+        return False
+
+
+def piece_extent(piece: Piece, dtype: str, file: str) -> Extent:
+    """Return where the bytes of one piece lie."""
+    stored = piece.tensor
+    if piece.box.sizes == stored.shape:
+        return extent_of(stored, file, piece.box)
+    strides = stored.strides or row_major(stored.shape)
+    _, span, dense = geometry(piece.box.sizes, strides)
+    item = dtypes.itemsize(dtype)
+    record = stored.within
+    if stored.crc32 is not None:
+        record = Checksum(stored.offset, stored.nbytes, stored.crc32)
+    first = sum(starmap(mul, zip(piece.start, strides, strict=True)))
+    return Extent(
+        piece.box,
+        file,
+        stored.offset + first * item,
+        span * item,
+        strides=None if dense else strides,
+        within=record,
+    )

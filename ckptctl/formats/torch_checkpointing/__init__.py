@@ -1,0 +1,304 @@
+"""``torch_checkpointing`` directories: one file for each top-level item and rank.
+
+Source: torch_checkpointing 0.1.1 (``<item>_<rank>.pt``, ``LayoutInfo``). A rank's file describes
+its own DTensors, so that ``metadata.pkl``, which is there only if an item has a resharder, is
+compared with them and not needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
+from ckptctl.formats import rank_states
+from ckptctl.formats.assets import left_behind
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.shared.rank_archive import read_rank_file
+from ckptctl.formats.shared.rank_gaps import Gap, Gaps
+from ckptctl.formats.shared.rank_merge import RankMerger
+from ckptctl.formats.shared.structure import flatten, join
+from ckptctl.formats.torch_checkpointing.metadata import (
+    METADATA,
+    VERSION,
+    Item,
+    Metadata,
+    read_metadata,
+)
+from ckptctl.formats.torch_file import Contents, is_stored
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.json_reader import read_json
+
+NAME = re.compile(
+    r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<kind>pt|json|bin|safetensors)", re.ASCII
+)
+Lost = dict[str, tuple[tuple[Box, str], ...]]
+UNFINISHED = "tmp_"
+MAX_RAW = 16 << 20
+
+
+@dataclass(slots=True)
+class _Found:
+    """The files of a directory.
+
+    Attributes:
+        metadata: What ``metadata.pkl`` says, if there is one.
+        world: Number of ranks.
+        items: For each item the file of each rank.
+        raw: Files that are too large for a leaf.
+    """
+
+    metadata: Metadata | None
+    world: int = 0
+    items: dict[str, dict[int, str]] = field(default_factory=dict)
+    raw: list[str] = field(default_factory=list)
+
+
+class TorchCheckpointingFormat(Format):
+    """A directory with a file per item and rank."""
+
+    name = "torch-checkpointing"
+    title = "torch_checkpointing: one file per item and rank"
+    recognised = (
+        "`metadata.pkl` beside files called as `model_0.pt`; or nothing but such files, and no "
+        "`.metadata`"
+    )
+    wholeness = (
+        "`metadata.pkl` lists the tensors and the ranks of items that can be resharded, and every "
+        "item has the files of all ranks that it or a DTensor's mesh tells of, unless rank 0 alone "
+        "has it and it holds no tensor; shards tile their tensors, replicas have equal checksums; "
+        "an item that is not resharded and of which no rank has a file leaves no trace, and "
+        "nothing tells how long a file of raw bytes (`.bin`) was"
+    )
+    proof = (
+        "read: what torch_checkpointing 0.1.1 saved on 1 and 2 ranks has the bytes of the live "
+        "state, with and without `metadata.pkl` (tests/unit/formats/test_torch_checkpointing.py), "
+        "also what it saves afresh on 2 to 4 (tests/oracle/trainers/test_frameworks.py)"
+    )
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if not path.is_dir() or (path / ".metadata").exists():
+            return None
+        names = [item.name for item in path.iterdir() if item.is_file()]
+        named = [name for name in names if (match := NAME.fullmatch(name)) and _is_own(match)]
+        if METADATA in names:
+            return Sniff(listed([METADATA, *sorted(named)[:1]])) if named else None
+        visible = [name for name in names if not name.startswith(".")]
+        if len(named) < len(visible) or not any(name.endswith("_0.pt") for name in named):
+            return None
+        return Sniff(listed(sorted(named), 2))
+
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+        """See :meth:`Format.read`."""
+        if not path.is_dir():
+            raise FormatError(
+                "this is one file of many", where=str(path), hint="name the directory it is in"
+            )
+        if path.name.startswith(UNFINISHED):
+            raise DamagedError(
+                "the save was never finished",
+                where=str(path),
+                why=f"its directory still has the prefix `{UNFINISHED}`",
+            )
+        gaps = Gaps(path, asked.partial)
+        with SourceFiles(path) as files:
+            merger = RankMerger(files, asked)
+            found = _files_of(files, gaps)
+            joined, lost = _joined(files, found, merger, gaps)
+            names = {name for ranks in found.items.values() for name in ranks.values()}
+            sizes = {name: files.size(name) for name in sorted(names)}
+        return Catalog(
+            root=str(path),
+            path=str(path),
+            format=self.name,
+            files=sizes,
+            tensors=joined.tensors,
+            blobs=joined.blobs,
+            notes=(
+                *joined.notes,
+                *_notes(found, gaps),
+                *left_behind(path, exclude={*sizes, METADATA}),
+            ),
+            replicas=merger.replicas,
+            findings=tuple(gaps.findings),
+            lost=lost,
+        )
+
+
+def _is_own(match: re.Match[str]) -> bool:
+    return rank_states.parse(match.string) is None
+
+
+def _files_of(files: SourceFiles, gaps: Gaps) -> _Found:
+    """Find the files of every item; those of items in the metadata must be complete."""
+    found = _Found(_metadata(files, gaps))
+    for path in sorted(files.root.iterdir()):
+        match = NAME.fullmatch(path.name)
+        if match and path.is_file() and _is_own(match):
+            _place(found, match, files)
+    items = found.metadata.items if found.metadata else {}
+    for name, item in items.items():
+        found.items.setdefault(name, {}).update(item.files)
+    highest = max((rank for ranks in found.items.values() for rank in ranks), default=-1)
+    found.world = found.metadata.world if found.metadata else highest + 1
+    if highest >= found.world:
+        raise DamagedError(
+            "there are files of more ranks than the checkpoint has",
+            where=str(files.root),
+            why=f"rank {highest}, in a world of {found.world}",
+            hint="files of an earlier save were left behind; remove them",
+        )
+    for name, item in items.items():
+        _require(gaps, found, name, item.ranks or range(found.world))
+    return found
+
+
+def _metadata(files: SourceFiles, gaps: Gaps) -> Metadata | None:
+    if not (files.root / METADATA).is_file():
+        return None
+    try:
+        return read_metadata(files)
+    except UnsafePickleError:
+        raise
+    except DamagedError as error:
+        if not gaps.partial:
+            raise
+        gaps.findings.append(Finding(error.what, error.why, file=METADATA))
+        return None
+
+
+def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
+    name, rank = match["item"], int(match["rank"])
+    if match["kind"] == "bin" and files.size(match.string) > MAX_RAW:
+        found.raw.append(match.string)
+        return
+    twin = found.items.setdefault(name, {}).setdefault(rank, match.string)
+    if twin != match.string:
+        raise DamagedError(
+            f"two files are item `{name}` of rank {rank}",
+            where=str(files.root),
+            why=listed([twin, match.string]),
+        )
+
+
+def _joined(
+    files: SourceFiles, found: _Found, merger: RankMerger, gaps: Gaps
+) -> tuple[Contents, Lost]:
+    for name, ranks in found.items.items():
+        for rank, file in sorted(ranks.items()):
+            leaves = gaps.usable(Gap(rank, (name,), file), _leaves(files, name, file))
+            merger.add(rank, file, leaves)
+    joined = merger.finish()
+    described = found.metadata.items if found.metadata else {}
+    if not described:
+        merger.refuse_unrelated(str(files.root))
+    lost = merger.lost(gaps.found)
+    for name, item in described.items():
+        lost |= _unread(name, item, joined, gaps)
+        _compare(name, item, joined, str(files.root / METADATA))
+    world = max(found.world, max(merger.ranks, default=-1) + 1)
+    for name in found.items.keys() - described.keys():
+        if not _alone(found, name) or name in merger.heads():
+            _require(gaps, found, name, range(world))
+    return joined, lost
+
+
+def _unread(name: str, item: Item, joined: Contents, gaps: Gaps) -> Lost:
+    """Add the tensors of an item that are in none of its files that can be used."""
+    theirs = [gap.file for gap in gaps.found if gap.head == (name,)]
+    lost: Lost = {}
+    for path, said in item.tensors.items() if theirs else ():
+        place = (name, *path)
+        key = join(place)
+        if key not in joined.tensors and said.dtype in dtypes.BY_NAME:
+            joined.tensors[key] = TensorEntry(key, said.dtype, said.shape, (), place)
+            lost[key] = ((Box.whole(said.shape), theirs[0]),)
+    return lost
+
+
+def _alone(found: _Found, name: str) -> bool:
+    """Whether rank 0 alone has an item, which many trainers do with what is the same everywhere."""
+    return found.world > 1 and found.items[name].keys() == {0}
+
+
+def _require(gaps: Gaps, found: _Found, name: str, wanted: Collection[int]) -> None:
+    """Refuse, or note and forget, ranks' files of an item that are missing."""
+    named = found.items[name]
+    there = {rank: file for rank, file in named.items() if (gaps.root / file).is_file()}
+    kind = Path(next(iter(named.values()), "a.pt")).suffix
+    gaps.require(
+        (name,),
+        there,
+        {*wanted, *named},
+        lambda rank: named.get(rank, f"{name}_{rank}{kind}"),
+        f" of item `{name}`",
+    )
+    found.items[name] = there
+
+
+def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath, object]]:
+    """Yield the leaves of one rank's file of an item, by what the file is."""
+    if file.endswith(".json"):
+        content: Iterator[tuple[KeyPath, object]] = flatten(read_json(files, file), is_stored)
+    elif file.endswith(".bin"):
+        content = iter([((), files.read(file, 0, files.size(file)))])
+    elif file.endswith(".safetensors"):
+        raise FormatError(
+            f"item `{item}` is kept as safetensors of local shards",
+            where=str(files.root / file),
+            why="only items of `torch.save`, JSON and raw bytes are read",
+            hint="consolidate it with torch_checkpointing and read the result",
+        )
+    else:
+        content = read_rank_file(files, file)
+    for path, leaf in content:
+        yield (item, *path), leaf
+
+
+def _compare(name: str, item: Item, joined: Contents, where: str) -> None:
+    """Compare the tensors of an item with what the metadata says about them."""
+    own = {
+        tuple(entry.path[1:]): entry for entry in joined.tensors.values() if entry.path[0] == name
+    }
+    strange = [
+        path for path in (*own, *item.tensors) if path not in own or path not in item.tensors
+    ]
+    if strange:
+        path = strange[0]
+        here, there = ("the files", METADATA) if path in own else (METADATA, "the files")
+        raise DamagedError(
+            f"{METADATA} and the files of item `{name}` list different tensors",
+            where=where,
+            why=f"`{'.'.join(map(str, path))}` is in {here} and not in {there}",
+            hint="they belong to different saves",
+        )
+    for path, said in item.tensors.items():
+        entry = own[path]
+        if (entry.dtype, entry.shape) != (said.dtype, said.shape):
+            raise DamagedError(
+                f"`{entry.name}` is not what {METADATA} says",
+                where=where,
+                why=f"it is {entry.dtype} {list(entry.shape)}, not {said.dtype} {list(said.shape)}",
+                hint="they belong to different saves",
+            )
+
+
+def _notes(found: _Found, gaps: Gaps) -> Iterator[str]:
+    known = {gap.head for gap in gaps.found}
+    alone = [name for name in found.items if _alone(found, name) and (name,) not in known]
+    if alone:
+        yield f"rank 0 alone has {listed(alone)}"
+    if found.raw:
+        yield f"not carried along: {listed(found.raw)}"
+    if found.metadata is not None and found.metadata.version != VERSION:
+        version = found.metadata.version
+        yield f"{METADATA} is of version {version} and was not compared with the files"
+
+
+FORMAT = TorchCheckpointingFormat()

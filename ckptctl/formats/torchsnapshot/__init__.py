@@ -1,0 +1,210 @@
+"""torchsnapshot directories: ``.snapshot_metadata`` and files of plain elements.
+
+Source: torchsnapshot 0.1.0, ``manifest.py`` (entries), ``flatten.py`` (paths), ``batcher.py``
+(files of many tensors). An entry belongs to the rank that its path begins with, unless it is
+replicated or sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsafePickleError
+from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.shared.dtensor import Piece, Sharded
+from ckptctl.formats.shared.rank_merge import RankMerger
+from ckptctl.formats.shared.structure import flatten, join
+from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
+from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
+from ckptctl.formats.torchsnapshot.manifest import (
+    METADATA,
+    PRIMITIVES,
+    Entry,
+    Stored,
+    located,
+    primitive,
+    read_manifest,
+    shards_of,
+)
+from ckptctl.formats.torchsnapshot.partial import SHARDED, Lost, unfit
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.torch_zip import StoredTensor, read_archive, read_item_tensor
+
+
+@dataclass(slots=True)
+class _Reader:
+    """What was found while the entries are read.
+
+    Attributes:
+        files: The snapshot's files.
+        sizes: Sizes of those that entries lie in.
+        ranges: Where plain elements lie.
+    """
+
+    files: SourceFiles
+    sizes: dict[str, int] = field(default_factory=dict)
+    ranges: list[Range] = field(default_factory=list)
+
+
+class TorchSnapshotFormat(Format):
+    """A directory with ``.snapshot_metadata``."""
+
+    name = "torchsnapshot"
+    title = "torchsnapshot directory"
+    recognised = "`.snapshot_metadata`"
+    wholeness = (
+        "every file that `.snapshot_metadata` names is there, and its entries lie in it one after "
+        "the other from the first byte to the last; shards tile their tensors; there are no "
+        "checksums, so that a changed byte is not noticed"
+    )
+    proof = (
+        "what torchsnapshot 0.1.0 saved has the live model's weights "
+        "(tests/unit/formats/test_torchsnapshot.py), also what it saves afresh on 2 and 3 ranks "
+        "(tests/oracle/trainers/test_frameworks.py)"
+    )
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        return Sniff(METADATA) if path.is_dir() and (path / METADATA).is_file() else None
+
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+        """See :meth:`Format.read`."""
+        where = str(path / METADATA)
+        with SourceFiles(path) as files:
+            reader, merger = _Reader(files), RankMerger(files)
+            lost = Lost({})
+            try:
+                entries = read_manifest(files)
+                if asked.partial:
+                    lost = Lost(unfit(files, entries, where))
+                for entry in entries:
+                    _add(reader, merger, entry, lost if asked.partial else None)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise DamagedError(
+                    "this is not the metadata of torchsnapshot",
+                    where=where,
+                    why=f"{type(error).__name__}: {error}",
+                ) from error
+            plain = {one.file for one in reader.ranges}
+            sizes = {file: size for file, size in reader.sizes.items() if file in plain}
+            require_tiled(reader.ranges, sizes, where)
+            joined = merger.finish()
+        return Catalog(
+            root=str(path),
+            path=str(path),
+            format=self.name,
+            files=reader.sizes,
+            tensors=joined.tensors,
+            blobs=joined.blobs,
+            assets=side_files(path),
+            documents=documents(path),
+            notes=(UNCHECKED, *joined.notes, *_strange(path, reader.sizes)),
+            findings=(*lost.unfit.values(), *lost.findings),
+            lost=lost.boxes,
+        )
+
+
+def _strange(path: Path, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield notes on directories that the snapshot does not use."""
+    own = {file.partition("/")[0] for file in sizes}
+    if any(item.is_dir() and item.name not in own for item in path.iterdir()):
+        yield from left_behind(path)
+
+
+def _add(reader: _Reader, merger: RankMerger, entry: Entry, lost: Lost | None) -> None:
+    rest = lost.rest_of(entry) if lost else entry
+    if rest is None:
+        return
+    try:
+        leaves = list(_leaves(reader, rest))
+    except UnsafePickleError:
+        raise
+    except DamagedError as error:
+        if lost is None:
+            raise
+        lost.miss(entry, None, ": ".join(filter(None, (error.what, error.why))))
+        return
+    for file, path, leaf in leaves:
+        merger.add(entry.rank, file, [(path, leaf)])
+
+
+def _leaves(reader: _Reader, entry: Entry) -> Iterator[tuple[str, KeyPath, object]]:
+    """Yield the file, path and value of every leaf of one entry."""
+    kind = entry.fields["type"]
+    if kind == "Tensor":
+        stored = located(entry.fields)
+        yield stored.file, entry.path, _tensor(reader, stored, entry)
+    elif kind in SHARDED:
+        dtype, shape, shards = shards_of(entry)
+        for box, stored in shards:
+            piece = Piece(box, _tensor(reader, stored, entry), (0,) * len(shape))
+            if (piece.tensor.dtype, piece.tensor.shape) != (dtype, box.sizes):
+                raise ValueError(f"a shard of `{join(entry.path)}` has another dtype or shape")
+            leaf = Sharded(dtype, shape, (piece,), False, None, frozenset())
+            yield stored.file, entry.path, leaf
+    elif kind == "object":
+        stored = located(entry.fields)
+        yield from _object(reader, stored, entry)
+    elif kind in PRIMITIVES:
+        yield "", entry.path, primitive(entry.fields)
+    elif kind == "empty":
+        yield "", entry.path, entry.fields["value"]
+    else:
+        raise FormatError(
+            f"entries of type `{kind}` are not supported", where=f"`{join(entry.path)}`"
+        )
+
+
+def _tensor(reader: _Reader, stored: Stored, entry: Entry) -> StoredTensor:
+    size, name = _size(reader, stored.file), join(entry.path)
+    first, last = stored.span or (0, size)
+    if last > size:
+        raise DamagedError(
+            f"`{stored.file}` is truncated",
+            where=f"{reader.files.root / stored.file}, `{name}`",
+            why=f"{last:,} bytes are needed, the file has {size:,}",
+        )
+    if stored.serializer == "torch_save":
+        return read_item_tensor(reader.files, stored.file, first, last - first)
+    if stored.serializer != "buffer_protocol":
+        raise FormatError(
+            f"the serializer `{stored.serializer}` is not supported", where=f"tensor `{name}`"
+        )
+    nbytes = stored.nbytes
+    if nbytes != last - first:
+        raise ValueError(f"`{name}` needs {nbytes:,} bytes and has {last - first:,}")
+    reader.ranges.append(Range(stored.file, first, nbytes, name))
+    place = f"{stored.file}:{first}"
+    return StoredTensor(stored.dtype, stored.shape, None, first, nbytes, None, place, False)
+
+
+def _object(reader: _Reader, stored: Stored, entry: Entry) -> Iterator[tuple[str, KeyPath, object]]:
+    size, where = _size(reader, stored.file), str(reader.files.root / stored.file)
+    first, last = stored.span or (0, size)
+    archive = read_archive(reader.files, stored.file, first, last - first)
+    for path, leaf in flatten(archive.root, is_stored):
+        if not is_stored(leaf):
+            refuse_hidden_tensors(leaf, join((*entry.path, *path)), where)
+        yield stored.file, (*entry.path, *path), leaf
+
+
+def _size(reader: _Reader, file: str) -> int:
+    if file not in reader.sizes:
+        try:
+            reader.sizes[file] = reader.files.size(file)
+        except SourceNotFoundError as error:
+            raise DamagedError(
+                "a data file is missing",
+                where=str(reader.files.root),
+                why=f"`{file}`, which {METADATA} names",
+                hint="copy the missing file; every rank writes its own",
+            ) from error
+    return reader.sizes[file]
+
+
+FORMAT = TorchSnapshotFormat()

@@ -1,0 +1,230 @@
+"""The manifest of a torchsnapshot directory: ``rank/path/of/the/leaf`` and where each leaf lies.
+
+Source: torchsnapshot 0.1.0, ``manifest.py``, ``flatten.py``. Newer versions write JSON; the YAML of
+older ones is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Index
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import DamagedError, FormatError
+from ckptctl.formats.shared.inert_fields import integers
+from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.storage.json_reader import read_json
+
+METADATA = ".snapshot_metadata"
+MAX_METADATA = 1 << 30
+PRIMITIVES = ("int", "str", "bool", "bytes", "float")
+_DICTS = ("dict", "OrderedDict")
+_SHARDED = ("ShardedTensor", "DTensor")
+Fields = Mapping[str, object]
+
+
+class Entry(NamedTuple):
+    """One leaf.
+
+    Attributes:
+        rank: The rank that has it, or the lowest where several share it.
+        path: Keys from the root of that rank's state.
+        fields: What the manifest says; the shards of all ranks together.
+    """
+
+    rank: int
+    path: KeyPath
+    fields: Fields
+
+
+class Stored(NamedTuple):
+    """Where a tensor or an object lies.
+
+    Attributes:
+        file: The file.
+        span: First byte and the one after the last; None: the whole file.
+        serializer: How it was written.
+        dtype: torch's name; empty for objects.
+        shape: Sizes.
+    """
+
+    file: str
+    span: tuple[int, int] | None
+    serializer: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its elements."""
+        return Box.whole(self.shape).numel * dtypes.itemsize(self.dtype)
+
+
+def read_manifest(files: SourceFiles) -> list[Entry]:
+    """Return the leaves of all ranks, those of the lowest rank first.
+
+    Raises:
+        DamagedError: It is malformed or lists a key without a leaf.
+        FormatError: It is YAML.
+        KeyError, TypeError, ValueError: It is something else.
+    """
+    where = str(files.root / METADATA)
+    if files.read(METADATA, 0, min(files.size(METADATA), 1)) != b"{":
+        raise FormatError(
+            "the metadata is not JSON",
+            where=where,
+            why="old versions of torchsnapshot wrote YAML",
+            hint="take the snapshot again with torchsnapshot 0.1.0 or later",
+        )
+    content = _fields(read_json(files, METADATA, MAX_METADATA))
+    world, manifest = content["world_size"], _fields(content["manifest"])
+    entries = {path: _fields(entry) for path, entry in manifest.items()}
+    ranks = {path: _rank(path, world) for path in entries}
+    children = _children(entries)
+    found: dict[KeyPath, Entry] = {}
+    plain: list[Entry] = []
+    for path in sorted(entries, key=lambda one: ranks[one]):
+        fields = entries[path]
+        if fields["type"] in (*_DICTS, "list"):
+            _check_keys(path, fields, children, where)
+            if path in children or fields.get("keys"):
+                continue
+            fields = {"type": "empty", "value": {} if fields["type"] in _DICTS else []}
+        entry = Entry(ranks[path], _path(path, entries), fields)
+        if fields["type"] not in _SHARDED:
+            plain.append(entry)
+        elif entry.path in found:
+            _list(found[entry.path].fields["shards"]).extend(_list(fields["shards"]))
+        else:
+            found[entry.path] = entry
+    return sorted([*plain, *found.values()], key=lambda entry: entry.rank)
+
+
+def _rank(path: str, world: object) -> int:
+    head = path.partition("/")[0]
+    if not head.isascii() or not head.isdigit() or type(world) is not int or int(head) >= world:
+        raise ValueError(f"`{path}` is not below a rank of {world}")
+    return int(head)
+
+
+def _children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
+    """Return the last parts of the paths below each path, of all ranks together for keys."""
+    found: dict[str, set[str]] = {}
+    for path in entries:
+        head, _, last = path.rpartition("/")
+        found.setdefault(head, set()).add(last)
+        found.setdefault(head.partition("/")[2], set()).add(last)
+    return found
+
+
+def _check_keys(path: str, fields: Fields, children: Mapping[str, set[str]], where: str) -> None:
+    below = children.get(path, set()) | children.get(path.partition("/")[2], set())
+    keys = fields.get("keys", [])
+    names = [str(key).replace("%", "%25").replace("/", "%2F") for key in _list(keys)]
+    missing = next((name for name in names if name not in below), None)
+    if missing is not None:
+        raise DamagedError(
+            f"`{path}/{missing}` is not in the manifest",
+            where=where,
+            why=f"`{path}` has such a key",
+        )
+
+
+def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
+    tokens = path.split("/")
+    keys: list[str | int] = []
+    for position in range(1, len(tokens)):
+        key, above = unquote(tokens[position]), entries.get("/".join(tokens[:position]), {})
+        known = above.get("keys")
+        if above.get("type") == "list":
+            keys.append(Index(int(key)))
+        elif isinstance(known, list) and key not in known and key.lstrip("-").isdigit():
+            keys.append(int(key))
+        else:
+            keys.append(key)
+    return tuple(keys)
+
+
+def located(fields: Fields) -> Stored:
+    """Return where a ``Tensor`` or an ``object`` lies.
+
+    Raises:
+        DamagedError: Outside of the snapshot.
+        KeyError, TypeError, ValueError: It does not say.
+    """
+    location, span = fields["location"], fields.get("byte_range")
+    if not isinstance(location, str):
+        raise TypeError("a location is not text")
+    dtype = str(fields.get("dtype", "")).removeprefix("torch.")
+    if fields["type"] == "Tensor" and dtype not in dtypes.BY_NAME:
+        raise FormatError(f"tensors of dtype `{dtype}` are not supported", where=location)
+    first, last = integers(span) if span is not None else (0, 0)
+    if last < first:
+        raise ValueError(f"a byte range of `{location}` ends before it begins")
+    return Stored(
+        contained(location, METADATA),
+        (first, last) if span is not None else None,
+        str(fields["serializer"]),
+        dtype,
+        integers(fields.get("shape", [])),
+    )
+
+
+def shards_of(entry: Entry) -> tuple[str, tuple[int, ...], list[tuple[Box, Stored]]]:
+    """Return dtype, global shape and shards of a sharded or chunked tensor.
+
+    Sharded entries have no global shape; it is where their last shard ends.
+
+    Raises:
+        LookupError, TypeError, ValueError: It is none.
+    """
+    shards: list[tuple[Box, Stored]] = []
+    for one in _list(entry.fields.get("shards", entry.fields.get("chunks"))):
+        shard = _fields(one)
+        box = Box(integers(shard["offsets"]), integers(shard["sizes"]))
+        shards.append((box, located({"type": "Tensor", **_fields(shard["tensor"])})))
+    ends = zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b, _ in shards), strict=True)
+    shape = entry.fields.get("shape")
+    whole = integers(shape) if shape is not None else tuple(max(end) for end in ends)
+    return shards[0][1].dtype, whole, shards
+
+
+def primitive(fields: Fields) -> object:
+    """Return the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``.
+
+    Raises:
+        ValueError: It is malformed.
+    """
+    kind, text = fields["type"], str(fields["serialized_value"])
+    if kind == "int":
+        return int(text)
+    if kind == "bool":
+        return {"True": True, "False": False}[text]
+    if kind == "str":
+        return text
+    raw = base64.b64decode(text, validate=True)
+    return raw if kind == "bytes" else _float(raw)
+
+
+def _float(raw: bytes) -> float:
+    if len(raw) != 8:
+        raise ValueError("a float is not of 8 bytes")
+    value: float = struct.unpack("<d", raw)[0]
+    return value
+
+
+def _fields(value: object) -> Fields:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected an object, found {type(value).__name__}")
+    return value
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {type(value).__name__}")
+    return value
