@@ -82,6 +82,24 @@ def test_what_lies_apart(tmp_path: Path) -> None:
         ckptctl.convert(tmp_path / "in.pt", tmp_path / "again.pt", to="torch")
 
 
+@pytest.mark.parametrize("at", [5, 120, 300, 599, 740, 880, 999])
+def test_parts_of_a_record_are_read_once(tmp_path: Path, at: int) -> None:
+    whole = torch.arange(1000.0)
+    parts = {"a": whole[10:300], "b": whole[300:700], "c": whole[800:950], "d": whole[100:120]}
+    torch.save(parts, tmp_path / "in.pt")
+    plan = ckptctl.plan_conversion(tmp_path / "in.pt", tmp_path / "out.pt", to="torch").plan
+    assert [check.gaps for check in plan.checks] == [((0, 40), (2800, 400), (3800, 200))]
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    done = execute(plan, stage, ExecutionOptions(), lambda _: None)
+    assert done.bytes_read == 4000 + 4 * 20
+    data = bytearray((tmp_path / "in.pt").read_bytes())
+    data[data.index(struct.pack("<2f", 0, 1)) + 4 * at] ^= 1
+    (tmp_path / "in.pt").write_bytes(data)
+    with pytest.raises(DamagedError, match="does not have the checksum"):
+        ckptctl.convert(tmp_path / "in.pt", tmp_path / "again.pt", to="torch")
+
+
 def test_what_an_adapter_changes(tmp_path: Path) -> None:
     hf = save_hf(tmp_path / "hf", STATE, CONFIG)
     given = tmp_path / "base.pt"
