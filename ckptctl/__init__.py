@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckptctl.api import merge as merge
     from ckptctl.api import plan_conversion as plan_conversion
     from ckptctl.api import plan_merge as plan_merge
+    from ckptctl.api import report as report
     from ckptctl.api import verify as verify
     from ckptctl.catalog import Catalog as Catalog
     from ckptctl.distributed.async_saving import AsyncSaver as AsyncSaver
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.inspection import Inspection as Inspection
     from ckptctl.ops.load_options import LoadReport as LoadReport
     from ckptctl.ops.merge import MergePlan as MergePlan
+    from ckptctl.ops.report_data import Report as Report
     from ckptctl.ops.verification import Verification as Verification
 
 __version__ = "0.1.0"
@@ -49,6 +51,7 @@ _HOME = {
     "Inspection": "ckptctl.ops.inspection",
     "LoadReport": "ckptctl.ops.load_options",
     "MergePlan": "ckptctl.ops.merge",
+    "Report": "ckptctl.ops.report_data",
     "Resumed": "ckptctl.distributed.manager",
     "SaveFuture": "ckptctl.distributed.async_saving",
     "Verification": "ckptctl.ops.verification",
@@ -61,6 +64,7 @@ _HOME = {
     "merge": "ckptctl.api",
     "plan_conversion": "ckptctl.api",
     "plan_merge": "ckptctl.api",
+    "report": "ckptctl.api",
     "save": "ckptctl.distributed.saving",
     "verify": "ckptctl.api",
 }
@@ -77,6 +81,7 @@ __all__ = [
     "Inspection",
     "LoadReport",
     "MergePlan",
+    "Report",
     "Resumed",
     "SaveFuture",
     "Verification",
@@ -90,6 +95,7 @@ __all__ = [
     "merge",
     "plan_conversion",
     "plan_merge",
+    "report",
     "save",
     "verify",
 ]

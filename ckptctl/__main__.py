@@ -1,5 +1,23 @@
-"""``python -m ckptctl``."""
+"""The program: ``ckptctl``, ``python -m ckptctl``."""
 
-from ckptctl.cli.app import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    """Run the program; Ctrl-C is answered alike while it is still being imported."""
+    try:
+        from ckptctl.cli.app import main as run
+
+        run()
+    except KeyboardInterrupt:
+        from ckptctl.cli.app import StoppedError
+        from ckptctl.cli.output import Output
+
+        Output("--json" in sys.argv).error(StoppedError("interrupted"))
+        sys.exit(StoppedError.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from ckptctl.ops.convert import ConversionOptions, ConversionPlan, ConversionResult
     from ckptctl.ops.difference import Difference
     from ckptctl.ops.extract import Extraction
+    from ckptctl.ops.inspect import Watch
     from ckptctl.ops.inspection import Inspection
     from ckptctl.ops.merge import MergePlan
+    from ckptctl.ops.report_data import Report
     from ckptctl.ops.verification import Level, Verification
     from ckptctl.storage.errors_between import Tolerance
 
@@ -300,6 +302,68 @@ def extract(
     )
     with families.using(converter):
         return run(path, tensor, _path(output), chosen)
+
+
+def report(
+    path: AnyPath,
+    output: AnyPath | None = None,
+    *,
+    other: AnyPath | None = None,
+    stats: bool = False,
+    structure: bool = False,
+    include: Sequence[str] = (),
+    max_tensors: int = 20_000,
+    format: str | None = None,
+    format_other: str | None = None,
+    model_type: str | None = None,
+    converter: AnyPath | None = None,
+    rules: AnyPath | None = None,
+    overwrite: bool = False,
+    progress: Watch | None = None,
+) -> Report:
+    """Write one HTML page about the checkpoint at *path*, and return what is in it.
+
+    A checkpoint that is not whole has a page, too: see
+    :attr:`~ckptctl.ops.report_data.Report.readable`.
+
+    Args:
+        path: A directory or a file; it is never changed.
+        output: The page; None: write none.
+        other: A second checkpoint: the page shows where it differs.
+        stats: Read the data too and add statistics of every tensor; imports torch.
+        structure: Compare names, shapes and dtypes alone.
+        include: Globs; list only tensors that match one.
+        max_tensors: List so many at most: those with findings, then the largest.
+        format: Format of *path*; None: detect it.
+        format_other: Format of *other*; None: detect it.
+        model_type: Family of both; None: detect it.
+        converter: Python file that defines one more family, as ``FAMILY``; it is run.
+        rules: See :class:`Options`.
+        overwrite: Replace *output* if it is such a page.
+        progress: Called with the bytes that are going to be read; its context yields what is
+            called with bytes done.
+
+    Raises:
+        CkptError: One of them is missing or not recognised, or the page exists; none was written.
+    """
+    from ckptctl import families
+    from ckptctl.ops.inspect import unwatched
+    from ckptctl.ops.report import ReportOptions
+    from ckptctl.ops.report import report as run
+
+    chosen = ReportOptions(
+        stats=stats,
+        structure=structure,
+        include=_globs(include),
+        max_tensors=_positive("max_tensors", max_tensors) or max_tensors,
+        format=format,
+        format_other=format_other,
+        model_type=model_type,
+        rules=_path(rules),
+        overwrite=overwrite,
+    )
+    with families.using(converter):
+        return run(path, _path(output), other, chosen, progress or unwatched)
 
 
 def plan_conversion(

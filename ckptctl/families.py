@@ -132,6 +132,15 @@ def _require_new(found: Family, file: Path) -> None:
             )
 
 
+def built_in() -> tuple[str, ...]:
+    """Return the model types that ship with ckptctl.
+
+    Raises:
+        CkptError: Another package hides them.
+    """
+    return _built_in()
+
+
 def names() -> tuple[str, ...]:
     """Return the known model types, without loading any."""
     user = _USER.get()

@@ -18,9 +18,12 @@ Generated from the program by `python docs/generate_cli.py`.
 
 The answer goes to stdout, everything else (progress, notes, hints, errors) to stderr. A terminal
 gets aligned columns; a pipe gets the same facts tab-separated, whole and without colour. What
-`--json` prints is described in [json.md](json.md), what a command exits with in
-[exit-codes.md](exit-codes.md). A size is a number of bytes or text such as `5GB` (10^9 each) or
+`--json` prints is described in [JSON output](json.md), what a command exits with in
+[exit codes](exit-codes.md). A size is a number of bytes or text such as `5GB` (10^9 each) or
 `4GiB` (2^30 each).
+
+`ckptctl --install-completion` lets bash, zsh and fish complete commands, options, formats, model
+types, layouts and the names of a checkpoint's tensors; of a URL nothing is completed.
 """
 
 

@@ -8,12 +8,15 @@ import pkgutil
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from ckptctl import __version__, cli
+from ckptctl.cli import completion
 from ckptctl.cli.options import examples
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import told
@@ -32,26 +35,40 @@ class StoppedError(CkptError):
 class CkptGroup(TyperGroup):
     """A command group at whose edge every exception becomes a message and an exit code."""
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the program, or tell the shell what may come next."""
+        if completion.wanted():
+            return completion.offer(lambda: super(CkptGroup, self).main(*args, **options))
+        return super().main(*args, **options)
+
     # Typer's own context class is not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remember the command line as it was typed, for hints that repeat it."""
         ctx.meta[RAW_ARGUMENTS] = list(args)
-        return super().parse_args(ctx, args)
+        with _told(ctx, args):
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        machine = "--json" in ctx.args
-        try:
+        with _told(ctx, ctx.meta[RAW_ARGUMENTS]):
             result = super().invoke(ctx)
             # A reader that went away is noticed here, not while the interpreter shuts down.
             sys.stdout.flush()
-        except (typer.Exit, typer.Abort, BrokenPipeError):
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            if hasattr(error, "format_message") and not machine:
-                raise  # a usage error: Typer prints it with the usage line
-            _fail(error, Output(machine), bool(ctx.params.get("debug")))
         return result
+
+
+@contextmanager
+def _told(ctx: Any, args: list[str]) -> Iterator[None]:
+    """Turn what goes wrong while *args* are parsed or obeyed into a message and an exit code."""
+    machine = "--json" in args[: args.index("--") if "--" in args else None]
+    try:
+        yield
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        if ctx.resilient_parsing or (hasattr(error, "format_message") and not machine):
+            raise  # a usage error: Typer prints it with the usage line
+        _fail(error, Output(machine), bool(ctx.params.get("debug")))
 
 
 def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
@@ -69,7 +86,9 @@ def _explain(error: BaseException) -> CkptError:
     if isinstance(error, OSError):
         return StorageError.from_os_error(error, "go on", str(error.filename or "unknown file"))
     if hasattr(error, "format_message"):
-        return UsageError(str(error.format_message()))
+        path = getattr(getattr(error, "ctx", None), "command_path", "ckptctl")
+        said = str(error.format_message()).removesuffix(".")
+        return UsageError(said, hint=f"`{path} --help` shows what there is")
     return CkptError(
         f"{type(error).__name__}: {error}",
         why="this is a bug in ckptctl, please report it",

@@ -36,7 +36,10 @@ def consolidate(
     dst: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DST", show_default=False, help="What to write; none with --metadata-only."
+            parser=opt.place,
+            metavar="DST",
+            show_default=False,
+            help="What to write; none with --metadata-only.",
         ),
     ] = None,
     to: Annotated[

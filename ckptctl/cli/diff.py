@@ -31,9 +31,14 @@ def check_tolerance(value: float | None) -> float | None:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="Checkpoint.")],
+    a: Annotated[
+        Path, typer.Argument(parser=opt.place, metavar="A", show_default=False, help="Checkpoint.")
+    ],
     b: Annotated[
-        Path, typer.Argument(metavar="B", show_default=False, help="Checkpoint, mapped to A.")
+        Path,
+        typer.Argument(
+            parser=opt.place, metavar="B", show_default=False, help="Checkpoint, mapped to A."
+        ),
     ],
     structure: Annotated[
         bool, typer.Option("--structure", help="Compare names, shapes and dtypes alone.")

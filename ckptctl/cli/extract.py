@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptctl.cli import completion
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
@@ -26,11 +27,15 @@ EPILOG = opt.examples(
 
 
 def extract(
-    path: Annotated[Path, typer.Argument(metavar="PATH", show_default=False, help="Checkpoint.")],
+    path: Annotated[
+        Path,
+        typer.Argument(parser=opt.place, metavar="PATH", show_default=False, help="Checkpoint."),
+    ],
     tensor: Annotated[
         str,
         typer.Argument(
             metavar="TENSOR",
+            autocompletion=completion.tensors,
             show_default=False,
             help="Name or glob; a slice such as [0:128] or [:, 5] may follow.",
         ),
@@ -51,7 +56,11 @@ def extract(
     dtype: opt.DType = None,
     layout: Annotated[
         str | None,
-        typer.Option(metavar="LAYOUT", help="TENSOR is named, and taken, in this layout."),
+        typer.Option(
+            metavar="LAYOUT",
+            autocompletion=completion.layouts,
+            help="TENSOR is named, and taken, in this layout.",
+        ),
     ] = None,
     from_layout: opt.FromLayout = None,
     from_format: opt.From = None,

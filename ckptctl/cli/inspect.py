@@ -35,7 +35,10 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", show_default=False, help="Checkpoint, or a folder of checkpoints."
+            parser=opt.place,
+            metavar="PATH",
+            show_default=False,
+            help="Checkpoint, or a folder of checkpoints.",
         ),
     ],
     from_format: opt.From = None,

@@ -20,7 +20,10 @@ EPILOG = opt.examples(
 
 def latest(
     root: Annotated[
-        Path, typer.Argument(metavar="ROOT", show_default=False, help="Folder of checkpoints.")
+        Path,
+        typer.Argument(
+            parser=opt.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
+        ),
     ],
     json: opt.Json = False,
     quiet: Annotated[

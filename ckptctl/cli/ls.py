@@ -25,7 +25,10 @@ EPILOG = opt.examples(
 
 def ls(
     root: Annotated[
-        Path, typer.Argument(metavar="ROOT", show_default=False, help="Folder of checkpoints.")
+        Path,
+        typer.Argument(
+            parser=opt.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
+        ),
     ],
     json: opt.Json = False,
     quiet: opt.Quiet = False,

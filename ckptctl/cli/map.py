@@ -65,7 +65,9 @@ def map_(
     sizes: opt.Set = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Its config.json or params.json states the sizes."),
+        typer.Option(
+            parser=opt.place, metavar="DIR", help="Its config.json or params.json states the sizes."
+        ),
     ] = None,
     converter: opt.Converter = None,
     json: opt.Json = False,

@@ -25,11 +25,15 @@ EPILOG = opt.examples(
 def merge(
     context: typer.Context,
     base: Annotated[
-        Path, typer.Argument(metavar="BASE", show_default=False, help="The model's checkpoint.")
+        Path,
+        typer.Argument(
+            parser=opt.place, metavar="BASE", show_default=False, help="The model's checkpoint."
+        ),
     ],
     adapter: Annotated[
         Path,
         typer.Argument(
+            parser=opt.place,
             metavar="ADAPTER",
             show_default=False,
             help="LoRA or DoRA adapter: PEFT's directory, torchtune's or Mistral's file.",

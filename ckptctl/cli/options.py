@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ckptctl.cli import completion
 from ckptctl.errors import UsageError, nearest
 from ckptctl.units import parse_bytes
 
@@ -31,6 +32,13 @@ def among(value: str | None, kind: str, known: Sequence[str]) -> str | None:
     close = nearest(value, known)
     suggestion = f" Did you mean '{close}'?" if close else ""
     raise typer.BadParameter(f"unknown {kind} {value!r}. Known: {', '.join(known)}.{suggestion}")
+
+
+def place(text: str) -> Path:
+    """Return what names a checkpoint: a path, or a URL, which is not looked at yet."""
+    from ckptctl.storage.remote_path import named
+
+    return named(text)
 
 
 def readable_formats() -> list[str]:
@@ -208,10 +216,16 @@ def check_sort(value: str) -> str:
 
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", show_default=False, help="Checkpoint: directory or file.")
+    Path,
+    typer.Argument(
+        parser=place, metavar="SRC", show_default=False, help="Checkpoint: directory or file."
+    ),
 ]
 Destination = Annotated[
-    Path, typer.Argument(metavar="DST", show_default=False, help="Where the result appears.")
+    Path,
+    typer.Argument(
+        parser=place, metavar="DST", show_default=False, help="Where the result appears."
+    ),
 ]
 From = Annotated[
     str | None,
@@ -289,11 +303,21 @@ Set = Annotated[
 ]
 Include = Annotated[
     list[str] | None,
-    typer.Option("--include", metavar="GLOB", help="Only tensors that match; repeatable."),
+    typer.Option(
+        "--include",
+        metavar="GLOB",
+        autocompletion=completion.tensors,
+        help="Only tensors that match; repeatable.",
+    ),
 ]
 Exclude = Annotated[
     list[str] | None,
-    typer.Option("--exclude", metavar="GLOB", help="Not the tensors that match; repeatable."),
+    typer.Option(
+        "--exclude",
+        metavar="GLOB",
+        autocompletion=completion.tensors,
+        help="Not the tensors that match; repeatable.",
+    ),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", "-n", help="Show the plan; read no weights, write nothing.")
@@ -315,11 +339,19 @@ Quiet = Annotated[
 ]
 FromLayout = Annotated[
     str | None,
-    typer.Option(metavar="LAYOUT", help="How the source names its tensors, if not detected."),
+    typer.Option(
+        metavar="LAYOUT",
+        autocompletion=completion.layouts,
+        help="How the source names its tensors, if not detected.",
+    ),
 ]
 ToLayout = Annotated[
     str | None,
-    typer.Option(metavar="LAYOUT", help=f"How DST is to name its tensors: {LAYOUTS}."),
+    typer.Option(
+        metavar="LAYOUT",
+        autocompletion=completion.layouts,
+        help=f"How DST is to name its tensors: {LAYOUTS}.",
+    ),
 ]
 DType = Annotated[
     str | None,
@@ -365,11 +397,13 @@ MP = Annotated[
 ]
 Assets = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Where configuration and tokenizer come from."),
+    typer.Option(parser=place, metavar="DIR", help="Where configuration and tokenizer come from."),
 ]
 Like = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Put the same keys in the same files as this one."),
+    typer.Option(
+        parser=place, metavar="DIR", help="Put the same keys in the same files as this one."
+    ),
 ]
 VocabSize = Annotated[
     int | None,

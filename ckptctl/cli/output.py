@@ -23,6 +23,7 @@ from ckptctl.units import visible
 Mode = Literal["human", "plain", "json", "quiet"]
 Style = Literal["bold", "dim", "red", "yellow", "cyan"]
 _SGR: Mapping[Style, str] = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
+ERROR = "ckptctl.error/1"
 GAP = "  "
 NARROW = 20
 
@@ -82,6 +83,14 @@ class Output:
         """
         _write(sys.stdout, _json({"schema": schema, "ckptctl": __version__, **body}))
 
+    def schema(self, schema: Mapping[str, object]) -> None:
+        """Print a JSON Schema, which is the answer in every mode."""
+        _write(sys.stdout, _json(schema))
+
+    def text(self, text: str) -> None:
+        """Print a document that is the answer as it is."""
+        _write(sys.stdout, text.removesuffix("\n"))
+
     def statement(self, text: str) -> None:
         """Say on stderr what is about to happen, in one line."""
         if self.chatty:
@@ -115,7 +124,8 @@ class Output:
         """
         if self.mode == "json":
             extra = {"traceback": trace} if trace else {}
-            _write(sys.stderr, _json({"error": {**error.to_json(), **extra}}))
+            body = {"error": {**error.to_json(), **extra}}
+            _write(sys.stderr, _json({"schema": ERROR, "ckptctl": __version__, **body}))
             return
         if trace:
             _write(sys.stderr, "\n".join(visible(line) for line in trace.splitlines()))

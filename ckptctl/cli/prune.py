@@ -53,7 +53,10 @@ def _parts() -> list[str]:
 def prune(
     context: typer.Context,
     root: Annotated[
-        Path, typer.Argument(metavar="ROOT", show_default=False, help="Folder of checkpoints.")
+        Path,
+        typer.Argument(
+            parser=opt.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
+        ),
     ],
     keep_last: Annotated[
         int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.")

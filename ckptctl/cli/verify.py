@@ -43,7 +43,10 @@ def _levels() -> list[str]:
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", show_default=False, help="Checkpoint.")],
+    path: Annotated[
+        Path,
+        typer.Argument(parser=opt.place, metavar="PATH", show_default=False, help="Checkpoint."),
+    ],
     from_format: opt.From = None,
     level: Annotated[
         str,

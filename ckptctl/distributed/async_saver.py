@@ -26,6 +26,7 @@ from ckptctl.distributed.staging import Staged, stage
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops.coordinator import Alone, Coordinator
+from ckptctl.storage.remote_path import named
 
 __all__ = ["AsyncSaver", "Mode", "SaveKeywords", "WhenBusy"]
 
@@ -37,8 +38,9 @@ class AsyncSaver(Closing):
     """Saves in the background, one checkpoint at a time.
 
     Every rank makes one and calls its methods in the same order. The first save makes two groups of
-    gloo, one for the calls and one for the background; they last as long as ``torch.distributed``
-    does. Several savers do not disturb each other.
+    gloo, one for the calls and one for the background, with the timeout of *process_group* where
+    that takes CPU tensors; they last as long as ``torch.distributed`` does. Several savers do not
+    disturb each other.
 
     Of tensors that several ranks hold, each copies only what it will write as soon as the ranks
     have a plan: from the second save of the same structure on.
@@ -103,22 +105,29 @@ class AsyncSaver(Closing):
         """
         waits = _one_of("when_busy", when_busy or self._when_busy, ("wait", "skip")) == "wait"
         apart = _one_of("mode", mode or self._mode, ("thread", "process")) == "process"
-        require_local(path)
+        if not collectives:
+            require_local(path)
         how = SaveOptions(**options)
         self._require_usable()
         calls, ranks = self._groups()
         ballot = Ballot(calls if collectives else Alone())
-        future = SaveFuture(Path(path).expanduser().absolute())
+        future = SaveFuture(named(path).expanduser().absolute())
         meaning = (str(future.path), "waits" if waits else "skips", how.overwrite, how.files)
         if self._skips(ballot, meaning, waits=waits):
             return future.skip()
-        staged = self._stage(ballot, meaning, partial(find, state_dict, ranks, how, collectives))
-        how = replace(how, execute=executor(staged, self._writer if apart else None))
-        work = partial(write_staged, staged, future.path, ranks, how, collectives=collectives)
-        release = partial(self._release, staged)
-        self._last = SaveThread(future, work, release, on_staged, on_published)
+
+        def ready(staged: Staged) -> SaveThread:
+            has = replace(how, execute=executor(staged, self._writer if apart else None))
+            work = partial(write_staged, staged, future.path, ranks, has, collectives=collectives)
+            release = partial(self._release, staged)
+            thread = SaveThread(future, work, release, on_staged, on_published)
+            thread.start()
+            return thread
+
+        found = partial(find, state_dict, ranks, how, collectives)
+        self._last = self._begin(ballot, meaning, found, ready)
         future.staged.set()
-        self._last.start()
+        self._last.proceed()
         return future
 
     def wait(self) -> None:
@@ -159,10 +168,20 @@ class AsyncSaver(Closing):
             last.join()
         return False
 
-    def _stage(
-        self, ballot: Ballot, meaning: tuple[object, ...], find: Callable[[], Found]
-    ) -> Staged:
+    def _begin(
+        self,
+        ballot: Ballot,
+        meaning: tuple[object, ...],
+        find: Callable[[], Found],
+        ready: Callable[[Staged], SaveThread],
+    ) -> SaveThread:
         """Copy what this rank holds, or of that what it will write; no save is going on.
+
+        Args:
+            ballot: Makes that all ranks begin, or none.
+            meaning: Where and how they are about to save.
+            find: Returns what this rank holds.
+            ready: Returns a thread that only waits to write a copy.
 
         Raises:
             CkptError: The last save failed, or this one cannot begin; on every rank.
@@ -179,7 +198,9 @@ class AsyncSaver(Closing):
         if any_rank.unable:
             ballot.fail(error)
         chosen = chunks_of(plan) if plan and same else None
-        return ballot.all_or_none(lambda: stage(found[0].held, self._pool, chosen), self._release)
+        return ballot.all_or_none(
+            lambda: ready(stage(found[0].held, self._pool, chosen)), SaveThread.abandon
+        )
 
     def _groups(self) -> tuple[Coordinator, Coordinator]:
         """Return the ranks for calls and those for the background; the first time all make them."""
@@ -211,12 +232,19 @@ def _own_group(parent: dist.ProcessGroup | None) -> Coordinator:
     ranks = coordinator(parent)
     if not isinstance(ranks, Group):
         return ranks
-    whole = parent is None or parent is dist.group.WORLD
-    members = None if whole else dist.get_process_group_ranks(parent)
+    known = parent or dist.group.WORLD
+    assert known
+    whole = known is dist.group.WORLD
+    members = None if whole else dist.get_process_group_ranks(known)
     if members is not None:
         _count_alike(ranks)
     return Group(
-        dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
+        dist.new_group(
+            members,
+            timeout=compat.timeout(known),
+            backend="gloo",
+            use_local_synchronization=members is not None,
+        )
     )
 
 

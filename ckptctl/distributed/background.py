@@ -38,7 +38,7 @@ class Shared(Protocol):
     """Memory that another process can map.
 
     Attributes:
-        descriptor: Of the memory.
+        descriptor: Of the memory; negative once it was given back.
         nbytes: Its length.
     """
 
@@ -93,7 +93,8 @@ class WriterProcess:
             numbers = [self._send_region(connection, region) for region in regions]
             places = {name: _place(view, regions, numbers) for name, view in memory.items()}
             files = tuple(replace(file, frame=no_frame) for file in plan.files)
-            connection.send((replace(plan, files=files), root, options, places))
+            alive = {number for one, number in self._regions.items() if one.descriptor >= 0}
+            connection.send((replace(plan, files=files), root, options, places, alive))
             found = self._answer(connection, plan)
         except (EOFError, OSError) as error:
             raise self._ended() from error
@@ -147,8 +148,7 @@ class WriterProcess:
         """Tell the child of a region that it does not know; return its number."""
         if region not in self._regions:
             assert self._child
-            alive = sorted(self._regions.values())
-            connection.send((self._count, region.nbytes, alive))
+            connection.send((self._count, region.nbytes))
             send_handle(connection, region.descriptor, self._child.pid)
             self._regions[region] = self._count
             self._count += 1

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ckptctl.distributed.group import Group
+from ckptctl.distributed.group import Group, reaching
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.coordinator import Coordinator, together
 
@@ -63,13 +63,20 @@ class Ballot:
     def all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
         """Do *work* on every rank; if it fails on any, *undo* it on the others and raise on all.
 
+        It is undone, too, when the ranks cannot be asked.
+
         Raises:
             CkptError: What this rank's work raised, or another's.
         """
         done, error = attempt(work)
-        if any(self._highest([error is not None])):
-            for result in done:
-                undo(result)
+        failed = True
+        try:
+            failed = any(self._highest([error is not None]))
+        finally:
+            if failed:
+                for result in done:
+                    undo(result)
+        if failed:
             self.fail(error)
         return done[0]
 
@@ -83,7 +90,8 @@ class Ballot:
             return list(numbers)
         # Not `all_gather` of objects: those are sent twice, and by every rank to every other.
         found = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._ranks.group)
+        with reaching():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._ranks.group)
         return [int(number) for number in found.tolist()]
 
     def _disagreement(self, meaning: Sequence[object]) -> RefusedError:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,10 @@ from ckptctl.distributed.group import Group, reaching
 from ckptctl.distributed.targets import Place
 from ckptctl.ops.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
+from ckptctl.storage.urls import is_url
 
 SLOW = 1 << 30
-SAMPLE = 8 << 20
+SAMPLE = 2 << 20
 BUCKET = 16 << 20
 Wish = tuple[str, Box, int, bool]
 """Name, box, bytes, and whether its device can take part."""
@@ -48,40 +48,29 @@ class Turn(NamedTuple):
     box: Box
 
 
-class Sharing(NamedTuple):
-    """What one rank reads, and what is sent to whom.
+def pays(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
+    """Return whether what several ranks want should be read once and sent.
 
-    Attributes:
-        reads: What this rank reads itself.
-        turns: Boxes that it shares with others, in an order that all of them have.
-    """
-
-    reads: list[Place]
-    turns: list[Turn]
-
-
-def wants_broadcast(choice: bool | Literal["auto"], catalog: Catalog, ranks: Coordinator) -> bool:
-    """Return whether what several ranks want is read once and sent.
-
-    With ``auto`` it is where they sit on several machines, or where the storage gives the slowest
-    of them less than a gigabyte a second; otherwise the page cache does the same for less.
+    It should where they sit on several machines, or where the storage gives the slowest of them
+    less than a gigabyte a second; otherwise the page cache does the same for less.
 
     Args:
-        choice: What the user says.
-        catalog: A small part of it is read to see how fast that goes.
-        ranks: All of them.
+        hosts: The machine of each rank.
+        speeds: What :func:`speed_of` says on each of them.
     """
-    if choice != "auto" or ranks.world == 1:
-        return bool(choice) and ranks.world > 1
-    said = ranks.all_gather((socket.gethostname(), _speed(catalog)))
-    return len({host for host, _ in said}) > 1 or min(speed for _, speed in said) < SLOW
+    return len(set(hosts)) > 1 or min(speeds) < SLOW
 
 
-def _speed(catalog: Catalog) -> float:
-    """Return the bytes per second of a short read from the largest file; a small one is fast."""
+def speed_of(catalog: Catalog) -> float:
+    """Return the bytes per second of a short read from the largest file; a small one is fast.
+
+    What is behind a URL is taken to be slow: each byte should come over the network once.
+    """
     name = max(catalog.files, key=lambda one: catalog.files[one], default=None)
     if name is None or catalog.files[name] < SAMPLE:
         return math.inf
+    if is_url(catalog.root):
+        return 0.0
     try:
         with Path(catalog.root, name).open("rb", buffering=0) as file:
             start = time.perf_counter()
@@ -91,20 +80,32 @@ def _speed(catalog: Catalog) -> float:
         return math.inf
 
 
-def share(places: Sequence[Place], ranks: Coordinator) -> Sharing:
+def share(places: Sequence[Place], ranks: Coordinator) -> list[Turn]:
     """Decide who reads what of the boxes that several ranks hold.
 
     Args:
         places: What this rank holds.
         ranks: All of them; a :class:`~ckptctl.distributed.group.Group`.
+
+    Returns:
+        The boxes that this rank shares with others, in an order that all of them have.
     """
     able = _devices(ranks)
     wishes = [(p.name, p.box, p.tensor.nbytes, p.tensor.device.type in able) for p in places]
-    turns = through_first(ranks, lambda: wishes, _turns)
+    return through_first(ranks, lambda: wishes, _turns)
+
+
+def own_reads(places: Sequence[Place], turns: Sequence[Turn], rank: int) -> list[Place]:
+    """Return what *rank* reads itself of *places*.
+
+    Args:
+        places: What it holds.
+        turns: What it shares with others.
+        rank: This one.
+    """
     shared = {turn.place for turn in turns}
     reads = [place for index, place in enumerate(places) if index not in shared]
-    reads += [places[turn.place].part(turn.box) for turn in turns if turn.reader == ranks.rank]
-    return Sharing(reads, turns)
+    return reads + [places[turn.place].part(turn.box) for turn in turns if turn.reader == rank]
 
 
 def _devices(ranks: Coordinator) -> set[str]:
@@ -165,7 +166,7 @@ def exchange(places: Sequence[Place], turns: Sequence[Turn], ranks: Coordinator)
     for (holders, reader), own in groupby(turns, key=lambda turn: (turn.holders, turn.reader)):
         parts = (places[turn.place].part(turn.box).tensor for turn in own)
         for bucket in _buckets(parts):
-            with reaching():
+            with reaching(), torch.inference_mode(any(one.is_inference() for one in bucket)):
                 received += _send(bucket, reader, holders, ranks)
     return received
 

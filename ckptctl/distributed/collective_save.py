@@ -14,18 +14,17 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Blob
 from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
-from ckptctl.distributed.rank_output import Held, SaveOptions, add_file, fill, held
+from ckptctl.distributed.rank_output import Held, SaveOptions, held
+from ckptctl.distributed.save_place import Place, place_at
 from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
-from ckptctl.formats.dcp.metadata import METADATA, Item
+from ckptctl.formats.dcp.metadata import Item
 from ckptctl.ops.agreement import Statement, first_to_say, generation, require_agreement, unchanged
 from ckptctl.ops.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.holdings import Packed, digest, pack
-from ckptctl.ops.overwrite import replaceable
 from ckptctl.ops.save_decision import Decision, Share, decide
 from ckptctl.ops.save_values import group_digests, path_of, unpack_groups, written_now
 from ckptctl.ops.saving import RankFiles, RankItems, metadata, tensor_files, with_values
-from ckptctl.storage.publish import Staging, destination, staging, staging_directory
 
 VERSION = 1
 """Of what the key of a plan is made of."""
@@ -76,7 +75,7 @@ class CollectiveSave:
     _held: Held
     _packed: Packed
     _key: bytes
-    _stage: Staging
+    _place: Place
     _decision: Decision
 
     def __init__(
@@ -84,7 +83,7 @@ class CollectiveSave:
         ranks: Coordinator,
         path: Path,
         options: SaveOptions,
-        plans: PlanCache,
+        plans: PlanCache[SavedPlan],
         stack: ExitStack,
     ) -> None:
         self._ranks = ranks
@@ -99,10 +98,11 @@ class CollectiveSave:
     def prepare(self, state: State | StateDict | Held) -> Statement:
         """Find out what this rank holds; on rank 0 also make room beside the destination."""
         try:
-            self._target = destination(self._target.expanduser().absolute())
+            self._place = place_at(self._target, self._options)
+            self._target = self._place.target
             self._hold(held(state))
             if self._ranks.rank == 0:
-                self._make_room()
+                self._place.make_room(self._stack)
             return self._statement()
         except BaseException as error:
             self._error = error
@@ -157,10 +157,6 @@ class CollectiveSave:
         self._key = plan_key(own, self._packed, self._ranks, self._options)
         self._plan = self._plans.get(self._key)
 
-    def _make_room(self) -> None:
-        room = staging(self._target, overwrite=self._options.overwrite, is_checkpoint=replaceable)
-        self._stage = self._stack.enter_context(room)
-
     def _statement(self) -> Statement:
         how = {"files": self._options.files, "overwrite": self._options.overwrite}
         plan, values = self._plan, self._held.holding.values
@@ -183,8 +179,7 @@ class CollectiveSave:
         return through_first(self._ranks, lambda: packed, answer)
 
     def _write(self, files: RankFiles) -> Written:
-        data = staging_directory(self._target) / "data"
-        fill(files.plan, self._held.pieces, data, self._options)
+        self._place.fill(files.plan, self._held.pieces)
         rank, paths = self._ranks.rank, self._held.holding.paths
         values = [
             (Blob(under, path_of(rank, name, under, paths)), files.items[under])
@@ -202,19 +197,17 @@ class CollectiveSave:
             plan.metadata = metadata(self._decision, items)
         assert plan.metadata
         content = plan.metadata.complete([value for one in written for value in one.values])
-        add_file(self._stage.data / METADATA, content, sync=self._options.sync)
-        self._stage.publish()
+        self._place.publish(content)
         return [None] * len(written)
 
     def _require_files(self, written: Sequence[Written]) -> None:
         """Make sure that rank 0 sees what the others wrote."""
         for rank, one in enumerate(written):
             for name, size in one.sizes.items():
-                path = self._stage.data / name
-                if not path.is_file() or path.stat().st_size != size:
+                if self._place.size(name) != size:
                     raise StorageError(
                         f"what rank {rank} wrote is not there",
-                        where=str(path),
+                        where=f"{self._target}, {name}",
                         why="rank 0 does not see it, or not all of it",
                         hint="save to a file system that all ranks share, or with "
                         "collectives=False",

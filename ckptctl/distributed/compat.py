@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from ckptctl.errors import CkptError
 
@@ -64,6 +66,16 @@ def groups() -> int:
     return len(_world.pg_names)
 
 
+def timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long the hosts of *group* wait for each other; None: only its devices do."""
+    host = torch.device("cpu")
+    if host not in group._device_types:
+        return None
+    options = getattr(group._get_backend(host), "options", None)
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, timedelta) else None
+
+
 __all__ = [
     "PRIVATE",
     "ShardedTensor",
@@ -74,5 +86,6 @@ __all__ = [
     "flatten_state_dict",
     "groups",
     "init_state_dict",
+    "timeout",
     "unflatten_state_dict",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -69,11 +70,13 @@ def copy_host(copies: Sequence[HostCopy], jobs: int | None = None) -> None:
                 ctypes.memmove(*one)
 
     others = [threading.Thread(target=work, daemon=True) for _ in range(count - 1)]
-    for thread in others:
-        thread.start()
+    with suppress(RuntimeError):  # the system has no thread left: those that run do it all
+        for thread in others:
+            thread.start()
     work()
     for thread in others:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:

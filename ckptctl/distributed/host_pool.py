@@ -12,6 +12,8 @@ import logging
 import mmap
 import os
 import threading
+from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -20,6 +22,8 @@ from ckptctl.errors import RefusedError, StorageError
 PAGE = mmap.PAGESIZE
 KEPT = 2
 """Regions that wait for the next save: one for each of two savers, or two states in turn."""
+PATIENCE = 4
+"""Saves in a row after which memory goes that none of them needed."""
 
 _log = logging.getLogger("ckptctl")
 
@@ -90,6 +94,7 @@ class HostPool:
         self._kept = kept
         self._free: list[Region] = []
         self._used: set[Region] = set()
+        self._needed: deque[int] = deque(maxlen=PATIENCE)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -106,6 +111,7 @@ class HostPool:
         """
         size = size_class(nbytes)
         with self._lock:
+            self._needed.append(size)
             fitting = [
                 one for one in self._free if size <= one.nbytes <= 2 * size and one.pinned >= pinned
             ]
@@ -119,10 +125,12 @@ class HostPool:
             return found
 
     def give(self, region: Region) -> None:
-        """Take *region* back."""
+        """Take *region* back; what is larger than the last saves needed is not kept."""
         with self._lock:
             self._used.discard(region)
             self._free.append(region)
+            if len(self._needed) == PATIENCE:
+                self._drop(lambda one: one.nbytes > max(self._needed))
             while len(self._free) > (0 if self._closed else self._kept):
                 self._free.pop(0).close()
 
@@ -138,6 +146,11 @@ class HostPool:
         """Return how much it holds."""
         with self._lock:
             return self._held()
+
+    def _drop(self, unwanted: Callable[[Region], bool]) -> None:
+        for region in filter(unwanted, list(self._free)):
+            self._free.remove(region)
+            region.close()
 
     def _held(self) -> int:
         return sum(one.nbytes for one in (*self._free, *self._used))

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.stateful import Stateful
 
-from ckptctl import dtypes, families, formats
-from ckptctl.catalog import Catalog
-from ckptctl.distributed.broadcast import exchange, share, wants_broadcast
-from ckptctl.distributed.group import coordinator, threads
-from ckptctl.distributed.state import State, plain_of, state_of
-from ckptctl.distributed.targets import Everything, everything, places_of, wanted_of
-from ckptctl.distributed.values import put, read_values
+from ckptctl import dtypes, families
+from ckptctl.distributed.collective_load import CollectiveLoad
+from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.load_agreement import Broadcast, How
 from ckptctl.errors import UsageError
-from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
-from ckptctl.ops.coordinator import Alone, Coordinator, on_first, together
-from ckptctl.ops.leftovers import Comparison, compare
+from ckptctl.ops.coordinator import Alone
 from ckptctl.ops.load_options import LoadOptions, LoadReport
-from ckptctl.ops.loading import Reading, prepare
-from ckptctl.ops.nothing_lost import require_nothing_lost
-from ckptctl.ops.state_mapping import map_state
-from ckptctl.planner.plan import Plan
-from ckptctl.storage.executor import ExecutionOptions, execute
-
-Broadcast = bool | Literal["auto"]
 
 
 def load(
@@ -116,7 +102,8 @@ def load(
     group = coordinator(process_group)
     ranks = group if collectives else Alone()
     with families.using(converter):
-        return _Load(ranks, group, options, broadcast).into(state_dict, path)
+        how = How(options, broadcast, converter)
+        return CollectiveLoad(ranks, group, how).into(state_dict, path)
 
 
 def _floating(dtype: str | None) -> str | None:
@@ -126,135 +113,3 @@ def _floating(dtype: str | None) -> str | None:
     if name is None or not dtypes.BY_NAME[name].floating:
         raise UsageError(f"`{dtype}` is not a floating dtype", where="dequantize")
     return name
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """What one rank knows before a byte moves."""
-
-    reading: Reading
-    plan: Plan
-    comparison: Comparison
-    values: Mapping[str, object]
-
-
-class _Load:
-    """One call of :func:`load`."""
-
-    def __init__(
-        self, ranks: Coordinator, group: Coordinator, options: LoadOptions, broadcast: Broadcast
-    ) -> None:
-        self.ranks, self.options, self.broadcast = ranks, options, broadcast
-        self.rank = group.rank
-        self.every = ranks.world == group.world
-
-    def into(self, state_dict: MutableMapping[str, Any], path: str | Path) -> LoadReport:
-        """Load the checkpoint at *path*."""
-        plain, state = together(self.ranks, lambda: _plain(state_dict))
-        all_of_it = everything(state, self.ranks, self.broadcast)
-        planned = together(self.ranks, lambda: self._planned(state, all_of_it, path))
-        mapping = planned.reading.mapping
-        if mapping.must_equal or mapping.must_be_zero or mapping.tilings:
-            on_first(self.ranks, lambda: require_nothing_lost(mapping))
-        read, received = self._filled(state, planned)
-        together(self.ranks, lambda: _give(state_dict, plain, state, planned.values))
-        return _report(state, planned, read, received)
-
-    def _planned(self, state: State, all_of_it: Everything, path: str | Path) -> _Planned:
-        own = self._of_this_rank(state, path)
-        catalog = own or self.options.open(path)
-        mapping = map_state(catalog, all_of_it.tensors, self.options)
-        paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
-        found = compare(mapping, paths, all_of_it.values)
-        if self.options.strict:
-            # A rank by itself cannot know what the others take.
-            seen = found if self.every else replace(found, unexpected=())
-            seen.require_equal(mapping)
-        wanted, _ = wanted_of(state, places_of(state))
-        reading = prepare(mapping, wanted, cast=self.options.cast, whole=own is None)
-        plan = reading.plan(wanted)
-        values = read_values(mapping, state.values, self.rank, trusted=self.options.trusted)
-        return _Planned(reading, plan, found, values)
-
-    def _of_this_rank(self, state: State, path: str | Path) -> Catalog | None:
-        """Return what this rank wrote for itself, if that is all that it wants."""
-        source = formats.existing(path)
-        if self.every or self.options != LoadOptions(
-            strict=self.options.strict,
-            cast=self.options.cast,
-            trusted=self.options.trusted,
-            checksum=self.options.checksum,
-            jobs=self.options.jobs,
-        ):
-            return None
-        if formats.detect(source).name != DcpRankLocalFormat.name:
-            return None
-        found = read_rank(source, self.rank)
-        return found if found and _holds(found, state) else None
-
-    def _filled(self, state: State, planned: _Planned) -> tuple[int, int]:
-        """Read, and exchange with other ranks; return the bytes read and received."""
-        places, reading = places_of(state), planned.reading
-        if not wants_broadcast(self.broadcast, reading.mapping.catalog, self.ranks):
-            views = wanted_of(state, places)[1]
-            return together(self.ranks, lambda: self._read(planned.plan, views)), 0
-        sharing = share(places, self.ranks)
-
-        def part() -> int:
-            wanted, views = wanted_of(state, sharing.reads)
-            return self._read(reading.plan(wanted), views)
-
-        read = together(self.ranks, part)
-        return read, exchange(places, sharing.turns, self.ranks)
-
-    def _read(self, plan: Plan, views: Mapping[str, memoryview]) -> int:
-        jobs, checksum = threads(self.options.jobs), self.options.checksum
-        how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
-        return execute(plan, Path(plan.source_root), how, lambda _: None, memory=views).bytes_read
-
-
-def _plain(state_dict: MutableMapping[str, Any]) -> tuple[dict[str, Any], State]:
-    """Return *state_dict* with what its objects say of themselves, and what it holds."""
-    plain = plain_of(state_dict)
-    return plain, state_of(plain)
-
-
-def _holds(catalog: Catalog, state: State) -> bool:
-    """Whether the boxes of *catalog* are those that this rank holds."""
-    for name, held in state.tensors.items():
-        entry = catalog.tensors.get(name)
-        if entry is None:
-            return False
-        boxes = {extent.box for extent in entry.extents}
-        if not all(piece.box in boxes for piece in held.pieces):
-            return False
-    return all(name in catalog.blobs for name in state.values)
-
-
-def _give(
-    state_dict: MutableMapping[str, Any],
-    plain: dict[str, Any],
-    state: State,
-    values: Mapping[str, object],
-) -> None:
-    """Put other leaves where they belong, and give objects their state."""
-    for name, value in values.items():
-        put(plain, state.values[name].path, value)
-    for key, found in plain.items():
-        own = state_dict[key]
-        if isinstance(own, Stateful):
-            own.load_state_dict(found)
-        else:
-            state_dict[key] = found
-
-
-def _report(state: State, planned: _Planned, read: int, received: int) -> LoadReport:
-    mapping = planned.reading.mapping
-    tensors = (name for name in state.tensors if name in mapping.offered)
-    return planned.comparison.report(
-        mapping,
-        (*tensors, *planned.values),
-        planned.reading.cast,
-        bytes_read=read,
-        bytes_received=received,
-    )

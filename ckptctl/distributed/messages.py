@@ -15,6 +15,9 @@ import torch.distributed as dist
 HEAD = 8
 SHORT = 1024
 """Bytes of the first exchange, per rank."""
+_renamed = hasattr(dist, "all_gather_single")
+_all_gather = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
+"""torch 2.13 warns of the older name."""
 
 
 def gather_bytes(
@@ -32,7 +35,7 @@ def gather_bytes(
     """
     world = dist.get_world_size(group)
     found = torch.zeros(world * SHORT, dtype=torch.uint8)
-    dist.all_gather_into_tensor(found, _padded(_first(own, len(own)), SHORT), group=group)
+    _all_gather(found, _padded(_first(own, len(own)), SHORT), group=group)
     heads = [bytes(row) for row in found.view(world, SHORT).numpy()]
     lengths = [_length(head) for head in heads]
     longest = max(lengths)

@@ -1,10 +1,11 @@
-"""Plans of earlier saves, for states that are structured as they were then."""
+"""Plans of earlier saves and loads, for states that are structured as they were then."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from ckptctl.catalog import memory_key
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
@@ -13,6 +14,17 @@ from ckptctl.ops.saving import TensorFiles
 
 ENTRIES = 8
 NBYTES = 1 << 30
+
+
+class Plan(Protocol):
+    """What a cache keeps."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how much memory it takes."""
+
+
+T = TypeVar("T", bound=Plan)
 
 
 @dataclass(slots=True)
@@ -43,7 +55,7 @@ def chunks_of(plan: SavedPlan) -> set[int]:
     return {int(memory_key(one.file)) for copy in transfers for one in copy.source.operands}
 
 
-class PlanCache:
+class PlanCache(Generic[T]):
     """The plans used last, by the key of what a rank holds; safe to use from several threads.
 
     Args:
@@ -54,10 +66,10 @@ class PlanCache:
     def __init__(self, entries: int = ENTRIES, nbytes: int = NBYTES) -> None:
         self._entries = entries
         self._nbytes = nbytes
-        self._plans: OrderedDict[bytes, SavedPlan] = OrderedDict()
+        self._plans: OrderedDict[bytes, T] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> SavedPlan | None:
+    def get(self, key: bytes) -> T | None:
         """Return the plan for *key* and take note that it was used."""
         with self._lock:
             found = self._plans.get(key)
@@ -65,7 +77,7 @@ class PlanCache:
                 self._plans.move_to_end(key)
             return found
 
-    def put(self, key: bytes, plan: SavedPlan) -> None:
+    def put(self, key: bytes, plan: T) -> None:
         """Keep *plan*, and let those go that were not used for longest."""
         with self._lock:
             self._plans[key] = plan
@@ -75,6 +87,11 @@ class PlanCache:
                 or sum(one.nbytes for one in self._plans.values()) > self._nbytes
             ):
                 self._plans.popitem(last=False)
+
+    def plans(self) -> list[T]:
+        """Return all of them, the one used last first; this does not count as using them."""
+        with self._lock:
+            return list(reversed(self._plans.values()))
 
     def clear(self) -> None:
         """Let all plans go."""

@@ -19,8 +19,8 @@ from ckptctl.ops.holdings import DIGEST, Chunk, Holding
 from ckptctl.planner.copies import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.executor import Execution, ExecutionOptions, execute
-from ckptctl.storage.remote import url_of
 from ckptctl.storage.sync import sync_directory
+from ckptctl.storage.urls import is_url, masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ def require_local(path: str | Path) -> None:
     Raises:
         RefusedError: It is one.
     """
-    if url_of(path):
+    if is_url(path):
         raise RefusedError(
-            "saving to a URL goes through torch's `dcp.save`",
-            where=str(path),
-            hint="`dcp.save(state, storage_writer=ckptctl.distributed.Writer(url))`",
+            "a save without collectives cannot go to a URL",
+            where=masked(os.fspath(path)),
+            hint="save with collectives, or to a file system",
         )
 
 

@@ -19,7 +19,6 @@ from ckptctl.catalog import Box, Catalog, memory_name
 from ckptctl.distributed.catalog_metadata import CatalogMetadata, leaves_of
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.noted import noted
-from ckptctl.distributed.remote_reading import Remote
 from ckptctl.distributed.state import state_of
 from ckptctl.distributed.tensor_memory import steps_of, target
 from ckptctl.distributed.values import read_values
@@ -111,9 +110,7 @@ class Reader(StorageReader):
         """Forget the last load; from now on read *checkpoint_id*, where one is given."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
-            self._url = remote.url_of(checkpoint_id)
         self._rank = 0
-        self._remote: Remote | None = None
         self._metadata: CatalogMetadata | None = None
         self.bytes_read = 0
 
@@ -201,10 +198,7 @@ class Reader(StorageReader):
         return remote.known(checkpoint_id)
 
     def _open(self) -> Catalog:
-        if self._url:
-            self._remote = Remote(self._url)
-            return self._remote.catalog
-        return self._options.open(remote.local_path(self.checkpoint_id))
+        return self._options.open(os.fspath(self.checkpoint_id))
 
     def _mapping(self) -> StateMapping:
         assert self._metadata
@@ -216,16 +210,10 @@ class Reader(StorageReader):
         wanted = _wanted(items, staged, self._mapping())
         cast = self._options.cast or bool(getattr(planner, "cast", False))
         views = {memory_name(key): target(tensor) for key, tensor in staged.items()}
-        mapping, whole = self._mapping(), True
-        if self._remote:
-            mapping, memory, whole = self._remote.located(mapping, wanted)
-            views |= memory
-        plan = prepare(mapping, wanted, cast=cast, whole=whole).plan(wanted)
+        plan = prepare(self._mapping(), wanted, cast=cast).plan(wanted)
         jobs, checksum = threads(self._options.jobs), self._options.checksum
         how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
         done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
-        if self._remote:
-            self._remote.require_unchanged()
         self.bytes_read = done.bytes_read
         for item, tensor in found:
             planner.commit_tensor(item, tensor)
@@ -237,7 +225,6 @@ class Reader(StorageReader):
             [item.storage_index.fqn for item in items],
             self._rank,
             trusted=self._options.trusted,
-            files=self._remote.files if self._remote else None,
         )
         contents: dict[str, io.BytesIO] = {}
         for name, value in found.items():

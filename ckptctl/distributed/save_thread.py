@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from ckptctl.distributed.save_future import SaveFuture
+from ckptctl.errors import StorageError
 
 Callback = Callable[[Path], object]
 
@@ -37,22 +40,37 @@ class SaveThread:
         self._work: list[tuple[Callable[[], Path], Callable[[], None]]] = [(write, release)]
         self._on_staged = on_staged
         self._on_published = on_published
+        self._begin: SimpleQueue[bool] = SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, name=f"save {future.path.name}", daemon=False
         )
 
     def start(self) -> None:
-        """Begin.
+        """Have a thread ready, which waits for :meth:`proceed` or :meth:`abandon`.
 
         Raises:
-            RuntimeError: The system has no thread left; the memory was given back.
+            StorageError: The system has no thread left; the memory was given back.
         """
         try:
             self._thread.start()
-        except BaseException:
+        except RuntimeError as error:
             self._work.pop()[1]()
-            raise
+            raise StorageError(
+                "no thread could be started for the save",
+                why=str(error),
+                hint="look at the limits on processes (`ulimit -u`), or save synchronously",
+            ) from error
+
+    def proceed(self) -> None:
+        """Let it write."""
+        self._begin.put(True)
+
+    def abandon(self) -> None:
+        """Let it end without having written, and give the memory back."""
+        self._begin.put(False)
+        self._thread.join()
+        self._work.pop()[1]()
 
     @property
     def busy(self) -> bool:
@@ -78,7 +96,16 @@ class SaveThread:
         """Return whether it failed and nobody has taken that yet."""
         return self._failure is not None
 
+    def _may_begin(self) -> bool:
+        """Wait for the word; when the interpreter ends before it is given, that is no."""
+        while threading.main_thread().is_alive():
+            with suppress(Empty):
+                return self._begin.get(timeout=1)
+        return False
+
     def _run(self) -> None:
+        if not self._may_begin():
+            return
         self._call(self._on_staged, "on_staged")
         # Nothing here may keep the copy, or tensors that were not copied, when it is written.
         write, release = self._work.pop()

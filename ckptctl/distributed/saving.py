@@ -9,16 +9,17 @@ import torch.distributed as dist
 
 from ckptctl.distributed.collective_save import CollectiveSave
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.plan_cache import PlanCache
+from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
 from ckptctl.distributed.rank_local import write_alone
 from ckptctl.distributed.rank_output import Held, SaveOptions, require_local
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.ops.coordinator import Coordinator
 from ckptctl.planner.copies import MIB
+from ckptctl.storage.remote_path import named
 
 __all__ = ["SaveOptions", "save", "write"]
 
-PLANS = PlanCache()
+PLANS = PlanCache[SavedPlan]()
 """The plans of this process."""
 
 
@@ -40,7 +41,8 @@ def save(
     Args:
         state_dict: Nested dictionaries of tensors, DTensors, ShardedTensors and other leaves;
             objects with ``state_dict()`` are asked for theirs. It stays as it is.
-        path: Where the checkpoint will appear; on a file system that all ranks see.
+        path: Where the checkpoint will appear; on a file system that all ranks see, or behind a URL
+            (``s3://``, ``gs://``), where ``.metadata`` is uploaded last.
         process_group: The ranks, in a group whose backend takes CPU tensors (gloo); None: the
             default group, or this process alone.
         collectives: Without, every rank writes all that it holds, and metadata of its own, and
@@ -58,11 +60,11 @@ def save(
     Raises:
         CkptError: Nothing was published; on every rank, whichever failed.
     """
-    require_local(path)
     options = SaveOptions(overwrite, files, jobs, memory, sync, checksum)
     ranks = coordinator(process_group)
     if collectives:
-        return write(state_dict, Path(path), ranks, options)
+        return write(state_dict, named(path), ranks, options)
+    require_local(path)
     return write_alone(state_of(state_dict), Path(path), ranks.rank, ranks.world, options)
 
 
@@ -71,7 +73,7 @@ def write(
     path: Path,
     ranks: Coordinator,
     options: SaveOptions,
-    plans: PlanCache = PLANS,
+    plans: PlanCache[SavedPlan] = PLANS,
 ) -> Path:
     """Plan, write and publish what all ranks hold; see :func:`save`.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,8 +12,9 @@ from ckptctl.catalog import Box, memory_name
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.state import State
 from ckptctl.distributed.tensor_memory import steps_of, target
-from ckptctl.errors import MappingError, UsageError
+from ckptctl.errors import MappingError
 from ckptctl.ops.coordinator import Coordinator
+from ckptctl.ops.holdings import digest
 from ckptctl.ops.state_mapping import Leaf
 from ckptctl.ops.wanted import Target, Wanted
 
@@ -57,10 +57,8 @@ class Everything:
     @property
     def digest(self) -> bytes:
         """Return what tells two of them apart."""
-        found = hashlib.blake2b(digest_size=16)
-        for name, leaf in (*self.tensors.items(), *self.values.items()):
-            found.update(repr((name, leaf)).encode(errors="surrogatepass"))
-        return found.digest()
+        leaves = [(n, one.dtype, one.shape, one.path) for n, one in self.tensors.items()]
+        return digest((leaves, list(self.values.items())))
 
 
 def places_of(state: State) -> list[Place]:
@@ -72,45 +70,57 @@ def places_of(state: State) -> list[Place]:
     ]
 
 
-def wanted_of(
-    state: State, places: Iterable[Place]
-) -> tuple[dict[str, Wanted], dict[str, memoryview]]:
-    """Return *places* as targets of a plan, and the memory that the plan's names stand for."""
+def views_of(places: Iterable[Place]) -> dict[str, memoryview]:
+    """Return the memory that a plan's names of *places* stand for."""
+    return {memory_name(str(number)): target(one.tensor) for number, one in enumerate(places)}
+
+
+def wanted_of(state: State, places: Iterable[Place]) -> dict[str, Wanted]:
+    """Return *places* as targets of a plan."""
     targets: dict[str, list[Target]] = {name: [] for name in state.tensors}
-    views: dict[str, memoryview] = {}
     for number, place in enumerate(places):
-        views[memory_name(str(number))] = target(place.tensor)
         targets[place.name].append(Target(place.box, str(number), steps_of(place.tensor)))
-    wanted = {
+    return {
         name: Wanted(held.described.dtype, held.described.shape, tuple(targets[name]))
         for name, held in state.tensors.items()
     }
-    return wanted, views
 
 
-def everything(state: State, ranks: Coordinator, broadcast: object = None) -> Everything:
-    """Return what all *ranks* want; they only tell each other where they differ.
+def structure_of(state: State, places: Sequence[Place]) -> bytes:
+    """Return a digest of all that a plan of a load depends on in what this rank holds.
 
     Args:
-        state: What this rank has.
-        ranks: The group.
-        broadcast: The option, which has to be the same on all of them.
-
-    Raises:
-        MappingError: Two ranks disagree on what a tensor is.
-        UsageError: Two ranks were given different options.
+        state: What it holds.
+        places: Its boxes.
     """
+    tensors = [(name, held.described) for name, held in state.tensors.items()]
+    boxes = [
+        (one.name, one.box.offsets, one.box.sizes, steps_of(one.tensor), one.tensor.device.type)
+        for one in places
+    ]
+    values = [(name, leaf.path) for name, leaf in state.values.items()]
+    return digest((tensors, boxes, values))
+
+
+def own_part(state: State) -> Everything:
+    """Return what this rank wants."""
     described = {name: held.described for name, held in state.tensors.items()}
-    own = Everything(
+    return Everything(
         {name: Leaf(one.dtype, one.shape, one.path) for name, one in described.items()},
         {name: leaf.path for name, leaf in state.values.items()},
     )
-    said = ranks.all_gather((own.digest, repr(broadcast)))
-    told = list(dict.fromkeys(option for _, option in said))
-    if len(told) > 1:
-        raise UsageError("`broadcast` differs between ranks", why=" and ".join(told))
-    if len(set(said)) == 1:
-        return own
+
+
+def everything(own: Everything, ranks: Coordinator) -> Everything:
+    """Return what all *ranks* want, where they do not want the same.
+
+    Args:
+        own: What this rank wants.
+        ranks: The group.
+
+    Raises:
+        MappingError: Two ranks disagree on what a tensor is.
+    """
     tensors: dict[str, Leaf] = {}
     values: dict[str, Keys] = {}
     for rank, one in enumerate(ranks.all_gather(own)):

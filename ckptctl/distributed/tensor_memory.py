@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -26,28 +27,59 @@ class Filled:
 
     def __setitem__(self, part: slice, content: memoryview) -> None:
         """Write a part, as bytes of the row-major elements."""
-        elements = torch.frombuffer(content, dtype=self._tensor.dtype)
-        _fill(self._tensor, part.start // self._tensor.element_size(), elements)
+        with torch.inference_mode(self._tensor.is_inference()):
+            for place, elements in _parts(self._tensor, part.start, content):
+                place.copy_(elements)
 
 
-def _fill(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> None:
-    """Write *elements* behind the first *start* ones of *tensor*."""
+class Compared:
+    """A tensor that is to have the elements already that are written to it row by row.
+
+    Args:
+        tensor: On any device.
+        differs: Called when it has others, once or more often.
+    """
+
+    def __init__(self, tensor: torch.Tensor, differs: Callable[[], None]) -> None:
+        self._tensor = tensor
+        self._differs = differs
+
+    def __setitem__(self, part: slice, content: memoryview) -> None:
+        """Compare a part, given as bytes of the row-major elements."""
+        for place, elements in _parts(self._tensor, part.start, content):
+            own = place.resolve_conj().resolve_neg().contiguous().cpu()
+            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (own, elements))):
+                self._differs()
+
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""A view of a tensor, and elements of the same shape."""
+
+
+def _parts(tensor: torch.Tensor, first: int, content: memoryview) -> Iterator[Part]:
+    """Yield where the bytes behind the first ones of the row-major elements belong."""
+    elements = torch.frombuffer(content, dtype=tensor.dtype)
+    yield from _split(tensor, first // tensor.element_size(), elements)
+
+
+def _split(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> Iterator[Part]:
+    """Yield the places of *elements*, which come behind the first *start* ones of *tensor*."""
     if tensor.ndim < 2:
         target = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        target[start : start + len(elements)].copy_(elements)
+        yield target[start : start + len(elements)], elements
         return
     inner = math.prod(tensor.shape[1:])
     first, skip = divmod(start, inner)
     if skip:
         count = min(inner - skip, len(elements))
-        _fill(tensor[first], skip, elements[:count])
+        yield from _split(tensor[first], skip, elements[:count])
         first, elements = first + 1, elements[count:]
     rows = len(elements) // inner
     if rows:
         whole = elements[: rows * inner].view(rows, *tensor.shape[1:])
-        tensor[first : first + rows].copy_(whole)
+        yield tensor[first : first + rows], whole
     if len(elements) > rows * inner:
-        _fill(tensor[first + rows], 0, elements[rows * inner :])
+        yield from _split(tensor[first + rows], 0, elements[rows * inner :])
 
 
 def in_place(tensor: torch.Tensor) -> bool:

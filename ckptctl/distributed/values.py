@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pathlib
 import pickle
 from collections.abc import Collection, MutableMapping, MutableSequence
 from contextlib import nullcontext
@@ -13,12 +14,15 @@ import torch
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import UnsafePickleError
 from ckptctl.formats.shared.value_bytes import value_bytes
-from ckptctl.ops.leftovers import held_as
+from ckptctl.ops.leftovers import held_as, kept_apart
 from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.storage.files import SourceFiles
 
 NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-FLOATS = ("float16", "float32", "float64")
+FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+TEXT_AND_TIMES = ("U1", "S1", "datetime64", "timedelta64")
+PATH_MODULES = ("pathlib", "pathlib._local")
+PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 
 
 def read_values(
@@ -27,7 +31,6 @@ def read_values(
     rank: int,
     *,
     trusted: bool,
-    files: SourceFiles | None = None,
 ) -> dict[str, object]:
     """Return what the checkpoint has for each of the state's leaves that are no tensors.
 
@@ -36,22 +39,32 @@ def read_values(
         values: Names of the leaves of the state.
         rank: Whose value is preferred where every rank has its own.
         trusted: Whether they may run code when they are unpickled.
-        files: The checkpoint's; None: those below its root.
 
     Raises:
         UnsafePickleError: A leaf needs a class that is not known to be harmless.
     """
     found: dict[str, object] = {}
     catalog = mapping.catalog
-    with nullcontext(files) if files else SourceFiles(catalog.root) as opened:
-        for name in values:
-            held = held_as(mapping, name, rank, values)
-            if held is not None:
-                blob = catalog.blobs[held]
-                where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
-                content = io.BytesIO(value_bytes(opened, blob))
-                found[name] = unpickled(content, blob.name, where, trusted=trusted)
+    with SourceFiles(catalog.root) as opened:
+        for name, held in held_names(mapping, values, rank).items():
+            blob = catalog.blobs[held]
+            where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
+            content = io.BytesIO(value_bytes(opened, blob))
+            found[name] = unpickled(content, blob.name, where, trusted=trusted)
     return found
+
+
+def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
+    """Return the name in the checkpoint of each leaf of the state that it has.
+
+    Args:
+        mapping: See :func:`read_values`.
+        values: See there.
+        rank: See there.
+    """
+    apart = kept_apart(mapping.catalog) if values and rank else ()
+    found = {name: held_as(mapping, name, rank, values, apart) for name in values}
+    return {name: held for name, held in found.items() if held is not None}
 
 
 def unpickled(content: io.BytesIO, name: str, where: str, *, trusted: bool) -> object:
@@ -80,16 +93,22 @@ def unpickled(content: io.BytesIO, name: str, where: str, *, trusted: bool) -> o
 
 
 def _harmless() -> list[Any]:
-    """Return what numpy's random-number states and numbers are made of."""
+    """Return what paths are made of, and numpy's random-number states, numbers, texts and times.
+
+    Structured dtypes are not among them: their pickled flags can pass pointers off as numbers.
+    """
     import _codecs
 
+    # Python 3.13 has these classes in `pathlib._local`, the others in `pathlib`.
+    paths = [(one, f"{module}.{one.__name__}") for one in PATHS for module in PATH_MODULES]
     try:
         import numpy
     except ImportError:
-        return []
+        return paths
     core = cast(Any, getattr(numpy, "_core", None) or numpy.core).multiarray
-    kinds = {type(numpy.dtype(name)) for name in (*NUMBERS, *FLOATS)}
+    kinds = {type(numpy.dtype(name)) for name in (*NUMBERS, *FLOATS, *TEXT_AND_TIMES)}
     return [
+        *paths,
         core._reconstruct,
         core.scalar,
         numpy.ndarray,

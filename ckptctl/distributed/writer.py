@@ -33,6 +33,7 @@ from ckptctl.ops.overwrite import replaceable
 from ckptctl.planner.copies import MIB
 from ckptctl.storage import remote
 from ckptctl.storage.publish import Staging, destination, staging, staging_directory
+from ckptctl.storage.urls import local_path
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
@@ -254,7 +255,7 @@ def _close(stack: ExitStack) -> None:
 
 
 def _destination(path: str | os.PathLike[str]) -> Path:
-    return destination(Path(remote.local_path(path)).expanduser().absolute())
+    return destination(Path(local_path(path)).expanduser().absolute())
 
 
 def _require_all(metadata: Metadata, stored: Any, where: str) -> None:

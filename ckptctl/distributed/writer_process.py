@@ -47,20 +47,20 @@ def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQue
     try:
         while True:
             message = connection.recv()
-            if isinstance(message, tuple) and len(message) == 3:
+            if isinstance(message, tuple) and len(message) == 2:
                 _map(connection, regions, *message)
-            else:
-                messages.put(message)
+                continue
+            if isinstance(message, tuple):
+                *message, alive = message
+                for gone in regions.keys() - alive:
+                    del regions[gone]
+            messages.put(message)
     except BaseException:
         os._exit(1)
 
 
-def _map(
-    connection: Connection, regions: Regions, number: int, nbytes: int, alive: list[int]
-) -> None:
+def _map(connection: Connection, regions: Regions, number: int, nbytes: int) -> None:
     descriptor = recv_handle(connection)
-    for gone in regions.keys() - set(alive):
-        del regions[gone]
     mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
     os.close(descriptor)
     regions[number] = memoryview(mapped)

@@ -19,6 +19,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, listed, nearest
 from ckptctl.formats import checksums, foreign, plugins
 from ckptctl.formats.base import Format, ReadOptions, Sniff, WritableFormat
+from ckptctl.storage.nearby import nearby
+from ckptctl.storage.remote_path import path_of
 from ckptctl.units import natural_key
 
 LOOKED_AT = 200
@@ -223,7 +225,9 @@ def existing(path: str | Path) -> Path:
     Raises:
         SourceNotFoundError: There is nothing there.
     """
-    absolute = Path(path).expanduser().absolute()
+    absolute = path_of(path).expanduser().absolute()
     if not absolute.exists():
-        raise SourceNotFoundError("no such file or directory", where=str(path))
+        raise SourceNotFoundError(
+            "no such file or directory", where=str(path), hint=nearby(absolute)
+        )
     return absolute

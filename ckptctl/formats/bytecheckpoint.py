@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
 from ckptctl.dtypes import itemsize
-from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, listed
+from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, StorageError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.dcp.metadata import METADATA, TABLE, Leaf, leaves_of
@@ -90,7 +90,7 @@ def _unfit(files: SourceFiles, leaves: Mapping[str, Leaf], where: str) -> dict[s
     for file, ranges in by_file.items():
         try:
             require_tiled(ranges, {file: files.size(file)}, where)
-        except DamagedError as error:
+        except (DamagedError, StorageError) as error:
             unfit[file] = replace(of_error(error, files.root), file=file)
         except SourceNotFoundError:
             continue

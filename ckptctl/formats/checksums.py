@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.remote_path import path_at
 
 MANIFEST = "ckptctl.manifest.json"
 SCHEMA = "ckptctl.manifest/1"
@@ -27,7 +27,7 @@ def attach(catalog: Catalog) -> Catalog:
     Raises:
         DamagedError: The manifest is not JSON.
     """
-    if not (Path(catalog.root) / MANIFEST).is_file() or Path(catalog.path).is_file():
+    if not (path_at(catalog.root) / MANIFEST).is_file() or path_at(catalog.path).is_file():
         return catalog
     with SourceFiles(catalog.root) as files:
         described = _described(read_json(files, MANIFEST), str(files.root / MANIFEST))

@@ -21,6 +21,7 @@ from ckptctl.formats.dcp.metadata import METADATA, Leaf, decode
 from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.dcp.union import Union
 from ckptctl.formats.dcp.values import Values
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.own_values import kept_apart
 from ckptctl.storage.collection import no_collection
@@ -87,7 +88,7 @@ def _partial(files: SourceFiles, asked: ReadOptions) -> Catalog:
             leaves = _leaves(files, rank)
         except UnsafePickleError:
             raise
-        except DamagedError as error:
+        except UNUSABLE as error:
             ranks.discard(rank)
             findings.append(replace(of_error(error, files.root), file=metadata_name(rank)))
         else:

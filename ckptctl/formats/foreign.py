@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,6 +93,8 @@ def _identify_file(path: Path) -> str | None:
 
 def _is_tar(path: Path) -> bool:
     try:
+        import tarfile
+
         return tarfile.is_tarfile(path)
     except OSError:
         return False

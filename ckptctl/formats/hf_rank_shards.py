@@ -21,6 +21,7 @@ from ckptctl.errors import CoverageError, DamagedError, FormatError, listed
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
@@ -60,17 +61,18 @@ class HfRankShardsFormat(Format):
         ranks = _ranks(path, shards)
         findings = list(_gaps(path, shards, ranks, asked.partial))
         parts: dict[str, _Parts] = {}
+        sizes: dict[str, int] = {}
         with SourceFiles(path) as files:
             for name in shards:
                 try:
                     header = _header(files, name)
-                except DamagedError as error:
+                except UNUSABLE as error:
                     if not asked.partial:
                         raise
                     findings.append(replace(of_error(error, path), file=name))
                 else:
                     _take(parts, header, name, str(path / name))
-            sizes = {name: files.size(name) for name in shards}
+                    sizes[name] = files.size(name)
         tensors = {key: part.entry(key) for key, part in parts.items()}
         for entry in tensors.values():
             _require_whole(entry, path, partial=bool(findings))
@@ -90,7 +92,7 @@ class HfRankShardsFormat(Format):
             tensors=tensors,
             assets=side_files(path),
             documents=documents(path),
-            notes=(*notes, *left_behind(path, exclude=set(sizes))),
+            notes=(*notes, *left_behind(path, exclude=set(shards))),
             findings=tuple(findings),
             lost=_doubtful(tensors, findings),
         )

@@ -106,8 +106,9 @@ class RankFilesFormat(Format):
         with SourceFiles(path) as files:
             merger, gaps = RankMerger(files, asked), Gaps(path, asked.partial)
             joined = _joined(files, groups, merger, gaps)
-            sizes = {name: files.size(name) for name in _names(path, groups)}
-        beside, described = with_folder(path, CONFIGURATION, exclude={*sizes, SHARDING})
+            names = list(_names(path, groups))
+            sizes = gaps.sizes(files, names)
+        beside, described = with_folder(path, CONFIGURATION, exclude={*names, SHARDING})
         return Catalog(
             root=str(path),
             path=str(path),
@@ -117,7 +118,7 @@ class RankFilesFormat(Format):
             blobs=joined.blobs,
             assets=beside,
             documents=described,
-            notes=(*joined.notes, *left_behind(path, exclude={*sizes, CONFIGURATION})),
+            notes=(*joined.notes, *left_behind(path, exclude={*names, CONFIGURATION})),
             replicas=merger.replicas,
             findings=tuple(gaps.findings),
             lost=merger.lost(gaps.found),

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, UsageError
@@ -19,13 +18,14 @@ from ckptctl.ops.layout_change import Change
 from ckptctl.planner.adapters import PEFT, is_adapter, module_of
 from ckptctl.planner.plan import RawCopy
 from ckptctl.planner.templates import skeleton
+from ckptctl.storage.remote_path import path_at
 
 
 def beside(catalog: Catalog, assets: Assets) -> Assets:
     """Return *assets*, for an adapter with the model's configuration that lies beside it."""
     if assets.documents or not is_adapter(catalog.tensors):
         return assets
-    return replace(assets, documents=documents(Path(catalog.root)))
+    return replace(assets, documents=documents(path_at(catalog.root)))
 
 
 def adapter_papers(

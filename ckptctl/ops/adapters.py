@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.expressions import check_expressions, matching
 from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
+from ckptctl.storage.remote_path import path_at
 
 Json = Mapping[str, object]
 
@@ -174,7 +174,7 @@ def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: st
 def described(catalog: Catalog) -> Json | None:
     """Return the adapter's configuration; None: there is none beside it."""
     own = catalog.documents.get(CONFIG)
-    return own if own is not None else adapter_config(Path(catalog.root)).get(CONFIG)
+    return own if own is not None else adapter_config(path_at(catalog.root)).get(CONFIG)
 
 
 def settings(

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a save: whether they mean the same, and whether plans hold.
+"""What ranks tell each other before a save or a load: do they mean the same, and do plans hold?
 
 A plan is used again only if every rank made it in the same planning (its *generation*) and holds
 exactly what it did then (its *key*): one exchange tells. Where a single rank has changed anything,
@@ -18,16 +18,16 @@ from ckptctl.ops.save_values import still_equal
 
 
 class Statement(NamedTuple):
-    """What one rank says before a save.
+    """What one rank says before a save or a load.
 
     Attributes:
-        target: Where it is to save.
+        target: Where it is to save, or what it is to load.
         how: Options that have to be the same everywhere, by name.
         key: Digest of all that its part of a plan depends on.
         identity: Digest of what it says of its tensors and values.
         generation: Of the plan that it has for this key; empty: none.
         groups: Digests of its values, by the groups of that plan.
-        problem: Why it cannot save.
+        problem: Why it cannot go on.
     """
 
     target: str
@@ -39,16 +39,17 @@ class Statement(NamedTuple):
     problem: CkptError | None = None
 
 
-def require_agreement(said: Sequence[Statement], rank: int) -> None:
+def require_agreement(said: Sequence[Statement], rank: int, places: str = "destinations") -> None:
     """Make sure that all ranks are about to do the same thing.
 
     Args:
         said: By all ranks, in order.
         rank: This one.
+        places: What their targets are.
 
     Raises:
         RankError: Another rank cannot go on.
-        RefusedError: They differ in where or how they are to save.
+        RefusedError: They differ in where or how they are to save or load.
     """
     for other, one in enumerate(said):
         if one.problem and other != rank:
@@ -56,7 +57,7 @@ def require_agreement(said: Sequence[Statement], rank: int) -> None:
     for other, one in enumerate(said):
         if one.target != said[0].target:
             raise RefusedError(
-                "the ranks were told different destinations",
+                f"the ranks were told different {places}",
                 where=one.target,
                 why=f"rank 0: {said[0].target}, rank {other}: {one.target}",
                 hint="pass the same absolute path on every rank",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.storage import publish
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.urls import is_url
 
 WINDOW = 4 << 20
 
@@ -69,7 +72,10 @@ def destination(
 
     Raises:
         RefusedError: It exists and may not be replaced, or lies inside the source or around it.
+        StorageError: Nothing can be made there.
     """
+    if is_url(target):
+        return _remote_destination(source, target)
     found = publish.destination(target.expanduser().absolute())
     real, origin = found.resolve(), source.resolve()
     if real == origin:
@@ -83,12 +89,26 @@ def destination(
     if origin.is_relative_to(real):
         raise RefusedError("the source lies inside the destination", where=str(target))
     publish.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
+    publish.require_writable(found)
     return found
 
 
+def _remote_destination(source: Path, target: Path) -> Path:
+    """Return a destination behind a URL; what is there is looked at when the run begins."""
+    same = source == target or source in target.parents or target in source.parents
+    if same:
+        raise RefusedError("source and destination lie in each other", where=str(target))
+    if not target.name or len(target.parts) < 2:
+        raise RefusedError("the destination needs a name of its own", where=str(target))
+    return target
+
+
 def free(path: Path) -> int:
-    """Return the free bytes of the file system that *path* is, or will be, on."""
-    return publish.free_bytes(path)
+    """Return the free bytes of the file system that *path* is, or will be, on.
+
+    Of a URL it is that of the files on their way there.
+    """
+    return publish.free_bytes(Path(tempfile.gettempdir()) if is_url(path) else path)
 
 
 def published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None) -> None:
@@ -106,7 +126,8 @@ def published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None)
         StorageError: The output holds other bytes than were written.
     """
     ranks = ranks or Alone()
-    root = Path(plan.target).parent if plan.single_file else Path(plan.target)
+    target = path_at(plan.target)
+    root = target.parent if plan.single_file else target
     records = list(zip(plan.records, crcs, strict=True))
     with SourceFiles(root) as files:
         for file in plan.files:
@@ -171,6 +192,8 @@ def _crc(files: SourceFiles, name: str, offset: int, nbytes: int) -> int:
 
 def _drop_cache(files: SourceFiles, name: str) -> None:
     """Ask the system to forget the file's pages, so that the disk itself is read."""
+    if not files.local:
+        return
     descriptor = files.descriptor(name)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

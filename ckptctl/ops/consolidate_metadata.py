@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, FormatError, RefusedError, StorageError
+from ckptctl.errors import DamagedError, FormatError, RefusedError, StorageError, UsageError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item
 from ckptctl.formats.dcp.metadata_writer import encode
@@ -23,7 +23,8 @@ from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.publish import staging
+from ckptctl.storage.publish import require_writable, staging
+from ckptctl.storage.urls import is_url, masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,15 @@ def plan_metadata(path: str | Path, *, check_items: bool = True) -> MetadataPlan
     Raises:
         FormatError: It is something else.
         RefusedError: It has global metadata.
+        StorageError: Nothing can be added to it.
         DamagedError: A rank or a box is missing, or files contradict each other.
     """
+    if is_url(path):
+        raise UsageError(
+            "--metadata-only adds a file beside those of the ranks, which are not behind a URL",
+            where=masked(str(path)),
+            hint="`ckptctl consolidate` without it writes a new checkpoint, anywhere",
+        )
     source = formats.existing(path)
     _require_room(source)
     if FORMAT.sniff(source) is None:
@@ -201,6 +209,7 @@ def _require_room(source: Path) -> None:
             where=str(source / METADATA),
             hint="it can be loaded as it is; if it belongs to an older save, remove it first",
         )
+    require_writable(source / METADATA)
 
 
 def _require_unchanged(plan: MetadataPlan) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.ops import checks, proofs, sharing
+from ckptctl.ops import checks, proofs, sharing, upload
 from ckptctl.ops.adapter_files import beside
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
@@ -30,6 +30,8 @@ from ckptctl.ops.quantised import advised
 from ckptctl.ops.recognise import Json, Recognition, recognise
 from ckptctl.ops.replicas import replicated
 from ckptctl.storage.publish import Staging, free_space, staging
+from ckptctl.storage.remote_path import named, path_at
+from ckptctl.storage.urls import is_url
 
 __all__ = [
     "ConversionOptions",
@@ -75,7 +77,7 @@ def plan_changed(
     target = formats.target(options.to)
     checks.options(options, target)
     source = formats.existing(src)
-    destination = checks.destination(source, Path(dst), options.overwrite, replaceable)
+    destination = checks.destination(source, named(dst), options.overwrite, replaceable)
     catalog = formats.open_checkpoint(
         source,
         options.from_format,
@@ -127,6 +129,8 @@ def run_conversion(
     options = plan.options
     _require_same(plan, ranks)
     together(ranks, lambda: proofs.require_equal(plan, ranks))
+    if is_url(plan.plan.target):
+        return _run_upload(plan, progress, ranks, start)
     with sharing.staged(ranks, lambda: _staging(plan)) as stage:
         on_first(ranks, lambda: _require_room(plan, stage))
         report = progress or (lambda _: None)
@@ -143,6 +147,30 @@ def run_conversion(
         options.verify,
         tuple(stage.notes) if stage else (),
     )
+
+
+def _run_upload(
+    plan: ConversionPlan, progress: Progress | None, ranks: Coordinator, start: float
+) -> ConversionResult:
+    """Carry out *plan*, whose destination is a URL."""
+    options = plan.options
+    upload.require_plain(resume=options.resume, ranks=ranks.world)
+
+    def proven(crcs: Sequence[int]) -> None:
+        if options.verify:
+            checks.published(plan.plan, crcs)
+
+    upload.upload(
+        plan.plan,
+        options.execution(),
+        progress or (lambda _: None),
+        overwrite=options.overwrite,
+        proven=proven,
+    )
+    seconds = time.monotonic() - start
+    target = path_at(plan.plan.target)
+    notes = (upload.NOT_AT_ONCE,) if not upload.at_once(plan.plan.target) else ()
+    return ConversionResult(plan, target, plan.nbytes, seconds, 0, options.verify, notes)
 
 
 def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:

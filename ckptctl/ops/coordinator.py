@@ -89,19 +89,31 @@ def together(ranks: Coordinator, work: Callable[[], T]) -> T:
         CkptError: What this rank's work raised.
         RankError: What another's did.
     """
-    result: list[T] = []
-    error: BaseException | None = None
-    try:
-        result.append(work())
-    except BaseException as failure:
-        error = failure
-    failures = ranks.all_gather(sendable(error))
+    return telling(ranks, lambda: (work(), None))[0]
+
+
+def telling(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, list[R]]:
+    """Do *work* on every rank, as :func:`together`, and let all of them know what came of it.
+
+    Args:
+        ranks: The group.
+        work: Returns what this rank keeps, and what it tells the others; uses no collective.
+
+    Returns:
+        What this rank keeps, and what all of them tell.
+
+    Raises:
+        CkptError: See :func:`together`.
+    """
+    result, error = _attempt(work)
+    found = ranks.all_gather((result[1] if result else None, sendable(error)))
     if error is not None:
         raise error
-    for rank, other in enumerate(failures):
+    for rank, (_, other) in enumerate(found):
         if other is not None:
             raise RankError(rank, other)
-    return result[0]
+    assert result
+    return result[0], [cast(R, told) for told, _ in found]
 
 
 def on_first(ranks: Coordinator, work: Callable[[], T]) -> T | None:

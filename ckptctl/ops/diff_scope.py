@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Literal
 
 from ckptctl import formats
@@ -14,6 +13,7 @@ from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.load_options import LoadOptions
 from ckptctl.ops.state_mapping import Leaf, StateMapping, map_state
 from ckptctl.ops.unpacked import unpacked
+from ckptctl.storage.remote_path import path_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
     """
     state = {n: Leaf(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
-        options = replace(options, assets=Path(a.root))
+        options = replace(options, assets=path_at(a.root))
     try:
         whole = map_state(b, state, options)
         if state.keys() <= whole.offered:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
@@ -23,6 +22,7 @@ from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, parts
 from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.remote_path import path_at
 
 WINDOW = 1 << 20
 """Elements of a window."""
@@ -130,11 +130,11 @@ class Windows:
         plan = reading.plan(boxes)
         for file, identity in plan.sources.items():
             if self.seen.setdefault((plan.source_root, file), identity) != identity:
-                where = str(Path(plan.source_root) / file)
+                where = str(path_at(plan.source_root) / file)
                 raise DamagedError("a file changed while it was being read", where=where)
         how = ExecutionOptions(jobs=self.jobs, checksum=False, sync=False)
         memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
-        execute(plan, Path(plan.source_root), how, lambda _: None, memory=memory)
+        execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
         return buffers
 
 

@@ -18,6 +18,7 @@ from ckptctl.planner.configs import plain
 from ckptctl.planner.params_to_config import assumed, params_to_config
 from ckptctl.planner.plan import OutputFile, RawCopy
 from ckptctl.planner.statements import spelled
+from ckptctl.storage.remote_path import path_at
 
 CONFIG, PARAMS = "config.json", "params.json"
 NO_CONFIG = "there is no config.json: transformers cannot load this without one (`--assets`)"
@@ -86,7 +87,7 @@ def gather(catalog: Catalog, directory: Path | None) -> Assets:
 
 def _own(catalog: Catalog) -> Assets:
     """Return the checkpoint's side files; those of a folder in it come to lie beside the others."""
-    places = {Path(name).name: Path(catalog.root, name).parent for name in catalog.assets}
+    places = {Path(name).name: (path_at(catalog.root) / name).parent for name in catalog.assets}
     sizes = {Path(name).name: size for name, size in catalog.assets.items()}
     roots = {name: str(place) for name, place in places.items()}
     return Assets(roots, sizes, catalog.documents)

@@ -142,7 +142,8 @@ class Draft:
             selection, self.options.include, self.options.exclude, self.keep_root
         )
         self.left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
-        if not selection.tensors and not (self.keep_root and selection.rest):
+        lost = not self.catalog.tensors and bool(self.gone)
+        if not selection.tensors and not lost and not (self.keep_root and selection.rest):
             raise MappingError(
                 "no tensor is left to convert",
                 where=self.catalog.path,
@@ -160,11 +161,12 @@ class Draft:
         )
         selection = without(selection, self.missing)
         if not selection.tensors:
-            name, why = next(iter(self.missing.items()))
+            lacking = self.missing or self.gone.names
+            name, why = next(iter(lacking.items()))
             raise DamagedError(
                 "nothing whole is left to convert",
                 where=self.catalog.path,
-                why=f"`{name}`: {why}; in all {len(self.missing):,} are missing",
+                why=f"`{name}`: {why}; in all {len(lacking):,} are missing",
                 hint="`ckptctl verify` lists what is missing",
             )
         return selection

@@ -19,6 +19,7 @@ from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, 
 from ckptctl.ops.inspection import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.quantised import quantised, understood
 from ckptctl.planner.boxes import check_coverage
+from ckptctl.storage.remote_path import path_at
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def inspect(
             raise
         return _run(str(path), tuple(_member(member, path) for member in members))
     measured = _measure(catalog, include, progress) if stats else {}
-    return _describe(str(path), catalog, measured, model_type)
+    return describe(str(path), catalog, measured, model_type)
 
 
 def _run(path: str, members: tuple[Member, ...]) -> Inspection:
@@ -126,18 +127,29 @@ def _short_files(catalog: Catalog, needed: Mapping[str, int]) -> Iterable[str]:
             yield f"file `{file}` is truncated: {needed[file]:,} bytes needed, {size:,} there"
 
 
-def _describe(
-    path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None
+def describe(
+    path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None = None
 ) -> Inspection:
+    """Say what *catalog* holds.
+
+    Args:
+        path: What the user named.
+        catalog: The checkpoint.
+        measured: Statistics by the name of the tensor.
+        model_type: Its family, where the user named it.
+
+    Raises:
+        MappingError: The model may lie in one of several places.
+    """
     from ckptctl.ops.recognise import recognise
     from ckptctl.ops.selection import select as select_model
 
     if not catalog.tensors:
-        return _stored(path, catalog, measured)
+        return stored(path, catalog, measured)
     known = recognise(catalog, model_type)
     model = select_model(catalog, known.root).tensors.values()
     return replace(
-        _stored(path, catalog, measured),
+        stored(path, catalog, measured),
         model_type=known.model_type,
         candidates=known.candidates,
         layout=known.layout,
@@ -155,7 +167,8 @@ def _fit(known: Recognition, model_type: str) -> Iterable[str]:
         yield f"not all keys are those of {' or '.join(known.evidence)}"
 
 
-def _stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
+def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
+    """Say what *catalog* holds, but not which model it is; see :func:`describe`."""
     return Inspection(
         path=path,
         format=catalog.format,
@@ -218,7 +231,7 @@ def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[
 
 
 def _member(path: Path, parent: str | Path) -> Member:
-    shown = str(Path(parent) / path.name)
+    shown = str(path_at(parent) / path.name)
     try:
         catalog = formats.open_checkpoint(path)
         return Member(

@@ -14,7 +14,7 @@ from ckptctl.ops.quantised import quantised
 from ckptctl.ops.selection import is_training
 from ckptctl.ops.state_mapping import StateMapping, moved
 
-APART = re.compile(r"rank_\d+\.(.+)", re.DOTALL)
+APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,13 @@ def compare(
     paths |= {name: one.path for name, one in catalog.blobs.items()}
     beside |= {_container(keys) for name, keys in paths.items() if name in used}
     heads = {str(keys[0]) for keys in (*tensors.values(), *values.values())}
+    apart = kept_apart(catalog)
     unexpected: list[str] = []
     left_out = {name: why for name, why in mapping.dropped.items() if name not in used}
     for name, keys in paths.items():
         if name in used or name in left_out or is_computed(name):
             continue
-        why = _excused(catalog, name, keys, used, beside, heads)
+        why = _excused(catalog, name, keys, used, beside, heads, apart)
         if why:
             left_out[name] = why
         else:
@@ -128,9 +129,10 @@ def _excused(
     used: Collection[str],
     beside: Collection[str],
     heads: Collection[str],
+    apart: Collection[str],
 ) -> str | None:
     """Return why a name may be left over, if it may."""
-    if APART.fullmatch(name):
+    if name in apart:
         return "it is one rank's own"
     entry = catalog.tensors.get(name)
     if entry and entry.alias_of in used:
@@ -143,7 +145,11 @@ def _excused(
 
 
 def held_as(
-    mapping: StateMapping, name: str, rank: int, values: Collection[str] = ()
+    mapping: StateMapping,
+    name: str,
+    rank: int,
+    values: Collection[str] = (),
+    apart: Collection[str] = (),
 ) -> str | None:
     """Return the name under which the checkpoint has a leaf that is no tensor, if it has it.
 
@@ -152,13 +158,28 @@ def held_as(
         name: The leaf in the state.
         rank: Whose value is preferred where every rank has its own.
         values: All leaves of the state; what it has itself is not another leaf's.
+        apart: What :func:`kept_apart` says of the checkpoint.
     """
     own = moved(name, mapping.prefix, mapping.root)
-    blobs = mapping.catalog.blobs
-    apart = f"rank_{rank}.{own}"
-    if apart in blobs and moved(apart, mapping.root, mapping.prefix) not in values:
-        return apart
-    return own if own in blobs else None
+    other = f"rank_{rank}.{own}"
+    if other in apart and moved(other, mapping.root, mapping.prefix) not in values:
+        return other
+    return own if own in mapping.catalog.blobs else None
+
+
+def kept_apart(catalog: Catalog) -> set[str]:
+    """Return the names of what one rank has of a leaf of which each has its own.
+
+    The lowest rank's keeps its name, so there is always one, and never one of rank 0 apart. A user
+    may have a ``rank_1`` as well: all in there is the user's own as soon as anything in there can
+    not be a rank's own of something beside it.
+    """
+    matched = ((name, APART.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
+    inside = [(name, found["rank"], found["name"]) for name, found in matched if found]
+    users = {"0"} | {
+        rank for name, rank, own in inside if name in catalog.tensors or own not in catalog.blobs
+    }
+    return {name for name, rank, _ in inside if rank not in users}
 
 
 def _container(keys: Keys) -> str:

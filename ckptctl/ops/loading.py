@@ -8,12 +8,13 @@ has another layout. No torch here: memory has names.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import (
     Box,
+    Catalog,
     Extent,
     TensorEntry,
     is_computed,
@@ -29,7 +30,7 @@ from ckptctl.ops.transfers import transfers
 from ckptctl.ops.wanted import Wanted
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapped import MappedTensor
-from ckptctl.planner.plan import Plan, Record, Transfer
+from ckptctl.planner.plan import FileIdentity, Plan, Record, Transfer
 from ckptctl.storage.files import SourceFiles
 
 
@@ -56,24 +57,34 @@ class Reading:
         Raises:
             DamagedError: What lies in a file is not what the index says.
         """
+        return self.plan_of(wanted, self.locate(wanted))
+
+    def locate(self, wanted: Mapping[str, Wanted]) -> Mapping[str, TensorEntry]:
+        """Return the checkpoint's tensors that are read, with what is needed of them located.
+
+        Args:
+            wanted: See :meth:`plan`.
+
+        Raises:
+            DamagedError: What lies in a file is not what the index says.
+        """
+        return _located(self.mapping, *self._chosen(wanted))
+
+    def plan_of(self, wanted: Mapping[str, Wanted], entries: Mapping[str, TensorEntry]) -> Plan:
+        """Plan the reading of *wanted* from *entries*, which :meth:`locate` has returned."""
         catalog = self.mapping.catalog
-        known = {view.key for one in self.tensors for view in one.targets}
-        held = {name: one for name, one in wanted.items() if one.targets and name in known}
-        chosen = [one for one in self.tensors if any(view.key in held for view in one.targets)]
+        chosen, held = self._chosen(wanted)
         output = _output(held)
         kinds = {name: one.dtype for name, one in held.items()}
-        entries = _located(self.mapping, chosen, held)
         found = transfers(chosen, entries, output, kinds)
         copies = sorted((copy for copy in found if copy.target.operands), key=_position)
         read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
         computed = reached(catalog.computed, read)
         files = {file for root, file in made_of(computed) if root == catalog.root}
         files |= {file for file in read if not (is_computed(file) or is_memory(file))}
-        with SourceFiles(catalog.root) as opened:
-            sources = {file: opened.identity(file) for file in sorted(files)}
         return Plan(
             source_root=catalog.root,
-            sources=sources,
+            sources=_identities(catalog.root, files),
             target="",
             single_file=False,
             files=(),
@@ -83,6 +94,68 @@ class Reading:
             digest="",
             computed=computed,
         )
+
+    def _chosen(self, wanted: Mapping[str, Wanted]) -> tuple[list[MappedTensor], dict[str, Wanted]]:
+        known = {view.key for one in self.tensors for view in one.targets}
+        held = {name: one for name, one in wanted.items() if one.targets and name in known}
+        return [one for one in self.tensors if any(view.key in held for view in one.targets)], held
+
+    def elsewhere(self, catalog: Catalog) -> Reading:
+        """Return the same reading of a checkpoint with the same index in another place.
+
+        Args:
+            catalog: What :func:`same_index` finds to be the same.
+        """
+        own = self.mapping.catalog
+        moved = replace(
+            own, root=catalog.root, path=catalog.path, files=catalog.files, notes=catalog.notes
+        )
+        return replace(self, mapping=replace(self.mapping, catalog=moved))
+
+
+def same_index(one: Catalog, other: Catalog) -> bool:
+    """Return whether two checkpoints hold the same tensors and leaves, and say the same of them.
+
+    Where virtual files are made of files in one of them, they never are.
+    """
+    if one.computed or other.computed:
+        return False
+    there = replace(
+        other, root=one.root, path=one.path, files=one.files, notes=one.notes, assets=one.assets
+    )
+    return one == there
+
+
+def same_places(
+    some: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry], checksum: bool
+) -> bool:
+    """Return whether located tensors lie in the same places of the same files.
+
+    Args:
+        some: What :meth:`Reading.locate` returns.
+        others: Likewise.
+        checksum: Whether recorded checksums have to be the same, too, because they are used.
+    """
+    if checksum:
+        return some == others
+    return some.keys() == others.keys() and all(
+        list(map(_place, entry.extents)) == list(map(_place, others[name].extents))
+        for name, entry in some.items()
+    )
+
+
+def _place(extent: Extent) -> Extent:
+    return extent if extent.crc32 is None else replace(extent, crc32=0)
+
+
+def moved(plan: Plan, root: str) -> Plan:
+    """Return *plan* for files that hold the same in the same places below another directory."""
+    return replace(plan, source_root=root, sources=_identities(root, plan.sources))
+
+
+def _identities(root: str, files: Iterable[str]) -> dict[str, FileIdentity]:
+    with SourceFiles(root) as opened:
+        return {file: opened.identity(file) for file in sorted(files)}
 
 
 def prepare(

@@ -20,6 +20,7 @@ from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.merging import Merging
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.overwrite import replaceable
+from ckptctl.storage.remote_path import named
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def plan_merge(
             raise UsageError("a model of which something is missing cannot be merged")
         options = options if options.to else replace(options, to=_same_format(base, options))
         origin = formats.existing(adapter)
-        checks.destination(origin, Path(dst), options.overwrite, replaceable)
+        checks.destination(origin, named(dst), options.overwrite, replaceable)
         merging = Merging(origin, options, scaling)
         plan = plan_changed(base, dst, options, merging.change)
     return MergePlan(

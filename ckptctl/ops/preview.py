@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, memory_name
@@ -14,6 +13,7 @@ from ckptctl.ops.wanted import Target, Wanted
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.executor import ExecutionOptions, execute
 from ckptctl.storage.numbers import Number, numbers, shown
+from ckptctl.storage.remote_path import path_at
 
 EDGE = 3
 """Values at each end of the last two dimensions; one at each end of others."""
@@ -45,7 +45,7 @@ def preview(
         plan = reading.plan({name: Wanted(dtype, whole, targets)})
         memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
         how = ExecutionOptions(jobs=1, checksum=False, sync=False)
-        execute(plan, Path(plan.source_root), how, lambda _: None, memory=memory)
+        execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
     values: dict[tuple[int, ...], Number] = {}
     for box, buffer in zip(boxes, buffers, strict=True):
         spans = (range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))

@@ -26,6 +26,7 @@ from ckptctl.ops.run_entries import entry_at
 from ckptctl.ops.run_pointers import pins
 from ckptctl.ops.runs import Checkpoint, Run, read_run
 from ckptctl.planner.retention import Action, Decision, Policy, decide
+from ckptctl.storage.remote_path import named
 from ckptctl.storage.retirement import Retirement, leftovers, retiring
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def plan_prune(
     now = clock.time() if now is None else now
     if not replaced:
         require_policy(policy)
-    real = require_root(Path(root), force=force)
+    real = require_root(named(root), force=force)
     run = read_run(real, now, series)
     candidates = [one.candidate for one in run.checkpoints]
     if not force:

@@ -13,6 +13,8 @@ from ckptctl.ops.run_pointers import pins
 from ckptctl.ops.runs import rfc3339
 from ckptctl.planner.retention import Best, Candidate, Policy, disorder
 from ckptctl.storage.mounts import mounted_in
+from ckptctl.storage.nearby import nearby
+from ckptctl.storage.urls import is_url
 
 ENDS = {"min": True, "max": False}
 LOW, HIGH = ("loss",), ("accuracy",)
@@ -65,12 +67,19 @@ def require_root(root: Path, *, force: bool = False) -> Path:
         SourceNotFoundError: There is no such directory.
         RefusedError: It is a link, ``/``, the home directory or above it, or a checkpoint.
     """
+    if is_url(root):
+        raise RefusedError(
+            "checkpoints behind a URL are not removed",
+            where=str(root),
+            why="there is no lock and no trash there: a removal that fails half-way stays so",
+            hint="object stores have rules for old objects; `ckptctl ls` says what is there",
+        )
     if root.is_symlink():
         raise RefusedError(
             "this is a symbolic link", where=str(root), hint=f"name `{root.resolve()}` itself"
         )
     if not root.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(root))
+        raise SourceNotFoundError("no such directory", where=str(root), hint=nearby(root))
     real = root.resolve()
     if Path.home().resolve().is_relative_to(real):
         raise RefusedError("this folder is not one of checkpoints", where=str(real))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
@@ -14,6 +13,7 @@ from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.sharing import portion
 from ckptctl.storage.compare import Readable, equal
 from ckptctl.storage.computed import open_reader
+from ckptctl.storage.remote_path import path_at
 
 WHAT = "replicas hold different values"
 
@@ -72,7 +72,7 @@ def differing(catalog: Catalog) -> Iterator[Finding]:
             part = formats.resolve(replicated(catalog, {entry.name}))
             yield from _different(part, None)
         except CkptError as error:
-            yield of_error(error, Path(catalog.root), entry.name)
+            yield of_error(error, path_at(catalog.root), entry.name)
 
 
 def _different(catalog: Catalog, advance: Callable[[int], None] | None) -> Iterator[Finding]:

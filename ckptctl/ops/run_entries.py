@@ -12,6 +12,7 @@ from ckptctl import formats
 from ckptctl.errors import FormatError, SourceNotFoundError
 from ckptctl.ops.run_names import Named, parse, staged
 from ckptctl.ops.run_pointers import SIDECAR
+from ckptctl.storage.nearby import nearby
 from ckptctl.storage.retirement import Identity, identity_of
 
 ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR})
@@ -57,7 +58,7 @@ def entries(root: Path) -> list[Entry]:
         FormatError: There is nothing of that kind.
     """
     if not root.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(root))
+        raise SourceNotFoundError("no such directory", where=str(root), hint=nearby(root))
     found = [one for item in root.iterdir() if (one := entry_at(item))]
     if not found:
         raise _no_run(root)
@@ -107,12 +108,12 @@ def _measured(folder: Path) -> tuple[int, float, float]:
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files below *folder*; links are not followed, what vanishes is passed over."""
     try:
-        with os.scandir(folder) as found:
-            for item in found:
-                if item.is_dir(follow_symlinks=False):
-                    yield from _files(Path(item.path))
-                else:
-                    yield item.name, item.stat(follow_symlinks=False)
+        for item in folder.iterdir():
+            status = item.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                yield from _files(item)
+            else:
+                yield item.name, status
     except OSError:
         return
 

@@ -18,6 +18,7 @@ from ckptctl.ops.run_pointers import metrics, pins
 from ckptctl.planner.retention import Candidate, State, ordered
 from ckptctl.storage import lock
 from ckptctl.storage.publish import staging_directory
+from ckptctl.storage.remote_path import path_of
 
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
@@ -97,7 +98,7 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
         SourceNotFoundError: There is no such directory.
         FormatError: No entry is named as checkpoints of a run are.
     """
-    now = clock.time() if now is None else now
+    now, root = clock.time() if now is None else now, path_of(root)
     found = [one for one in entries(root) if series in (None, one.named.series)]
     real = [one for one in found if not one.staging]
     pinned = pins(root, [one.path.name for one in real])
@@ -119,7 +120,7 @@ def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, l
         SourceNotFoundError: There is none.
         FormatError: See :func:`read_run`.
     """
-    now = clock.time() if now is None else now
+    now, root = clock.time() if now is None else now, path_of(root)
     skipped: list[Checkpoint] = []
     found: list[Checkpoint] = []
     waiting = sorted(entries(root), key=lambda one: (one.named.order, one.time), reverse=True)

@@ -15,12 +15,11 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import (
     CkptError,
-    DamagedError,
-    SourceNotFoundError,
     UsageError,
     listed,
 )
 from ckptctl.formats.checksums import MANIFEST
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.ops import digest_lists
 from ckptctl.ops.coordinator import Alone, Coordinator, together
 from ckptctl.ops.inspect import Watch, unwatched
@@ -31,6 +30,8 @@ from ckptctl.ops.verify_data import listable, read_data, write_list
 from ckptctl.ops.verify_items import resolved
 from ckptctl.ops.verify_structure import root_of, structure
 from ckptctl.ops.verify_surroundings import surroundings
+from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.urls import is_url
 
 UNUSED = f"{MANIFEST} describes other tensors"
 
@@ -96,7 +97,19 @@ def verify(
         FormatError: It is not a checkpoint that ckptctl reads.
         RefusedError: There is a list of SHA-256 sums already, and one was asked for.
     """
-    options = options or VerifyOptions()
+    return examine(path, options or VerifyOptions(), progress, ranks)[0]
+
+
+def examine(
+    path: str | Path,
+    options: VerifyOptions,
+    progress: Watch = unwatched,
+    ranks: Coordinator | None = None,
+) -> tuple[Verification, Catalog | None]:
+    """Verify as :func:`verify` does, and return also what could be read of the index, if any.
+
+    The catalog of a checkpoint that is not whole holds what is left of it.
+    """
     start = time.monotonic()
     ranks = ranks or Alone()
     state = together(ranks, lambda: _begun(path, options))
@@ -106,11 +119,13 @@ def verify(
     state.findings += surroundings(state.path, state.catalog)
     if options.manifest:
         _add_list(state, options.jobs, progress, ranks)
-    return _result(str(path), state, options, time.monotonic() - start)
+    return _result(str(path), state, options, time.monotonic() - start), state.catalog
 
 
 def _begun(path: str | Path, options: VerifyOptions) -> _State:
     _require_sense(options)
+    if options.manifest and is_url(path):
+        raise UsageError("--manifest adds a file, which nothing does behind a URL")
     state = _opened(formats.existing(path), options)
     if options.manifest:
         digest_lists.require_room(digest_lists.target_of(_listed_path(state)))
@@ -136,7 +151,7 @@ def _opened(path: Path, options: VerifyOptions) -> _State:
     try:
         catalog = _read(path, options)
         return _State(path, catalog.format, catalog)
-    except (DamagedError, SourceNotFoundError) as error:
+    except UNUSABLE as error:
         inside = None if options.format or formats.sniff(path) else formats.only_inside(path)
         real = inside or path
         name = options.format or formats.detect(real).name
@@ -204,7 +219,7 @@ def _errors(state: _State) -> list[Finding]:
 
 def _listed_path(state: _State) -> Path:
     """Return what a list of digests is about: the directory, or the one file."""
-    return Path(state.catalog.path) if state.catalog else state.path
+    return path_at(state.catalog.path) if state.catalog else state.path
 
 
 def _result(path: str, state: _State, options: VerifyOptions, seconds: float) -> Verification:

@@ -6,15 +6,18 @@ Where a file carries none, only its structure can be checked: those bytes are co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification import of_error
-from ckptctl.ops.verify_structure import is_zip
+from ckptctl.ops.verify_structure import may_be_zip
 from ckptctl.storage.crc import combine, crc32
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.threads import default_threads
@@ -22,7 +25,7 @@ from ckptctl.storage.zip_directory import FileRange, read_directory
 
 BLOCK = 64 << 20
 BATCH = 4096
-"""Ranges that are queued at a time."""
+"""Blocks that are queued at a time."""
 WINDOW = 1 << 20
 Advance = Callable[[int], None]
 _local = threading.local()
@@ -45,6 +48,20 @@ class Recorded:
     nbytes: int
     crc32: int
     name: str | None = None
+
+
+class Block(NamedTuple):
+    """A part of a range, which is read in one go.
+
+    Attributes:
+        number: The place of its range in the list of all.
+        offset: First byte in the file.
+        nbytes: Number of bytes.
+    """
+
+    number: int
+    offset: int
+    nbytes: int
 
 
 def threads(jobs: int | None) -> int:
@@ -95,59 +112,78 @@ def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]
     yield from sorted(items)
     apart = {file for file, _, _ in items}
     for file, size in catalog.files.items():
-        if file not in apart and is_zip(files, file):
+        if file not in apart and may_be_zip(files, file):
             yield file, 0, size
 
 
-def check(
-    files: SourceFiles, ranges: Sequence[Recorded], jobs: int | None, advance: Advance | None
-) -> tuple[list[Finding], list[Recorded]]:
-    """Read *ranges* and compare them.
+def blocks(ranges: Sequence[Recorded]) -> list[Block]:
+    """Return what is read at a time, so that threads and ranks can share a large range."""
+    return [block for index, one in enumerate(ranges) for block in _blocks(index, one)]
+
+
+def crcs(
+    files: SourceFiles,
+    ranges: Sequence[Recorded],
+    some: Sequence[Block],
+    jobs: int | None,
+    advance: Advance | None,
+) -> list[tuple[Block, int | CkptError]]:
+    """Read *some* blocks of *ranges*; return the CRC-32 of each, or why it cannot be read.
 
     Args:
         files: Files of the checkpoint.
         ranges: In the order of the bytes.
+        some: Of :func:`blocks`.
         jobs: Threads; None: its part of the cores, at most four.
         advance: Called with bytes done, from any thread.
-
-    Returns:
-        What is wrong, and with which of the ranges.
     """
 
-    def crc_of(block: tuple[int, int, int]) -> int | CkptError:
-        index, offset, nbytes = block
+    def crc_of(block: Block) -> int | CkptError:
         try:
-            return _crc(files, ranges[index].file, offset, nbytes, advance)
+            return _crc(files, ranges[block.number].file, block.offset, block.nbytes, advance)
         except CkptError as error:
             return error
 
+    found: list[tuple[Block, int | CkptError]] = []
+    with ThreadPoolExecutor(threads(jobs)) as pool:
+        for first in range(0, len(some), BATCH):
+            batch = some[first : first + BATCH]
+            found += zip(batch, pool.map(crc_of, batch), strict=True)
+    return found
+
+
+def compared(
+    root: Path, ranges: Sequence[Recorded], found: Iterable[tuple[Block, int | CkptError]]
+) -> tuple[list[Finding], list[Recorded]]:
+    """Return what is wrong, and with which of *ranges*.
+
+    Args:
+        root: The checkpoint's.
+        ranges: In the order of the bytes.
+        found: What :func:`crcs` returned for all of their blocks.
+    """
     findings: list[Finding] = []
     bad: list[Recorded] = []
-    with ThreadPoolExecutor(threads(jobs)) as pool:
-        for first in range(0, len(ranges), BATCH):
-            batch = range(first, min(first + BATCH, len(ranges)))
-            blocks = [block for index in batch for block in _blocks(index, ranges[index])]
-            found = zip(blocks, pool.map(crc_of, blocks), strict=True)
-            for index, parts in groupby(found, key=lambda pair: pair[0][0]):
-                wrong = _compared(ranges[index], [(b[2], crc) for b, crc in parts], files)
-                if wrong:
-                    findings.append(wrong)
-                    bad.append(ranges[index])
+    for index, parts in groupby(sorted(found, key=itemgetter(0)), key=lambda pair: pair[0].number):
+        wrong = _wrong(ranges[index], [(block.nbytes, crc) for block, crc in parts], root)
+        if wrong:
+            findings.append(wrong)
+            bad.append(ranges[index])
     return findings, bad
 
 
-def _blocks(index: int, one: Recorded) -> Iterator[tuple[int, int, int]]:
+def _blocks(index: int, one: Recorded) -> Iterator[Block]:
     for start in range(0, one.nbytes, BLOCK):
-        yield index, one.offset + start, min(BLOCK, one.nbytes - start)
+        yield Block(index, one.offset + start, min(BLOCK, one.nbytes - start))
 
 
-def _compared(
-    one: Recorded, parts: Sequence[tuple[int, int | CkptError]], files: SourceFiles
+def _wrong(
+    one: Recorded, parts: Sequence[tuple[int, int | CkptError]], root: Path
 ) -> Finding | None:
     crc = 0
     for nbytes, part in parts:
         if isinstance(part, CkptError):
-            return of_error(part, files.root, one.name)
+            return of_error(part, root, one.name)
         crc = combine(crc, part, nbytes)
     if crc == one.crc32:
         return None

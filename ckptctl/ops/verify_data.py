@@ -14,7 +14,15 @@ from ckptctl.ops.coordinator import Coordinator, together
 from ckptctl.ops.inspect import Watch
 from ckptctl.ops.sharing import portion, require_same
 from ckptctl.ops.verification import of_error
-from ckptctl.ops.verify_checksums import Recorded, check, proven, recorded
+from ckptctl.ops.verify_checksums import (
+    Block,
+    Recorded,
+    blocks,
+    compared,
+    crcs,
+    proven,
+    recorded,
+)
 from ckptctl.ops.verify_structure import root_of
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.files import SourceFiles
@@ -76,15 +84,18 @@ def read_data(
         before = _identities(catalog)
         todo = together(ranks, lambda: _todo(files, catalog, resolved, full, nan))
         _require_same(todo, ranks)
-        mine = _portion(files, todo, ranks)
-        parts = ranks.all_gather(together(ranks, lambda: _read(files, mine, jobs, progress)))
-    found = [finding for findings, _, _ in parts for finding in findings]
-    bad = {one for _, wrong, _ in parts for one in wrong}
+        some, mine = _portion(files, todo, ranks)
+        parts = ranks.all_gather(together(ranks, lambda: _read(files, some, mine, jobs, progress)))
+    different, bad = compared(
+        files.root, todo.ranges, (one for sums, _, _ in parts for one in sums)
+    )
+    found = [*different, *(finding for _, findings, _ in parts for finding in findings)]
     listed = {name: catalog.files[name] for _, _, r in parts for name in r if name in catalog.files}
     after = _identities(catalog)
     changed = [name for name, identity in before.items() if after.get(name) != identity]
     found += [Finding("a file changed meanwhile", file=name) for name in changed]
-    proved = proven([one for one in todo.ranges if one not in bad])
+    wrong = set(bad)
+    proved = proven([one for one in todo.ranges if one not in wrong])
     return Data([*todo.findings, *found], proved | listed)
 
 
@@ -104,27 +115,30 @@ def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, n
     return _Todo(ranges, [*lines, *hub], floating, [*bad, *odd, *strange])
 
 
-def _portion(files: SourceFiles, todo: _Todo, ranks: Coordinator) -> _Todo:
-    """Return what this rank reads; a file that several lists name stays with one rank."""
+def _portion(files: SourceFiles, todo: _Todo, ranks: Coordinator) -> tuple[Sequence[Block], _Todo]:
+    """Return what this rank reads: blocks of the ranges, and whole files and tensors.
+
+    A file that several lists name stays with one rank.
+    """
     listed = list(dict.fromkeys(line.file for line in todo.lines))
     mine = set(portion(ranks, listed, lambda name: _sizes(files, [name])))
-    return _Todo(
-        portion(ranks, todo.ranges, lambda one: one.nbytes),
+    return portion(ranks, blocks(todo.ranges), lambda one: one.nbytes), _Todo(
+        todo.ranges,
         [line for line in todo.lines if line.file in mine],
         portion(ranks, todo.floating, lambda entry: entry.nbytes),
     )
 
 
 def _read(
-    files: SourceFiles, todo: _Todo, jobs: int | None, progress: Watch
-) -> tuple[list[Finding], list[Recorded], list[str]]:
-    """Return what is wrong, with which ranges, and the files whose digest is right."""
-    total = sum(one.nbytes for one in todo.ranges) + sum(entry.nbytes for entry in todo.floating)
+    files: SourceFiles, some: Sequence[Block], todo: _Todo, jobs: int | None, progress: Watch
+) -> tuple[list[tuple[Block, int | CkptError]], list[Finding], list[str]]:
+    """Return the checksums of blocks, what else is wrong, and the files whose digest is right."""
+    total = sum(one.nbytes for one in some) + sum(entry.nbytes for entry in todo.floating)
     with progress(total + _sizes(files, [line.file for line in todo.lines])) as advance:
-        different, bad = check(files, todo.ranges, jobs, advance)
+        sums = crcs(files, todo.ranges, some, jobs, advance)
         wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
         strange = _nonfinite(files, todo.floating, advance)
-        return [*different, *wrong, *strange], bad, right
+        return sums, [*wrong, *strange], right
 
 
 def listable(path: Path) -> list[Finding]:

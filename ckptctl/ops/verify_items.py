@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Extent, Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification import of_error
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote_path import path_at
 from ckptctl.storage.torch_zip import MAX_PICKLE
 from ckptctl.storage.zip_directory import FileRange, read_directory
 
@@ -65,7 +65,7 @@ def _taken(catalog: Catalog, names: list[str]) -> Catalog:
 def _refused(error: CkptError, part: Catalog) -> Finding:
     """Return what is wrong with one item; a value that is merely not understood is no damage."""
     name = next(iter([*part.tensors, *part.blobs]), None)
-    found = of_error(error, Path(part.root), name)
+    found = of_error(error, path_at(part.root), name)
     for extent in (extent for entry in part.tensors.values() for extent in entry.extents):
         found = replace(found, box=extent.box)
     sound = any(_is_sound(part.root, blob) for blob in part.blobs.values())

@@ -29,21 +29,28 @@ def structure(catalog: Catalog, lost: Lost) -> Iterator[Finding]:
     """
     if not catalog.tensors:
         yield Finding("there are no tensors")
+    unread = _unread(catalog)
     for entry in catalog.tensors.values():
-        yield from _tiling(catalog, entry, lost.get(entry.name, ()))
+        yield from _tiling(catalog, entry, lost.get(entry.name, ()), unread)
         yield from _lengths(entry)
     yield from _files(catalog)
     yield from _shared_bytes(catalog)
     yield from _moments(catalog)
 
 
-def is_zip(files: SourceFiles, name: str) -> bool:
-    """Return whether a file begins like a zip."""
-    return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
+def may_be_zip(files: SourceFiles, name: str) -> bool:
+    """Return whether a file begins like a zip, or cannot be read, which is said elsewhere."""
+    try:
+        return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
+    except CkptError:
+        return True
 
 
 def _tiling(
-    catalog: Catalog, entry: TensorEntry, lost: Sequence[tuple[Box, str]]
+    catalog: Catalog,
+    entry: TensorEntry,
+    lost: Sequence[tuple[Box, str]],
+    unread: Sequence[str],
 ) -> Iterator[Finding]:
     try:
         found = coverage(entry.shape, [extent.box for extent in entry.extents])
@@ -67,11 +74,15 @@ def _tiling(
             box=box,
         )
     for box in found.holes:
-        yield from _hole(catalog, entry, box, lost)
+        yield from _hole(catalog, entry, box, lost, unread)
 
 
 def _hole(
-    catalog: Catalog, entry: TensorEntry, hole: Box, lost: Sequence[tuple[Box, str]]
+    catalog: Catalog,
+    entry: TensorEntry,
+    hole: Box,
+    lost: Sequence[tuple[Box, str]],
+    unread: Sequence[str],
 ) -> Iterator[Finding]:
     """Yield one finding per file that is known to hold a part of *hole*; else one for it all."""
     parts = [(intersect(box, hole) if hole.sizes else hole, file) for box, file in lost]
@@ -82,8 +93,17 @@ def _hole(
             why = f"it lies in `{file}`{_by_rank(file)}, which cannot be used"
             yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
     if not named:
-        why = f"no chunk of shape {list(entry.shape)} covers them{_suspect(catalog, entry)}"
-        yield Finding("elements are missing", why, tensor=entry.name, box=hole)
+        suspect = f"; {listed(unread)} cannot be used" if unread else _suspect(catalog, entry)
+        why = f"no chunk of shape {list(entry.shape)} covers them{suspect}"
+        home = unread[0] if len(unread) == 1 else None
+        yield Finding("elements are missing", why, file=home, tensor=entry.name, box=hole)
+
+
+def _unread(catalog: Catalog) -> list[str]:
+    """Return the files that cannot be used and of which nothing tells what they hold."""
+    told = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
+    found = {one.file for one in catalog.findings if one.file and not one.tensor}
+    return natural(found - told)
 
 
 def _by_rank(file: str) -> str:
@@ -111,9 +131,11 @@ def _home(entry: TensorEntry, box: Box) -> str | None:
 def _lengths(entry: TensorEntry) -> Iterator[Finding]:
     size = dtypes.itemsize(entry.dtype)
     for extent in entry.extents:
+        needed = extent.box.numel * size
         plain = extent.codec == "raw" and extent.strides is None
-        if plain and extent.nbytes != extent.box.numel * size:
-            why = f"{extent.nbytes:,} bytes are stored, {extent.box.numel * size:,} are needed"
+        item = extent.codec == "torch"  # a zip of its own: the elements and what is around them
+        if (plain and extent.nbytes != needed) or (item and extent.nbytes < needed):
+            why = f"{extent.nbytes:,} bytes are stored, {needed:,} are needed"
             yield _about(entry, extent, "a chunk has the wrong number of bytes", why)
 
 
@@ -156,7 +178,7 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
     """
     with SourceFiles(catalog.root) as files:
         for file, ranges in _exclusive(catalog).items():
-            if any(codec == "raw" for *_, codec in ranges) and _zip(files, file):
+            if any(codec == "raw" for *_, codec in ranges) and may_be_zip(files, file):
                 continue
             ranges.sort()
             before = ranges[0]
@@ -165,13 +187,6 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
                     why = f"bytes {one[0]:,} to {min(one[1], before[1]):,} are `{before[2]}`'s too"
                     yield Finding("two tensors overlap in a file", why, "error", file, one[2])
                 before = max(before, one, key=lambda known: known[1])
-
-
-def _zip(files: SourceFiles, name: str) -> bool:
-    try:
-        return is_zip(files, name)
-    except CkptError:
-        return True  # that it cannot be read is said elsewhere
 
 
 def _exclusive(catalog: Catalog) -> dict[str, list[tuple[int, int, str, str]]]:

@@ -10,6 +10,7 @@ from ckptctl.catalog import Catalog, Finding
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.ops.hub_digests import unfinished
 from ckptctl.storage.publish import staging_directory
+from ckptctl.storage.remote_path import path_at
 
 OWNED = (".distcp", ".safetensors")
 LEFTOVER = re.compile(
@@ -28,7 +29,7 @@ def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
         catalog: What could be read of it.
     """
     yield from _unfinished(path)
-    root = Path(catalog.root) if catalog else path
+    root = path_at(catalog.root) if catalog else path
     if not path.is_dir():
         return
     yield from _downloads(root)
@@ -66,9 +67,10 @@ def _downloads(root: Path) -> Iterator[Finding]:
 def _strays(root: Path, folder: Path, catalog: Catalog | None) -> Iterator[Finding]:
     files = catalog.files if catalog else {}
     forms = {_form(Path(name).name) for name in files}
+    known = {*files, *(one.file for one in catalog.findings)} if catalog else set()
     for item in sorted(folder.iterdir()) if folder.is_dir() else ():
         name = str(item.relative_to(root))
-        if name in files:
+        if name in known:
             continue
         if LEFTOVER.fullmatch(item.name):
             yield Finding("something is left over from a save", None, "warning", name)
@@ -92,7 +94,11 @@ def _pointers(folder: Path) -> Iterator[Finding]:
         pointer = folder / name
         if not pointer.is_file() or pointer.stat().st_size > MAX_POINTER:
             continue
-        text = pointer.read_bytes().decode(errors="replace").strip()
+        try:
+            text = pointer.read_bytes().decode(errors="replace").strip()
+        except OSError as error:
+            yield Finding("a pointer cannot be read", error.strerror, "warning", str(pointer))
+            continue
         target = folder / text if text.isprintable() and "\ufffd" not in text else None
         if not text or target is None or not target.is_dir():
             why = f"it says {text[:100]!r}" if text else "it is empty"

@@ -333,26 +333,26 @@ def _tiled(work: _Work, limits: Limits) -> Iterator[Tile]:
         if permuted:
             yield Tile(nbytes, (), _moves(work, blocks, limits), writes, False)
             continue
-        found = _reads(work, blocks)
+        found = _reads(work, blocks, checked=inline is not False)
         if inline is None:
             inline = len(found) <= FEW_READS
-        reads = found if inline else [read._replace(operand=DISCARD) for read in found]
-        yield Tile(nbytes, tuple(reads), (), writes, False)
+            found = found if inline else _reads(work, blocks, checked=False)
+        yield Tile(nbytes, tuple(found), (), writes, False)
     if limits.check and not inline and not partial:
         yield from _checks(operands, limits.tile)
 
 
-def _reads(work: _Work, blocks: dict[int, list[Block]]) -> list[Read]:
+def _reads(work: _Work, blocks: dict[int, list[Block]], *, checked: bool) -> list[Read]:
     found: list[Read] = []
     for number, some in blocks.items():
         operand = work.transfer.source.operands[number]
-        checked = number if operand.checked else DISCARD
+        counted = number if checked and operand.checked else DISCARD
         base = min(block.source for block in some)
         relative = tuple(Block(b.source - base, b.buffer, b.axes, b.run) for b in some)
         for begin, nbytes, pattern in runs.spans(relative):
             offset = base + begin
             found.append(
-                Read(operand.file, offset, nbytes, pattern, checked, offset - operand.offset)
+                Read(operand.file, offset, nbytes, pattern, counted, offset - operand.offset)
             )
     return found
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from ckptctl.storage.finisher import Finisher
 from ckptctl.storage.journal import Done, Journal
 from ckptctl.storage.lanes import Lane, Lanes, Unit
 from ckptctl.storage.ledger import Books, Ledger, News
+from ckptctl.storage.outbox import Outbox
 from ckptctl.storage.sources import Sources
 from ckptctl.storage.sync import sync_directory
 from ckptctl.storage.threads import default_threads
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from ckptctl.storage.computed import ComputedFiles
 
 ARITHMETIC = 384 * MIB
-SYNC_EVERY = 128 * MIB
+SYNC_EVERY = 16 * MIB
 PATIENCE = 0.8
 Progress = Callable[[int], None]
 
@@ -108,6 +109,7 @@ def execute(
     progress: Progress,
     journal: Path | None = None,
     memory: Mapping[str, memoryview] | None = None,
+    outbox: Outbox | None = None,
 ) -> Execution:
     """Create the output files of *plan* below *root*, fill them and sync them.
 
@@ -120,13 +122,14 @@ def execute(
         journal: The journal's file, outside *root*; None: none is kept.
         memory: What :func:`~ckptctl.catalog.memory_name` of the plan stands for: bytes of tensors,
             which stay as they are while the plan is carried out, or which it fills.
+        outbox: Where complete files go; None: they stay below *root*.
 
     Raises:
         DamagedError: A source changed, ends too early or contradicts its recorded checksum.
         StorageError: A read, write or sync failed.
     """
     with ExitStack() as stack:
-        run = Run(plan, root, options, stack, memory)
+        run = Run(plan, root, options, stack, memory, outbox=outbox)
         run.sources.check()
         done = run.prepare(journal)
         run.fill(done, progress)
@@ -145,6 +148,7 @@ class Run:
         stack: Closes everything in the end.
         memory: See :func:`execute`.
         share: What of the plan this process does; None: all of it.
+        outbox: See :func:`execute`.
 
     Attributes:
         sources: The source files.
@@ -158,8 +162,10 @@ class Run:
         stack: ExitStack,
         memory: Mapping[str, memoryview] | None = None,
         share: Share | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
         self._plan = plan
+        self._outbox = outbox
         self._memory = memory or {}
         self._root = root
         self._options = options
@@ -252,7 +258,8 @@ class Run:
         every = self._options.journal_every if self._journal else 0
         self._ledger = Ledger(self._plan, every, SYNC_EVERY)
         with self._finishing(progress):
-            work = Lanes([Lane(units) for units in self._units(done)])
+            room = partial(self._outbox.wait, self._stop.is_set) if self._outbox else None
+            work = Lanes([Lane(units) for units in self._units(done)], room)
             threads = [
                 threading.Thread(target=self._work, args=(work,), daemon=True)
                 for _ in range(self._options.threads)
@@ -311,6 +318,7 @@ class Run:
             self._journal,
             self._end,
             sync=self._options.sync,
+            outbox=self._outbox,
         )
         try:
             self._finisher.start()

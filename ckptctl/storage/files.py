@@ -17,6 +17,7 @@ from pathlib import Path, PureWindowsPath
 
 from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError
 from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.urls import is_url
 
 MAX_OPEN = 256
 IOV_MAX = 1024
@@ -50,12 +51,28 @@ def contained(name: str, where: str) -> str:
 class SourceFiles:
     """The files below one root, opened on demand and kept open, for many threads.
 
+    Below a URL they are :class:`~ckptctl.storage.remote_files.RemoteFiles`, read by ranges.
+
     Args:
-        root: Directory that names are relative to.
+        root: Directory, or URL of one, that names are relative to.
+
+    Attributes:
+        root: The same as a path.
+        local: Whether they are files of this machine, which have descriptors.
     """
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+    local = True
+
+    def __new__(cls, root: str | os.PathLike[str]) -> SourceFiles:
+        """Return the files of this machine, or those behind a URL."""
+        if cls is SourceFiles and is_url(root):
+            from ckptctl.storage.remote_files import RemoteFiles
+
+            return super().__new__(RemoteFiles)
+        return super().__new__(cls)
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = root if isinstance(root, Path) else Path(root)
         self._lock = threading.Lock()
         self._open: OrderedDict[str, int] = OrderedDict()
         self._users: dict[int, int] = {}
@@ -65,6 +82,9 @@ class SourceFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def forget(self) -> None:
+        """Forget what was learnt of files that may change; of local ones nothing is kept."""
 
     def close(self) -> None:
         """Close every descriptor."""

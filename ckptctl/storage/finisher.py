@@ -12,6 +12,8 @@ from ckptctl.errors import StorageError
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.journal import Done, Journal
 from ckptctl.storage.ledger import Ledger
+from ckptctl.storage.outbox import Outbox
+from ckptctl.storage.sync import begin_writeback
 from ckptctl.storage.worker import open_target, write_all
 
 THREADS = 3
@@ -28,6 +30,7 @@ class Finisher:
         journal: Where durable units are noted; None: nowhere.
         ended: Called by each of its threads when it ends, with what went wrong if anything.
         sync: Whether files have to be on disk.
+        outbox: Where complete files go; None: they stay.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Finisher:
         ended: Callable[[BaseException | None], None],
         *,
         sync: bool = True,
+        outbox: Outbox | None = None,
     ) -> None:
         self._files = {file.path: file for file in plan.files}
         self._root = root
@@ -46,6 +50,7 @@ class Finisher:
         self._journal = journal
         self._ended = ended
         self._sync = sync
+        self._outbox = outbox
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._syncing: set[str] = set()
@@ -62,6 +67,8 @@ class Finisher:
 
     def finish(self, path: str) -> None:
         """Write the frame of a file whose records are complete, and sync it."""
+        if self._outbox:
+            self._outbox.announce(path)
         self._tasks.put(lambda: self._finish(path))
 
     def sync(self, path: str) -> None:
@@ -114,9 +121,15 @@ class Finisher:
                 _sync(descriptor, full)
         finally:
             os.close(descriptor)
+        if self._outbox:
+            self._outbox.take(path, full)
 
     def _early(self, path: str) -> None:
-        self._sync_path(path)
+        descriptor = open_target(self._root / path)
+        try:
+            begin_writeback(descriptor)
+        finally:
+            os.close(descriptor)
         with self._lock:
             self._syncing.discard(path)
 

@@ -7,7 +7,7 @@ of its own and a thread stays in its lane while it lasts; threads without one he
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ckptctl.planner.copies import Tile
@@ -67,9 +67,12 @@ class Lanes:
 
     Args:
         lanes: In the order in which they are started.
+        room: Returns once another lane may be started; then all threads work on one as long as
+            there is work in it. None: each thread has a lane of its own while there are enough.
     """
 
-    def __init__(self, lanes: list[Lane]) -> None:
+    def __init__(self, lanes: list[Lane], room: Callable[[], None] | None = None) -> None:
+        self._room = room
         self._fresh = list(reversed(lanes))
         self._busy: list[Lane] = []
         self._lock = threading.Lock()
@@ -85,14 +88,25 @@ class Lanes:
                     self._busy.remove(lane)
 
     def _claim(self) -> Lane | None:
+        if self._room is not None:
+            with self._lock:
+                if busy := self._shared():
+                    return busy
+            self._room()
         with self._lock:
             if self._fresh:
                 lane = self._fresh.pop()
                 self._busy.append(lane)
             else:
-                open_lanes = [lane for lane in self._busy if not lane.empty]
-                if not open_lanes:
-                    return None
-                lane = min(open_lanes, key=lambda lane: lane.workers)
+                return self._shared()
             lane.workers += 1
             return lane
+
+    def _shared(self) -> Lane | None:
+        """Return the begun lane with the fewest threads, one more now, if any has work left."""
+        open_lanes = [lane for lane in self._busy if not lane.empty]
+        if not open_lanes:
+            return None
+        lane = min(open_lanes, key=lambda lane: lane.workers)
+        lane.workers += 1
+        return lane

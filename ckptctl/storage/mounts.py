@@ -15,9 +15,31 @@ def mounted_in(path: Path) -> list[Path]:
     Args:
         path: A resolved path.
     """
+    found = (point for point, _ in _mounts())
+    return sorted({point for point in found if point.is_relative_to(path)})
+
+
+def file_system(path: Path) -> str | None:
+    """Return the type of the file system that *path* lies on: ``ext4``, ``nfs4``; None: unknown.
+
+    Args:
+        path: A resolved path.
+    """
+    over = [(point, kind) for point, kind in _mounts() if path.is_relative_to(point)]
+    # What was mounted last at a point hides what was there.
+    return max(reversed(over), key=lambda one: len(one[0].parts))[1] if over else None
+
+
+def _mounts() -> list[tuple[Path, str]]:
+    """Return mount points and the types of what is mounted there, in order."""
     try:
         lines = _TABLE.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
-    found = (Path(_ESCAPE.sub(lambda m: chr(int(m[1], 8)), line.split()[4])) for line in lines)
-    return sorted({point for point in found if point.is_relative_to(path)})
+    return [
+        (
+            Path(_ESCAPE.sub(lambda m: chr(int(m[1], 8)), line.split()[4])),
+            line.partition(" - ")[2].split()[0],
+        )
+        for line in lines
+    ]

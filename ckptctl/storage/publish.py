@@ -12,6 +12,7 @@ beside it, which the next run for the same destination uses or removes.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -173,7 +174,7 @@ def staging(
         stack.enter_context(_locked(found))
         keep = False
         try:
-            stack.enter_context(_terminable())
+            stack.enter_context(terminable())
             _prepare(found, resume=resume)
             yield found
         except BaseException:
@@ -225,6 +226,28 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
             where=str(target),
             hint="remove it yourself, or choose another destination",
         )
+
+
+def require_writable(target: Path) -> None:
+    """Refuse a destination where nothing can be made, before anything is read for it.
+
+    Args:
+        target: The destination, absolute; directories above it may be missing.
+
+    Raises:
+        StorageError: What is there above it is no directory, or may not be written to.
+    """
+    parent = target.parent
+    while not os.path.lexists(parent) and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        code = errno.ENOTDIR
+    elif not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
+        code = errno.EROFS if os.statvfs(parent).f_flag & os.ST_RDONLY else errno.EACCES
+    else:
+        return
+    error = OSError(code, os.strerror(code))
+    raise StorageError.from_os_error(error, f"make `{target.name}`", str(parent))
 
 
 def free_bytes(path: Path) -> int:
@@ -323,7 +346,7 @@ def _sweep(found: Staging) -> None:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """Turn SIGTERM into an exception, unless somebody else handles it."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

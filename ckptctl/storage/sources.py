@@ -44,6 +44,8 @@ class Sources:
             DamagedError: One of them is gone, or another one.
         """
         sizes = {file.path: file.size for file in self._plan.files}
+        for files in self._open.values():
+            files.forget()
         for raw in self._plan.raw_copies:
             key = (raw.root or self._plan.source_root, raw.source)
             if key in self._identities:
@@ -55,7 +57,7 @@ class Sources:
         for key, identity in self._identities.items():
             found = self._identity(*key)
             if found != identity:
-                raise _changed(*key, f"{found} is not {identity}")
+                raise _changed(*key, _difference(identity, found))
 
     def _identity(self, root: str, name: str) -> FileIdentity:
         # By path, not by the open descriptor: a replaced file must not pass as the old one.
@@ -64,6 +66,14 @@ class Sources:
         except (SourceNotFoundError, FileNotFoundError):
             raise _changed(root, name, "it is gone") from None
         return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+
+
+def _difference(was: FileIdentity, now: FileIdentity) -> str:
+    if was.size != now.size:
+        return f"it had {was.size:,} bytes, now it has {now.size:,}"
+    if (was.inode, was.device) != (now.inode, now.device):
+        return "another file has taken its place"
+    return "it was written to, or its time was set"
 
 
 def _changed(root: str, name: str, why: str) -> DamagedError:

@@ -64,13 +64,16 @@ class Statistics:
         }
 
 
-def measure(files: SourceFiles, entry: TensorEntry, window: int = WINDOW) -> Statistics | None:
+def measure(
+    files: SourceFiles, entry: TensorEntry, window: int = WINDOW, bins: int = BINS
+) -> Statistics | None:
     """Read *entry* twice and return its statistics; None: its dtype has no numbers.
 
     Args:
         files: The checkpoint that holds it; its extents must be ``raw``.
         entry: The tensor.
         window: Bytes to hold at a time.
+        bins: Steps of the histogram.
 
     Raises:
         DamagedError: A file ends before the tensor does.
@@ -82,7 +85,7 @@ def measure(files: SourceFiles, entry: TensorEntry, window: int = WINDOW) -> Sta
         total = merge(total, _moments(values))
     if total.minimum is None or total.maximum is None:
         return total
-    return replace(total, histogram=_histogram(files, entry, window, total))
+    return replace(total, histogram=_histogram(files, entry, window, total, bins))
 
 
 def nonfinite(
@@ -165,18 +168,18 @@ def _moments(values: Tensor) -> Statistics:
 
 
 def _histogram(
-    files: SourceFiles, entry: TensorEntry, window: int, total: Statistics
+    files: SourceFiles, entry: TensorEntry, window: int, total: Statistics, steps: int
 ) -> tuple[int, ...]:
     import torch
 
     low, high = _number(total.minimum), _number(total.maximum)
     if low == high:
-        return (_finite(total), *[0] * (BINS - 1))
+        return (_finite(total), *[0] * (steps - 1))
     if not math.isfinite(high - low):
         return ()
-    bins = torch.zeros(BINS, dtype=torch.float64)
+    bins = torch.zeros(steps, dtype=torch.float64)
     for values in _values(files, entry, window):
-        bins += torch.histc(values.to(torch.float64), BINS, low, high)
+        bins += torch.histc(values.to(torch.float64), steps, low, high)
     return tuple(int(count) for count in bins)
 
 

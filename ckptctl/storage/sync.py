@@ -1,11 +1,15 @@
-"""Making a directory's entries durable."""
+"""Making what was written durable."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
 from ckptctl.errors import StorageError
+
+_WRITE = 2
+"""``SYNC_FILE_RANGE_WRITE`` (man 2 sync_file_range)."""
 
 
 def sync_directory(path: Path) -> None:
@@ -22,3 +26,17 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
     except OSError as error:
         raise StorageError.from_os_error(error, "sync", str(path)) from error
+
+
+def begin_writeback(descriptor: int) -> None:
+    """Let the disk begin with what a file holds so far, without waiting for it.
+
+    Unlike an early ``fsync`` it commits nothing to the file system's journal, which all who write
+    on that disk would wait for. What fails here is said by the ``fsync`` that follows later.
+
+    Args:
+        descriptor: Of the file.
+    """
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE)

@@ -177,22 +177,21 @@ class Worker:
     def _rows(self, unit: Unit, place: memoryview) -> bool:
         """Read many short runs of one file; return whether the tile is made of such."""
         reads = unit.tile.reads
-        if len(reads) < 2 or is_memory(reads[0].file) or not all(map(_is_run, reads)):
+        if len(reads) < 2 or is_memory(reads[0].file) or not unit.files.local:
+            return False
+        found = _single_runs(reads)
+        if found is None:
             return False
         name = reads[0].file
-        if any(read.file != name for read in reads):
-            return False
-        descriptor = self._descriptors.source(unit.files, name)
-        for read in reads:
-            start, nbytes = read.pattern.runs[0] if read.pattern else (0, read.nbytes)
-            view = place[start : start + nbytes]
-            try:
-                count = os.preadv(descriptor, (view,), read.offset)
-            except OSError as error:
-                path = str(unit.files.root / name)
-                raise StorageError.from_os_error(error, "read", path) from error
-            if count != nbytes:
-                unit.files.readv(name, after([view], count), read.offset + count)
+        descriptor, preadv = self._descriptors.source(unit.files, name), os.preadv
+        try:
+            for offset, start, nbytes in found:
+                view = place[start : start + nbytes]
+                count = preadv(descriptor, (view,), offset)
+                if count != nbytes:
+                    unit.files.readv(name, after([view], count), offset + count)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(unit.files.root / name)) from error
         self.bytes_read += unit.tile.nbytes
         return True
 
@@ -259,6 +258,9 @@ class Worker:
                 offset += len(view)
             return
         self.bytes_read += nbytes
+        if not files.local:
+            files.readv(name, views, offset)
+            return
         if descriptor is None:
             descriptor = self._descriptors.source(files, name)
         try:
@@ -283,8 +285,8 @@ class Worker:
         if is_computed(move.file):
             self._computed().gather(move.file, move.reads, staged)
         else:
-            memory = is_memory(move.file)
-            descriptor = None if memory else self._descriptors.source(unit.files, move.file)
+            known = unit.files.local and not is_memory(move.file)
+            descriptor = self._descriptors.source(unit.files, move.file) if known else None
             for offset, nbytes, start in move.reads:
                 views = [staged[start : start + nbytes]]
                 self._fill(unit.files, move.file, views, offset, nbytes, descriptor)
@@ -342,7 +344,7 @@ class Worker:
     def _copy_range(self, unit: Unit) -> bool:
         """Let the kernel copy a plain range; return whether it did all of it."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
-        if is_computed(read.file) or is_memory(write.file):
+        if is_computed(read.file) or is_memory(write.file) or not unit.files.local:
             return False
         source = self._descriptors.source(unit.files, read.file)
         target = self._descriptors.target(write.file)
@@ -369,9 +371,19 @@ class Worker:
         return found
 
 
-def _is_run(read: Read) -> bool:
-    """Whether what is read goes to one place, unchecked."""
-    return read.operand < 0 and (read.pattern is None or len(read.pattern.runs) == 1)
+def _single_runs(reads: Sequence[Read]) -> list[tuple[int, int, int]] | None:
+    """Return ``(offset, start in the buffer, bytes)`` of unchecked reads of one file.
+
+    None: one of them has more than one place, is checked, or is of another file. There are
+    thousands of them, a few microseconds of work each.
+    """
+    name = reads[0].file
+    found: list[tuple[int, int, int]] = []
+    for file, offset, nbytes, pattern, operand, _ in reads:
+        if operand >= 0 or file != name or (pattern is not None and len(pattern.runs) != 1):
+            return None
+        found.append((offset, pattern.runs[0][0] if pattern is not None else 0, nbytes))
+    return found
 
 
 def _places(pattern: Pattern, buffer: memoryview) -> Iterator[Places]:

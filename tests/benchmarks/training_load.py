@@ -1,8 +1,10 @@
 """``load`` in training against stock ``dcp.load`` and a bare loop of ``preadv``, in one run.
 
 Llama-shaped tensors, saved by stock ``dcp.save`` on some gloo ranks and loaded on some, in the same
-sharding and in another. The bare loop reads as many bytes per rank from the same files, with the
-same number of threads in all, into memory that exists.
+sharding and in another. The bare loop reads the same bytes from the same places, found out before
+the clock starts (:mod:`tests.benchmarks.bare_load`), with as many threads, into the same memory,
+which has been written to. Where rows become columns that is one short read for each row; a loop
+that reads as many bytes in long reads, which are not those that are wanted, stands beside it.
 
 Used by :mod:`tests.benchmarks.training`.
 """
@@ -11,19 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.bare_load import BareFiles, read_all
 from tests.gloo import run_on_ranks
 
-BLOCK = 8 << 20
+ELSEWHERE = "bare preadv, long reads elsewhere"
 Case = tuple[str, int, str, int, str]
 """Name; ranks and sharding that it was saved with; those that it is loaded with."""
 CASES: tuple[Case, ...] = (
@@ -96,27 +97,28 @@ def measure(
     found: dict[str, list[tuple[float, float]]] = {}
     extra: dict[str, int] = {}
     read: dict[str, int] = {}
-    compared = ways(state, locals_, folder, rank, shared=words == "R")
-    for number in range(rounds + 1):
-        for name in turned(list(compared), number):
-            for tensor in locals_:
-                tensor.fill_(0.25)
-            _forget()
-            before = _resident()
-            dist.barrier()
-            spent, start = cpu(), time.perf_counter()
-            report = compared[name]()
-            dist.barrier()
-            wall = time.perf_counter() - start
-            mine = (cpu() - spent, _peak() - before, getattr(report, "bytes_read", 0))
-            said: list[Any] = [None] * world
-            dist.all_gather_object(said, mine)
-            if not name.startswith("bare"):
-                assert all(bool((tensor == 1.5).all()) for tensor in locals_), name
-            if number:
-                found.setdefault(name, []).append((wall, sum(one[0] for one in said)))
-                extra[name] = max(extra.get(name, 0), *(one[1] for one in said))
-                read[name] = sum(one[2] for one in said)
+    with contextlib.ExitStack() as stack:
+        compared = ways(state, folder, words, stack)
+        for number in range(rounds + 1):
+            for name in turned(list(compared), number):
+                for tensor in locals_:
+                    tensor.fill_(0.25)
+                _forget()
+                before = _resident()
+                dist.barrier()
+                spent, start = cpu(), time.perf_counter()
+                report = compared[name]()
+                dist.barrier()
+                wall = time.perf_counter() - start
+                mine = (cpu() - spent, _peak() - before, getattr(report, "bytes_read", 0))
+                said: list[Any] = [None] * world
+                dist.all_gather_object(said, mine)
+                if name != ELSEWHERE:
+                    assert all(bool((tensor == 1.5).all()) for tensor in locals_), name
+                if number:
+                    found.setdefault(name, []).append((wall, sum(one[0] for one in said)))
+                    extra[name] = max(extra.get(name, 0), *(one[1] for one in said))
+                    read[name] = sum(one[2] for one in said)
     if rank == 0:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         result = {"samples": found, "extra": extra, "read": read, "nbytes": nbytes}
@@ -124,19 +126,33 @@ def measure(
 
 
 def ways(
-    state: dict[str, Any], locals_: list[Any], folder: str, rank: int, *, shared: bool
+    state: dict[str, Any], folder: str, words: str, stack: contextlib.ExitStack
 ) -> dict[str, Callable[[], Any]]:
     """Return what is compared, by name."""
     from torch.distributed.checkpoint.state_dict_loader import load as stock
 
+    from ckptctl.distributed.group import threads
+    from ckptctl.distributed.load_plans import PLANS
     from ckptctl.distributed.loading import load
 
+    jobs = threads(0)
+    files = stack.enter_context(BareFiles(folder))
+    ranges = files.ranges(state)
+
+    def first() -> Any:
+        PLANS.clear()
+        return load({"model": state}, folder)
+
     found: dict[str, Callable[[], Any]] = {
-        "bare preadv": lambda: _bare(folder, locals_, rank),
-        "ckptctl.load": lambda: load({"model": state}, folder, broadcast=False),
+        "bare preadv": lambda: read_all(ranges, jobs),
+        "ckptctl.load": lambda: load({"model": state}, folder),
+        "ckptctl.load, planned anew": first,
         "dcp.load": lambda: stock({"model": state}, checkpoint_id=folder),
     }
-    if shared:
+    if words == "S1":
+        long = files.elsewhere(state)
+        found[ELSEWHERE] = lambda: read_all(long, jobs)
+    if words == "R":
         found["ckptctl.load, broadcast"] = lambda: load({"model": state}, folder, broadcast=True)
     return found
 
@@ -169,42 +185,6 @@ def _resident() -> int:
 
 def _peak() -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def _bare(folder: str, tensors: list[Any], rank: int, jobs: int = 0) -> None:
-    """Read as many bytes as *tensors* have into their memory, from anywhere in the files."""
-    from ckptctl.distributed.state import memory
-
-    files = sorted(Path(folder).glob("*.distcp"))
-    sizes = [file.stat().st_size for file in files]
-    descriptors = [os.open(file, os.O_RDONLY) for file in files]
-    work: list[tuple[int, int, memoryview]] = []
-    number, offset = rank % len(files), 0
-    for tensor in tensors:
-        view = memory(tensor)
-        for start in range(0, len(view), BLOCK):
-            part = view[start : start + BLOCK]
-            if offset + len(part) > sizes[number]:
-                number, offset = (number + 1) % len(files), 0
-            work.append((descriptors[number], offset, part))
-            offset += len(part)
-    lock = threading.Lock()
-
-    def loop() -> None:
-        while True:
-            with lock:
-                if not work:
-                    return
-                descriptor, at, part = work.pop()
-            os.preadv(descriptor, [part], at)
-
-    threads = [threading.Thread(target=loop) for _ in range(jobs or min(4, os.cpu_count() or 1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def run(case: Case, root: Path, gigabytes: float, rounds: int) -> dict[str, Any]:

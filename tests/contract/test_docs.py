@@ -37,6 +37,7 @@ import ckptctl
 from ckptctl import errors, families
 from ckptctl.cli import output
 from ckptctl.cli.app import StoppedError, app
+from ckptctl.formats import plugins
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -47,7 +48,10 @@ BLOCK = re.compile(
     r"|^<!-- run:\n(?P<hidden>.*?)-->$",
     re.MULTILINE | re.DOTALL,
 )
-CACHES = (families._built_in, families._entry_points, families._load)
+CACHES = (
+    *(families._built_in, families._entry_points, families._load),
+    *(plugins.entry_points, plugins.load),
+)
 
 
 @dataclass
@@ -227,6 +231,18 @@ def test_the_index_names_every_page() -> None:
     assert pages <= set(linked)
 
 
+def test_the_site_has_every_page_once() -> None:
+    site = runpy.run_path(str(DOCS / "build_site.py"))
+    known = site["pages"]()
+    listed = re.findall(r"'([^']+\.md)'", str(site["navigation"]()))
+    assert sorted(listed) == sorted(known.values())
+    for path in known:
+        text = re.sub(r"```.*?^```$", "", site["site_text"](path), flags=re.MULTILINE | re.DOTALL)
+        start = Path(known[path]).parent
+        for target in re.findall(r"\]\(([^)#\s:]+)[)#]", text):
+            assert os.path.normpath(start / target) in known.values(), f"{path.name}: {target}"
+
+
 def test_the_command_reference_is_what_the_program_says() -> None:
     render: Callable[[], str] = runpy.run_path(str(DOCS / "generate_cli.py"))["render"]
     written = (DOCS / "reference" / "cli.md").read_text()
@@ -244,6 +260,12 @@ def test_what_formats_say_is_in_their_reference() -> None:
     render: Callable[[], str] = runpy.run_path(str(DOCS / "generate_formats.py"))["render"]
     written = (DOCS / "reference" / "formats.md").read_text()
     assert written == render(), "run `python docs/generate_formats.py`"
+
+
+def test_the_reference_of_json_is_what_the_schemas_say() -> None:
+    render: Callable[[], str] = runpy.run_path(str(DOCS / "generate_json.py"))["render"]
+    written = (DOCS / "reference" / "json.md").read_text()
+    assert written == render(), "run `python docs/generate_json.py`"
 
 
 def test_the_command_reference_names_every_command_and_option() -> None:
@@ -343,7 +365,7 @@ def test_every_field_of_the_json_is_documented(data: Path, tmp_path: Path) -> No
 
     failed = document("inspect", tmp_path / "nothing")
     found = set(fields_of(failed))
-    assert found == documented_fields("json.md", "Errors") - {"error.traceback"}
+    assert found == documented_fields("json.md", "ckptctl.error/1") - {"error.traceback"}
 
     manifest = json.loads((tmp_path / "out" / "ckptctl.manifest.json").read_text())
     known = documented_fields("manifest.md", "ckptctl.manifest/1")

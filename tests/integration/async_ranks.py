@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ckptctl.distributed import compat
 from ckptctl.distributed.async_saver import Mode
 from ckptctl.distributed.async_saving import AsyncSaver, async_save
+from ckptctl.distributed.group import Group
 from ckptctl.distributed.staging import stage
 from ckptctl.errors import CkptError, RefusedError
 from tests.checkpoints.dcp import distribute
@@ -62,6 +66,7 @@ def save_while_training(rank: int, world: int, root: Path) -> None:
 
 def skip_alike(rank: int, world: int, root: Path) -> None:
     """The last save goes on only on rank 1; both leave the next one out."""
+    timeouts(rank, world, root)
     release = threading.Event()
 
     def slow(_: Path) -> None:
@@ -104,6 +109,9 @@ def fail_alike(rank: int, world: int, root: Path) -> None:
     with pytest.raises(RefusedError, match="different ways"):
         async_save(good, root / "busy", when_busy="skip" if rank else "wait")
 
+    with no_thread_starts(rank == 1), pytest.raises(CkptError, match="no thread"):
+        async_save(good, root / "unstarted")
+
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("ckptctl.storage.worker.write_all", disk_full)
@@ -117,6 +125,21 @@ def fail_alike(rank: int, world: int, root: Path) -> None:
     dist.barrier()
     seen = sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
     assert seen == ["after", "next", "same"]
+
+
+@contextmanager
+def no_thread_starts(really: bool = True) -> Iterator[None]:
+    """Let threads of saves fail to start."""
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if really and thread.name.startswith("save "):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        yield
 
 
 def disk_full(*_: object) -> None:
@@ -201,3 +224,15 @@ def without_collectives(rank: int, world: int, root: Path) -> None:
     for tensor in local_tensors(placed):
         tensor.zero_()
     future.result()
+
+
+def timeouts(rank: int, world: int, root: Path) -> None:
+    """What the background waits for other ranks is what the user's group does."""
+    parent = dist.new_group(timeout=timedelta(seconds=77), backend="gloo")
+    with AsyncSaver(parent) as saver:
+        saver.save({"a": torch.ones(3)}, root / "a", sync=False).result()
+        assert saver._ranks
+        for ranks in saver._ranks:
+            assert isinstance(ranks, Group)
+            assert ranks.group
+            assert compat.timeout(ranks.group) == timedelta(seconds=77)

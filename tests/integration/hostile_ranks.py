@@ -17,7 +17,7 @@ from ckptctl.distributed import broadcast
 from ckptctl.distributed.async_saving import async_save
 from ckptctl.distributed.loading import load
 from ckptctl.distributed.saving import save
-from ckptctl.errors import CkptError, StorageError, UsageError
+from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 
 
 def overlapping_groups(rank: int, world: int, root: Path) -> None:
@@ -52,8 +52,14 @@ def not_a_member(rank: int, world: int, root: Path) -> None:
 
 def told_differently(rank: int, world: int, root: Path) -> None:
     save({"a": torch.ones(8)}, root / "alike", sync=False)
-    with pytest.raises(UsageError, match="`broadcast` differs"):
+    with pytest.raises(RefusedError, match="different options: broadcast"):
         load({"a": torch.zeros(8)}, root / "alike", broadcast=not rank)
+    save({"a": torch.ones(8)}, root / "other", sync=False)
+    with pytest.raises(RefusedError, match="different checkpoints") as error:
+        load({"a": torch.zeros(8)}, root / ("other" if rank else "alike"))
+    assert "alike" in str(error.value.why) and "other" in str(error.value.why)
+    with pytest.raises(CkptError, match="no such file"):
+        load({"a": torch.zeros(8)}, root / ("none" if rank else "alike"), strict=bool(rank))
 
 
 def named_like_a_rank(rank: int, world: int, root: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ckptctl.distributed import collective_save, host_memory
 from ckptctl.distributed.group import Group
-from ckptctl.distributed.plan_cache import PlanCache
+from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
 from ckptctl.distributed.rank_output import SaveOptions
 from ckptctl.distributed.saving import save, write
 from ckptctl.errors import CkptError
@@ -72,7 +72,7 @@ def stock_load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 def plans_are_used_again_and_never_stale(rank: int, world: int, root: Path) -> None:
     """Save states that change in every way, alternately with one that does not."""
     mesh = (world,)
-    plans = PlanCache()
+    plans = PlanCache[SavedPlan]()
     steady = tensors(1)
     first = True
     full = tensors(2)
@@ -119,7 +119,7 @@ def values_that_differ_change(rank: int, world: int, root: Path) -> None:
     """Values that differ between ranks are kept, whichever they are from save to save."""
     from ckptctl.formats import open_checkpoint
 
-    plans = PlanCache()
+    plans = PlanCache[SavedPlan]()
     states = [
         {"rng": rank, "step": 1},
         {"rng": rank + 10, "step": 1000000},

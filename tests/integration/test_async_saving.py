@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ckptctl.distributed import collective_save
 from ckptctl.distributed.async_saving import AsyncSaver, async_save
+from ckptctl.distributed.host_pool import PATIENCE
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.publish import staging_directory
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
@@ -24,6 +25,7 @@ from tests.integration.async_ranks import (
     MODES,
     fail_alike,
     group_destroyed,
+    no_thread_starts,
     rank_killed,
     replicated,
     save_while_training,
@@ -133,6 +135,31 @@ def test_wait_takes_the_failure(tmp_path: Path) -> None:
             saver.wait()
         saver.save({"a": torch.ones(3)}, tmp_path / "b")
     assert (tmp_path / "b").is_dir()
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    state = {"a": torch.ones(1000)}
+    with AsyncSaver() as saver:
+        for after in (False, True):
+            if after:
+                saver.save(state, tmp_path / "a").result()
+            with no_thread_starts(), pytest.raises(StorageError, match="no thread"):
+                saver.save(state, tmp_path / "b")
+            saver.wait()
+            assert not saver._pool._used
+        assert saver.save(state, tmp_path / "b").result()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_the_writing_process_lets_memory_go_too(tmp_path: Path) -> None:
+    with AsyncSaver(mode="process") as saver:
+        for step, size in enumerate([1 << 24, *[1 << 20] * (PATIENCE + 1)]):
+            saver.save({"a": torch.ones(size)}, tmp_path / f"{step}", sync=False).result()
+        assert saver._pool.nbytes < 1 << 23
+        assert saver._writer._child
+        maps = Path(f"/proc/{saver._writer._child.pid}/maps").read_text().splitlines()
+        spans = [line.split()[0].split("-") for line in maps if "memfd:ckptctl" in line]
+        assert sum(int(end, 16) - int(start, 16) for start, end in spans) < 1 << 23
 
 
 def test_close_raises_the_failure(tmp_path: Path) -> None:

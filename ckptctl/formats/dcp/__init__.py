@@ -8,7 +8,7 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
@@ -125,8 +125,11 @@ class DcpFormat(WritableFormat):
 
 def is_bytecheckpoint(path: Path) -> bool:
     """Return whether the metadata in *path* is ByteCheckpoint's, which names its class first."""
-    with (path / METADATA).open("rb") as file:
-        return BYTECHECKPOINT in file.read(64)
+    try:
+        with (path / METADATA).open("rb") as file:
+            return BYTECHECKPOINT in file.read(64)
+    except OSError:
+        return False  # whoever reads it says why it cannot be read
 
 
 def catalog_of(
@@ -135,6 +138,7 @@ def catalog_of(
     name: str,
     notes: Sequence[str] = (),
     copies: Mapping[str, int] | None = None,
+    gone: Collection[str] = (),
 ) -> Catalog:
     """Return the catalog of a directory of write items.
 
@@ -144,6 +148,7 @@ def catalog_of(
         name: The format.
         notes: What a reader should know.
         copies: Files with further copies of items, and the bytes that they need.
+        gone: Files that cannot be used.
 
     Raises:
         DamagedError: A data file is missing or too short.
@@ -151,7 +156,7 @@ def catalog_of(
     path = files.root
     sizes = _data_files(files, leaves, copies or {})
     stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
-    surplus = [file for file in stray if (path / file).stat().st_size]
+    surplus = [file for file in stray if file not in gone and (path / file).stat().st_size]
     return Catalog(
         root=str(path),
         path=str(path),
@@ -180,7 +185,8 @@ def partial_catalog_of(
         name: The format.
         notes: What a reader should know.
     """
-    catalog = catalog_of(files, found.leaves, name, notes)
+    gone = {one.file for one in found.findings if one.file}
+    catalog = catalog_of(files, found.leaves, name, notes, gone=gone)
     return replace(catalog, findings=tuple(found.findings), lost=found.lost)
 
 

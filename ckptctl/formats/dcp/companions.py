@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import read_contents
@@ -78,7 +79,7 @@ def _names_common(files: SourceFiles) -> bool:
 def _with(files: SourceFiles, catalog: Catalog, name: str, partial: bool) -> Catalog:
     try:
         found = read_contents(files, name, unknown="inert")
-    except DamagedError as error:
+    except UNUSABLE as error:
         if not partial:
             raise
         finding = replace(of_error(error, files.root), file=name)

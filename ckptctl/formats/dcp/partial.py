@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Finding
-from ckptctl.errors import CkptError, listed
+from ckptctl.errors import CkptError, SourceNotFoundError, listed
 from ckptctl.formats.dcp.metadata import Item, Leaf
 from ckptctl.storage.files import SourceFiles
 
@@ -56,6 +56,8 @@ def _size(files: SourceFiles, name: str) -> int | str:
     """Return the size of a file, or why there is none."""
     try:
         return files.size(name)
+    except SourceNotFoundError:
+        return "a data file is missing"
     except CkptError as error:
         return error.what
 
@@ -81,6 +83,6 @@ def _unusable(file: str, end: int, size: int | str, leaves: Mapping[str, Leaf]) 
     inside = [name for name, leaf in leaves.items() if any(i.file == file for _, i in leaf.items)]
     held = f"it holds parts of {listed(inside, 2)}"
     if isinstance(size, str):
-        return Finding("a data file is missing", held, file=file)
+        return Finding(size, held, file=file)
     why = f"{end:,} bytes are needed, the file has {size:,}; {held}"
     return Finding("a data file is truncated", why, file=file)

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.formats.dcp.metadata import Item, Leaf
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.formats.shared.own_values import below_rank
 from ckptctl.formats.shared.structure import join
 from ckptctl.storage.files import SourceFiles
@@ -52,7 +53,7 @@ class Values:
             try:
                 for leaf, digest in _digests(self.files, run):
                     self._take(rank, leaf, digest)
-            except (DamagedError, SourceNotFoundError) as error:
+            except UNUSABLE as error:
                 self._unreadable(run[0][1].file, error)
 
     def _take(self, rank: int, leaf: Leaf, digest: bytes) -> None:
@@ -65,7 +66,7 @@ class Values:
         if self.partial:
             self.findings.append(Finding(error.what, error.why, file=file))
             return
-        if isinstance(error, DamagedError):
+        if not isinstance(error, SourceNotFoundError):
             raise error
         raise DamagedError(
             "a data file is missing",

@@ -25,9 +25,10 @@ class MegatronFormat(Format):
     )
     wholeness = (
         "`args` in every file says how many ranks, layers and experts there are, and each is "
-        "there; files of another iteration, or copied over one another, are refused; files that "
-        "have changed places are noticed where `args` has the number of the process that wrote "
-        "each, which tools that convert checkpoints to Megatron do not record"
+        "there; files of another iteration are refused, and, where they have checksums, files "
+        "copied over one another; files that have changed places are noticed where `args` has the "
+        "number of the process that wrote each, which tools that convert checkpoints to Megatron "
+        "do not record"
     )
     proof = (
         "with the built-in rules, on 2, 4 and 8 ranks: the tensors of GPT models of Megatron-Core "

@@ -21,7 +21,7 @@ from ckptctl.formats.megatron.places import (
     sizes_of,
 )
 from ckptctl.formats.megatron.state import Local, RankState, read_state
-from ckptctl.formats.shared.faults import Faults
+from ckptctl.formats.shared.faults import UNUSABLE, Faults
 from ckptctl.storage.files import SourceFiles
 
 
@@ -99,7 +99,7 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults | None) -> Grid:
 def _state(files: SourceFiles, name: str, faults: Faults | None) -> RankState | None:
     try:
         return read_state(files, name)
-    except (DamagedError, FormatError, SourceNotFoundError) as error:
+    except (*UNUSABLE, FormatError) as error:
         if faults is None and isinstance(error, SourceNotFoundError):
             raise DamagedError(
                 f"`{name}` is missing", where=str(files.root / name), hint="every rank writes one"

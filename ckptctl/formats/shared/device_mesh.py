@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 
-from ckptctl.errors import FormatError
+from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.shared.inert_fields import Ints, attributes, integers
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.torch_globals import MAX_RANK
@@ -81,11 +81,13 @@ class Meshes:
 
         Raises:
             FormatError: It is of a torch that does not record where the rank is.
+            DamagedError: The rank lies outside of it.
             TypeError, KeyError: It is no mesh.
         """
         found = self._known.get(id(record))
         if found is None:
             found = self._known[id(record)] = _mesh(attributes(record))
+            _require_inside(found)
         return found
 
 
@@ -102,6 +104,25 @@ def _mesh(state: Mapping[str, object]) -> Mesh:
         None if coordinate is None else integers(coordinate),
         rank if type(rank) is int else None,
         tuple(item for item in ranks if type(item) is int),  # type: ignore[attr-defined]
+    )
+
+
+def _require_inside(mesh: Mesh) -> None:
+    """Refuse a rank that has a place in a mesh and is none of its ranks."""
+    at, who = mesh.coordinate, "a rank" if mesh.rank is None else f"rank {mesh.rank}"
+    if at is None:
+        return
+    sizes = " x ".join(map(str, mesh.sizes))
+    if any(n >= size for n, size in zip(at, mesh.sizes, strict=False)):
+        why = f"its place is {list(at)}, the mesh has {sizes} ranks"
+    elif mesh.ranks and mesh.rank is not None and mesh.rank not in mesh.ranks:
+        why = f"the mesh has {sizes} of the ranks {listed([str(n) for n in sorted(mesh.ranks)])}"
+    else:
+        return
+    raise DamagedError(
+        f"{who} lies outside of the device mesh that its file records",
+        why=why,
+        hint="the file is damaged, or of another run; use the one that the rank wrote",
     )
 
 

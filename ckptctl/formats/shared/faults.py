@@ -7,9 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ckptctl.catalog import Box, Finding, TensorEntry
-from ckptctl.errors import CkptError, FormatError
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    FormatError,
+    SourceNotFoundError,
+    StorageError,
+)
 
 T = TypeVar("T")
+UNUSABLE = (DamagedError, SourceNotFoundError, StorageError)
+"""What is raised about one file among others: it is damaged, gone, or may not be read."""
 Lost = dict[str, tuple[tuple[Box, str], ...]]
 
 

@@ -15,10 +15,12 @@ from ckptctl.errors import (
     CkptError,
     DamagedError,
     FormatError,
-    SourceNotFoundError,
+    StorageError,
     UnsafePickleError,
     listed,
 )
+from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.storage.files import SourceFiles
 
 MAX_MISSING = 1024
 _NEXT = "values that this rank has for itself are taken from the lowest rank that can be read"
@@ -102,13 +104,24 @@ class Gaps:
             return list(leaves)
         except UnsafePickleError:
             raise
-        except (DamagedError, SourceNotFoundError) as error:
+        except UNUSABLE as error:
             self._unusable(gap, error)
         except FormatError as error:
             if (self.root / gap.file).stat().st_size:
                 raise
             self._unusable(gap, error)
         return ()
+
+    def sizes(self, files: SourceFiles, names: Iterable[str]) -> dict[str, int]:
+        """Return the sizes of files in bytes, but for those of gaps that cannot be opened."""
+        found, gone = {}, {gap.file for gap in self.found}
+        for name in names:
+            try:
+                found[name] = files.size(name)
+            except StorageError:
+                if name not in gone:
+                    raise
+        return found
 
     def _unusable(self, gap: Gap, error: CkptError) -> None:
         self._add(gap, error.what, error.why)

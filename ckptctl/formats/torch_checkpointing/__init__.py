@@ -19,6 +19,7 @@ from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import left_behind
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
@@ -112,7 +113,7 @@ class TorchCheckpointingFormat(Format):
             found = _files_of(files, gaps)
             joined, lost = _joined(files, found, merger, gaps)
             names = {name for ranks in found.items.values() for name in ranks.values()}
-            sizes = {name: files.size(name) for name in sorted(names)}
+            sizes = gaps.sizes(files, sorted(names))
         return Catalog(
             root=str(path),
             path=str(path),
@@ -123,7 +124,7 @@ class TorchCheckpointingFormat(Format):
             notes=(
                 *joined.notes,
                 *_notes(found, gaps),
-                *left_behind(path, exclude={*sizes, METADATA}),
+                *left_behind(path, exclude={*names, METADATA}),
             ),
             replicas=merger.replicas,
             findings=tuple(gaps.findings),
@@ -166,7 +167,7 @@ def _metadata(files: SourceFiles, gaps: Gaps) -> Metadata | None:
         return read_metadata(files)
     except UnsafePickleError:
         raise
-    except DamagedError as error:
+    except UNUSABLE as error:
         if not gaps.partial:
             raise
         gaps.findings.append(Finding(error.what, error.why, file=METADATA))
@@ -175,7 +176,7 @@ def _metadata(files: SourceFiles, gaps: Gaps) -> Metadata | None:
 
 def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
     name, rank = match["item"], int(match["rank"])
-    if match["kind"] == "bin" and files.size(match.string) > MAX_RAW:
+    if match["kind"] == "bin" and (files.root / match.string).stat().st_size > MAX_RAW:
         found.raw.append(match.string)
         return
     twin = found.items.setdefault(name, {}).setdefault(rank, match.string)

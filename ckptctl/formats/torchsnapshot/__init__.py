@@ -17,6 +17,7 @@ from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, Unsaf
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.dtensor import Piece, Sharded
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
@@ -124,7 +125,7 @@ def _add(reader: _Reader, merger: RankMerger, entry: Entry, lost: Lost | None) -
         leaves = list(_leaves(reader, rest))
     except UnsafePickleError:
         raise
-    except DamagedError as error:
+    except UNUSABLE as error:
         if lost is None:
             raise
         lost.miss(entry, None, ": ".join(filter(None, (error.what, error.why))))

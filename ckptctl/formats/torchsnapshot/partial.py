@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Finding
-from ckptctl.errors import CkptError, DamagedError
+from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.structure import join
 from ckptctl.formats.shared.tiled_files import Range, require_tiled
@@ -87,8 +87,11 @@ def unfit(files: SourceFiles, entries: Sequence[Entry], where: str) -> dict[str,
             file = stored.file
             try:
                 size = sizes[file] = sizes[file] if file in sizes else files.size(file)
-            except CkptError:
+            except SourceNotFoundError:
                 found[file] = Finding("a data file is missing", f"{METADATA} names it", file=file)
+                continue
+            except CkptError as error:
+                found[file] = Finding(error.what, f"{METADATA} names it", file=file)
                 continue
             first, last = stored.span or (0, size)
             if last > size:

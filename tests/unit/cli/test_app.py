@@ -99,6 +99,8 @@ def test_error_in_json(run, monkeypatch):
     result = run("inspect", "x", "--json")
     assert (result.exit_code, result.stdout) == (4, "")
     assert json.loads(result.stderr) == {
+        "schema": "ckptctl.error/1",
+        "ckptctl": ckptctl.__version__,
         "error": {
             "code": "coverage",
             "exit_code": 4,
@@ -106,7 +108,7 @@ def test_error_in_json(run, monkeypatch):
             "where": "tensor `a\nb`",
             "why": "rows 2:4",
             "hint": "copy them",
-        }
+        },
     }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptctl.distributed.copying import BLOCK, HostCopy, copy_host
-from ckptctl.distributed.host_pool import PAGE, HostPool, size_class
+from ckptctl.distributed.host_pool import PAGE, PATIENCE, HostPool, size_class
 from ckptctl.distributed.rank_output import held
 from ckptctl.distributed.staging import Staged, stage
 from ckptctl.errors import RefusedError, StorageError
@@ -127,6 +127,29 @@ def test_memory_that_waits_is_bounded() -> None:
     assert pool.nbytes == 2 << 20
     pool.close()
     assert pool.nbytes == 0
+
+
+@pytest.mark.parametrize("less", [1, 9])
+def test_memory_that_saves_no_longer_need_goes(less: int) -> None:
+    pool = HostPool()
+    first = pool.take(10 << 20)
+    pool.give(first)
+    for _ in range(PATIENCE - 1):
+        pool.give(pool.take(less << 20))
+    assert pool.nbytes >= 10 << 20
+    for _ in range(2):
+        pool.give(pool.take(less << 20))
+    assert pool.nbytes == less << 20
+
+
+def test_memory_for_two_states_in_turn_stays() -> None:
+    pool = HostPool()
+    seen = set()
+    for size in (10, 2) * PATIENCE:
+        region = pool.take(size << 20)
+        seen.add(id(region))
+        pool.give(region)
+    assert len(seen) == 2
 
 
 def test_memory_of_a_closed_pool_goes_when_it_comes_back() -> None:

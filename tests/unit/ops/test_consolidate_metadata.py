@@ -141,3 +141,11 @@ def test_replicas_are_all_there(source: Path) -> None:
     assert [extent.file for extent in (used, copy)] == ["__0_0.distcp", "__1_0.distcp"]
     assert (used.box, used.codec) == (copy.box, copy.codec)
     assert "model.emb.weight" not in found.replicas
+
+
+def test_a_directory_that_takes_no_file_is_told_by_the_plan(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(StorageError, match="EACCES"):
+        plan_metadata(source)

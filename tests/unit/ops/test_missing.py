@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding
+from ckptctl.errors import DamagedError
 from ckptctl.ops.missing import dependent, find_missing
 from ckptctl.ops.replicas import differing, require_equal
 
@@ -97,3 +99,11 @@ def test_replicas_are_compared_box_by_box(catalog: Catalog, tmp_path: Path) -> N
     assert [(f.tensor, f.box, f.file) for f in found] == [("c", extent.box, "other")]
     (unread,) = differing(replace(catalog, replicas={"c": (gone,)}))
     assert unread.tensor == "c" and "gone" in unread.what
+
+
+def test_a_source_of_which_nothing_can_be_read_is_damaged(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "__0.metadata").write_bytes(b"garbage")
+    with pytest.raises(DamagedError, match="nothing whole is left"):
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", allow_missing=True)

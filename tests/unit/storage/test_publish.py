@@ -12,7 +12,7 @@ import pytest
 
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import publish, rename, trash
-from ckptctl.storage.publish import Terminated, free_space, staging
+from ckptctl.storage.publish import Terminated, free_space, require_writable, staging
 
 
 def tree(path: Path):
@@ -332,3 +332,15 @@ def test_one_of_many_concurrent_runs_wins(tmp_path):
     assert codes == [0, 6, 6, 6, 6, 6]
     assert tree(tmp_path) == ["out", "out/a", "out/b"]
     assert (tmp_path / "out/a").read_text() == (tmp_path / "out/b").read_text()
+
+
+def test_where_nothing_can_be_made_is_told_before_any_work(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    require_writable(tmp_path / "out")
+    require_writable(tmp_path / "a" / "b" / "out")
+    with pytest.raises(StorageError, match="ENOTDIR"):
+        require_writable(tmp_path / "file" / "a" / "out")
+    monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path) != tmp_path)
+    with pytest.raises(StorageError, match="EACCES") as caught:
+        require_writable(tmp_path / "a" / "out")
+    assert caught.value.where == str(tmp_path)

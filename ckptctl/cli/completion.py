@@ -1,0 +1,119 @@
+"""What the shell offers on TAB: silent whatever goes wrong, and over in two seconds.
+
+The scripts that ``--show-completion`` prints call the program with ``_CKPTCTL_COMPLETE`` set; what
+it prints then, one line each, is offered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+VARIABLE = "_CKPTCTL_COMPLETE"
+SECONDS = 2.0
+BREAKS = frozenset(":=")
+"""Where bash splits words although the program's words go on (``COMP_WORDBREAKS``, man 1 bash)."""
+
+
+class _TooLateError(BaseException):
+    """Time is over; no handler of errors is to mistake it for one."""
+
+
+def wanted() -> bool:
+    """Return whether the shell asks what may come next."""
+    return os.environ.get(VARIABLE, "").startswith("complete_")
+
+
+def offer(complete: Callable[[], Any]) -> None:
+    """Print what *complete* prints if all goes well, else nothing.
+
+    Args:
+        complete: Typer's completion, which ends with ``SystemExit``.
+    """
+    shown, prefix = io.StringIO(), ""
+    if os.environ[VARIABLE] == "complete_bash":
+        prefix = _join_words()
+    code: object = 0
+    try:
+        with (
+            _deadline(),
+            contextlib.redirect_stdout(shown),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            complete()
+    except SystemExit as ended:
+        code = ended.code
+    except (Exception, _TooLateError):
+        shown, code = io.StringIO(), 1
+    lines = [line for line in shown.getvalue().splitlines(keepends=True) if line.strip()]
+    sys.stdout.write("".join(line.removeprefix(prefix) for line in lines))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def tensors(context: typer.Context) -> list[str]:
+    """Return the names of the tensors of the checkpoint that the command line names first."""
+    from ckptctl import formats
+
+    arguments = (p for p in context.command.params if p.param_type_name == "argument")
+    # Of an option that lacks its value yet, the parser leaves the arguments before it aside.
+    path = context.params.get(str(next(arguments).name)) or next(iter(context.args), None)
+    # The network is not asked on TAB, and names in another layout are not in the checkpoint.
+    if not path or ":/" in str(path) or context.params.get("layout"):
+        return []
+    catalog = formats.open_checkpoint(Path(path), context.params.get("from_format"))
+    return list(catalog.tensors)
+
+
+def layouts(context: typer.Context) -> list[str]:
+    """Return the layouts of the model type on the command line, or of all."""
+    from ckptctl import families
+    from ckptctl.cli.options import known_layouts
+
+    model_type = context.params.get("model_type") or context.params.get("family")
+    return list(families.family(model_type).layouts) if model_type else known_layouts()
+
+
+def _join_words() -> str:
+    """Put words together that bash took apart, and return what it keeps of the last one."""
+    words = os.environ.get("COMP_WORDS", "").split("\n")
+    current = int(os.environ.get("COMP_CWORD", "0"))
+    if current >= len(words):
+        return ""
+    joined: list[str] = []
+    glued = False
+    for word in words[: current + 1]:
+        glued = len(joined) > 1 and (_breaks(word) or _breaks(joined[-1][-1:]))
+        if glued:
+            joined[-1] += word
+        else:
+            joined.append(word)
+    os.environ["COMP_WORDS"] = "\n".join(joined)
+    os.environ["COMP_CWORD"] = str(len(joined) - 1)
+    last = joined[-1]
+    return last[: 1 + max(last.rfind(one) for one in BREAKS)] if glued else ""
+
+
+def _breaks(text: str) -> bool:
+    return bool(text) and set(text) <= BREAKS
+
+
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise _TooLateError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,97 @@
+"""``ckptctl doctor [DIR]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output, Style
+from ckptctl.cli.tables import counted
+
+if TYPE_CHECKING:
+    from ckptctl.ops.doctor.check import Check, Status
+
+SCHEMA = "ckptctl.doctor/1"
+BROKEN = 1
+STYLES: dict[Status, Style | None] = {"ok": None, "warn": "yellow", "fail": "red"}
+EPILOG = opt.examples(
+    "ckptctl doctor",
+    "ckptctl doctor /mnt/checkpoints",
+    "ckptctl doctor --json | jq '.checks[] | select(.status != \"ok\")'",
+)
+
+
+def doctor(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[DIR]", show_default=False, help="Where checkpoints are; else here."
+        ),
+    ] = Path(),
+    json: opt.Json = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print the names of what is not ok alone.")
+    ] = False,
+) -> None:
+    """Say what is wrong with the installation or a directory.
+
+    Also with plug-ins, and with what surrounds the program. Files are tried out in a hidden folder
+    in DIR, which is removed again. The exit code is 1 if something is broken, else 0.
+    """
+    from ckptctl.ops.doctor import doctor as op
+
+    output = Output(json, quiet)
+    found = op(directory)
+    broken = any(one.status == "fail" for one in found)
+    if output.mode == "json":
+        output.document(SCHEMA, {"directory": str(directory), **_document(found)})
+    elif output.mode == "quiet":
+        for one in found:
+            if one.status != "ok":
+                output.line(one.name)
+    elif output.mode == "plain":
+        output.table([(o.status, o.group, o.name, o.found, o.hint or "") for o in found])
+    else:
+        _show(output, found)
+    if broken:
+        raise typer.Exit(BROKEN)
+
+
+def _counts(found: Sequence[Check]) -> tuple[int, int]:
+    """Return how many warnings and how many failures there are."""
+    states = [one.status for one in found]
+    return states.count("warn"), states.count("fail")
+
+
+def _document(found: Sequence[Check]) -> dict[str, object]:
+    warnings, failures = _counts(found)
+    checks = [one.to_json() for one in found]
+    return {"healthy": not failures, "warnings": warnings, "failures": failures, "checks": checks}
+
+
+def _show(output: Output, found: Sequence[Check]) -> None:
+    width = max(len(one.name) for one in found)
+    group = ""
+    for one in found:
+        if one.group != group:
+            output.line(one.group, "bold")
+            group = one.group
+        output.line(f"  {one.status:4}  {one.name:{width}}  {one.found}", STYLES[one.status])
+        if one.hint:
+            output.line(f"        {'':{width}}  {one.hint}", "dim")
+    output.line("; ".join(_summary(*_counts(found))), "bold")
+
+
+def _summary(warnings: int, failures: int) -> Iterator[str]:
+    yield f"{counted(failures, 'thing')} broken" if failures else "nothing is broken"
+    if warnings:
+        yield counted(warnings, "warning")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor", epilog=EPILOG)(doctor)

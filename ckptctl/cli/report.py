@@ -1,0 +1,151 @@
+"""``ckptctl report PATH -o report.html``."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptctl.cli import options as opt
+from ckptctl.cli.output import Output
+from ckptctl.cli.progress import progress
+from ckptctl.cli.tables import counted
+from ckptctl.errors import DamagedError, UsageError
+
+if TYPE_CHECKING:
+    from ckptctl.ops.report import Report
+
+SCHEMA = "ckptctl.report/1"
+STDOUT = "-"
+EPILOG = opt.examples(
+    "ckptctl report tests/data/tiny-llama3-hf -o report.html",
+    "ckptctl report step-2000 -o report.html --stats",
+    "ckptctl report step-1000 step-2000 -o changes.html",
+    "ckptctl report step-2000 -o - > report.html",
+    "ckptctl report step-2000 --json | jq '.tensors[] | select(.missing > 0)'",
+)
+
+
+def report(
+    path: Annotated[
+        Path,
+        typer.Argument(parser=opt.place, metavar="PATH", show_default=False, help="Checkpoint."),
+    ],
+    other: Annotated[
+        Path | None,
+        typer.Argument(
+            parser=opt.place,
+            metavar="OTHER",
+            show_default=False,
+            help="Show where it differs from this one.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The page to write; - is standard output."
+        ),
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the data: statistics and histograms.")
+    ] = False,
+    structure: Annotated[
+        bool, typer.Option("--structure", help="Compare names, shapes and dtypes alone.")
+    ] = False,
+    include: opt.Include = None,
+    max_tensors: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            callback=opt.check_positive,
+            help="List N at most: those with findings, then the largest.",
+        ),
+    ] = 20_000,
+    from_format: opt.From = None,
+    from_other: Annotated[
+        str | None,
+        typer.Option(
+            "--from-other",
+            metavar="FORMAT",
+            callback=opt.check_readable,
+            autocompletion=opt.readable_formats,
+            help="Format of OTHER, if not detected.",
+        ),
+    ] = None,
+    model_type: opt.ModelType = None,
+    converter: opt.Converter = None,
+    rules: opt.Rules = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace FILE if it is such a page.")
+    ] = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Write one HTML page about a checkpoint.
+
+    What it holds, where it lies, what is wrong, and where another one differs. The page needs no
+    network and no other file. A checkpoint that is not whole has a page, too; the exit code is 4
+    only if nothing of it can be read.
+    """
+    from ckptctl import api
+
+    del converter  # known while the command runs
+    output = Output(json, quiet or target == STDOUT)
+    _require_sense(target, json)
+    found = api.report(
+        path,
+        None if target in (None, STDOUT) else target,
+        other=other,
+        stats=stats,
+        structure=structure,
+        include=include or (),
+        max_tensors=max_tensors,
+        format=from_format,
+        format_other=from_other,
+        model_type=model_type,
+        rules=rules,
+        overwrite=overwrite,
+        progress=partial(progress, output, "reading"),
+    )
+    if json:
+        output.document(SCHEMA, found.to_json())
+    elif target == STDOUT:
+        from ckptctl.ops.report_page import page
+
+        output.text(page(found.to_json()))
+    else:
+        _print(output, found)
+    if not found.readable:
+        raise typer.Exit(DamagedError.exit_code)
+
+
+def _require_sense(target: str | None, json: bool) -> None:
+    if target is None and not json:
+        raise UsageError("nothing says where the page goes", hint="add `-o report.html`")
+    if target == STDOUT and json:
+        raise UsageError(
+            "--json and -o - both want standard output", hint="name a file, or leave `-o -` out"
+        )
+
+
+def _print(output: Output, found: Report) -> None:
+    if output.mode == "quiet":
+        output.line(str(found.output))
+        return
+    output.line(f"wrote {found.output}: {counted(len(found.tensors), 'tensor')}", "bold")
+    left = found.left_out
+    if left.tensors:
+        verb = "is" if left.tensors == 1 else "are"
+        output.note(f"{counted(left.tensors, 'tensor')} {verb} not listed in it")
+    if not found.verification.whole:
+        first, more = found.verification.errors[0], len(found.verification.errors) - 1
+        output.warning(f"not whole: {first.what}" + (f" (and {more:,} more)" if more else ""))
+    if found.error:
+        output.warning(f"not compared: {found.error.what}")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("report", epilog=EPILOG, no_args_is_help=True)(report)

@@ -1,0 +1,127 @@
+"""Build the site: ``python docs/build_site.py [FOLDER]``, with Zensical installed (``.[docs]``).
+
+The README becomes its first page, ``docs/index.md`` its contents and, section by section, its
+navigation. Links are those of the repository: what leads to a file that is no page becomes text.
+A link to a page or a heading that is not there fails the build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+DOCS = Path(__file__).parent.resolve()
+REPOSITORY = DOCS.parent
+HOME, CONTENTS = REPOSITORY / "README.md", DOCS / "index.md"
+HIDDEN = re.compile(r"^<!-- .*?-->\n", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
+TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+CODE = re.compile(r"`([^`]+)`")
+LONG = 40
+FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+ENTRY = re.compile(
+    r"^(?P<level>#{2,}) (?P<title>.+)$|^\* \[.*?\]\((?P<page>.+?\.md)\)", re.MULTILINE
+)
+
+
+def pages() -> dict[Path, str]:
+    """Return every page, and its path in the site."""
+    found = {path: path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))}
+    return found | {HOME: "index.md", CONTENTS: "contents.md"}
+
+
+def site_text(path: Path) -> str:
+    """Return a page as the site has it: comments are gone, links lead to the site's pages."""
+    parts = FENCED.split(HIDDEN.sub("", path.read_text()))
+    for number in range(0, len(parts), 2):
+        linked = LINK.sub(lambda link: _linked(link, path), parts[number])
+        parts[number] = TABLE_ROW.sub(_unbroken, linked)
+    return "".join(parts)
+
+
+def _linked(link: re.Match[str], page: Path) -> str:
+    text, target, heading = link[1], link[2], link[3] or ""
+    if not target or "://" in target:
+        return link[0]
+    known = pages()
+    leads_to = (page.parent / target).resolve()
+    if leads_to in known:
+        start = Path(known[page]).parent
+        return f"[{text}]({os.path.relpath(known[leads_to], start)}{heading})"
+    return text if leads_to.exists() else link[0]
+
+
+def _unbroken(row: re.Match[str]) -> str:
+    """Return a row of a table: bars in code are not escaped, short code stays on one line."""
+    return CODE.sub(lambda code: _whole(code[1].replace("\\|", "|")), row[0])
+
+
+def _whole(code: str) -> str:
+    return f"`{code}`" if " " in code or len(code) > LONG else f"`{code}`{{.whole}}"
+
+
+def navigation() -> list[object]:
+    """Return the navigation, as Zensical has it: its titles are those of the pages."""
+    top: list[object] = ["index.md", "contents.md"]
+    sections: list[list[object]] = [top]
+    for title, level, page in _entries():
+        if title:
+            below: list[object] = []
+            del sections[level - 1 :]
+            sections[-1].append({title: below})
+            sections.append(below)
+        else:
+            sections[-1].append(page)
+    return top
+
+
+def _entries() -> Iterator[tuple[str, int, str]]:
+    """Yield headings with their level, and pages, of the contents."""
+    for entry in ENTRY.finditer(CONTENTS.read_text()):
+        yield entry["title"] or "", len(entry["level"] or ""), entry["page"] or ""
+
+
+def stage(folder: Path) -> Path:
+    """Write what Zensical reads into *folder* and return the path of its configuration."""
+    for path, name in pages().items():
+        target = folder / "pages" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(site_text(path))
+    shutil.copy(DOCS / "site.css", folder / "pages")
+    settings = (DOCS / "zensical.toml").read_text()
+    head, first, rest = settings.partition("[project]\n")
+    configuration = folder / "zensical.toml"
+    configuration.write_text(f"{head}{first}nav = {_toml(navigation())}\n{rest}")
+    return configuration
+
+
+def _toml(value: object) -> str:
+    """Return strings, lists and tables of one entry as TOML has them, in one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{json.dumps(k)} = {_toml(v)}' for k, v in value.items())} }}"
+    return json.dumps(value)
+
+
+def main(target: Path) -> int:
+    """Build the site into *target* and return the exit code; what else is there stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        configuration = stage(Path(folder))
+        command = ["-m", "zensical", "build", "--strict", "--config-file", str(configuration)]
+        done = subprocess.run([sys.executable, *command], env={**os.environ, "NO_COLOR": "1"})
+        if done.returncode == 0:
+            shutil.copytree(configuration.parent / "site", target, dirs_exist_ok=True)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    shutil.rmtree(DOCS / "_site", ignore_errors=True)
+    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else DOCS / "_site"))

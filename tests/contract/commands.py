@@ -1,0 +1,158 @@
+"""Real command lines of every command, and the checkpoints that they are about.
+
+A command that is missing here fails ``test_commands``: give it at least one line that succeeds.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckptctl.cli.app import app
+from tests.checkpoints import save_hf, tiny_llama
+from tests.checkpoints.adapters import random_adapter, save_peft
+from tests.conftest import DATA
+from tests.runs import save_step, tear
+
+COMMANDS = sorted(str(info.name) for info in app.registered_commands)
+LONG = "begins.here." + "a.very.long.name." * 20 + "weight"
+"""A tensor's name that no terminal has room for."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command line.
+
+    Attributes:
+        text: What follows the command; ``{out}`` is a path at which there is nothing, ``{copy:x}``
+            a copy of ``{x}`` that may be changed.
+        code: What it ends with.
+    """
+
+    text: str
+    code: int = 0
+
+    def __str__(self) -> str:
+        return self.text or "(nothing)"
+
+
+LINES = {
+    "consolidate": (
+        Line("{ranks} {out}"),
+        Line("{copy:ranks} --metadata-only"),
+        Line("{ranks} --metadata-only --dry-run"),
+        Line("{torn_ranks} {out} --allow-missing", 7),
+    ),
+    "convert": (
+        Line("{hf} {out} --to dcp"),
+        Line("{hf} {out} --to meta --dry-run"),
+        Line("{long} {out}.pt --to torch --verify"),
+    ),
+    "diff": (
+        Line("{long} {long} --structure"),
+        Line("{base} {hf}", 1),
+        Line("{base} {step}", 1),
+        Line("{hf} {hf} --read-all"),
+    ),
+    "doctor": (Line("{place}"),),
+    "extract": (
+        Line(f"{{long}} '{LONG}'"),
+        Line("{hf} 'model.layers.0.*' -o {out}.safetensors"),
+        Line("{hf} 'lm_head.weight[0:2]' -o {out}.npy --dtype fp32"),
+    ),
+    "formats": (Line(""), Line("dcp"), Line("deepspeed")),
+    "inspect": (
+        Line("{long} --tensors"),
+        Line("{hf} --stats"),
+        Line("{run}"),
+        Line("{torn}", 4),
+        Line("{ranks}"),
+    ),
+    "latest": (Line("{run}"),),
+    "ls": (Line("{run}"),),
+    "map": (
+        Line("model.layers.0.self_attn.q_proj.weight -m llama3 --to-layout meta --config {hf}"),
+        Line("'layers.{{i}}.feed_forward.experts.{{x}}.w1.weight' -m mixtral --to-layout hf-v5"),
+    ),
+    "merge": (Line("{base} {adapter} {out}"), Line("{base} {adapter} {out} --dry-run")),
+    "models": (Line("--layout torchtitan@0.3"), Line("mixtral"), Line("phi3")),
+    "prune": (
+        Line("{copy:run} --keep-last 1 --yes"),
+        Line("{run} --keep-last 1 --dry-run"),
+        Line("{run} --keep-last 1", 6),
+    ),
+    "report": (
+        Line("{hf} -o {out}.html --stats"),
+        Line("{base} {hf} -o {out}.html"),
+        Line("{torn} -o {out}.html", 4),
+        Line("{torn_ranks} {ranks} -o {out}.html"),
+    ),
+    "schema": (Line(""),),
+    "verify": (
+        Line("{long}"),
+        Line("{hf} --level full --nan"),
+        Line("{torn}", 4),
+    ),
+}
+CASES = [
+    pytest.param(name, line, id=f"{name}-{number}")
+    for name, lines in LINES.items()
+    for number, line in enumerate(lines)
+]
+FIRST = [pytest.param(name, LINES[name][0], id=name) for name in LINES]
+
+
+def make(folder: Path) -> dict[str, Path]:
+    """Write all checkpoints, and return them by their names in the lines."""
+    state, config = tiny_llama("llama3")
+    (folder / "base").mkdir()
+    save_hf(folder / "base", state, config)
+    save_peft(folder / "adapter", random_adapter(state))
+    _copy(DATA / "tiny-llama3-hf", folder / "hf")
+    _copy(DATA / "dcp-rank-local" / "w2" / "ckpt", folder / "ranks")
+    _copy(folder / "ranks", folder / "torn_ranks")
+    (folder / "torn_ranks" / "__1_0.distcp").unlink()
+    for step in (9, 10, 100):
+        save_step(folder / "run" / f"step-{step}")
+    tear(save_step(folder / "run" / "step-200"))
+    tear(save_step(folder / "torn"))
+    save_step(folder / "step")
+    _write_long(folder / "long")
+    names = (path.name for path in folder.iterdir())
+    return {"place": folder, **{name: folder / name for name in names}}
+
+
+def arguments(line: Line, places: dict[str, Path], scratch: Path) -> list[str]:
+    """Return the words of *line*; what it may change lies in *scratch*."""
+    copies = {f"copy:{name}": scratch / name for name in places}
+    text = line.text
+    for name, path in copies.items():
+        if f"{{{name}}}" in text:
+            _copy(places[name.removeprefix("copy:")], path)
+            text = text.replace(f"{{{name}}}", shlex.quote(str(path)))
+    return shlex.split(text.format(out=scratch / "out", **places))
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    for path in (target, *target.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _write_long(folder: Path) -> None:
+    """Write two tensors by hand, one of which has the long name."""
+    folder.mkdir()
+    tensors = {LONG: [0, 16], "odd:name/of=a tensor": [16, 24]}
+    entries = {
+        name: {"dtype": "F32", "shape": [(b - a) // 4], "data_offsets": [a, b]}
+        for name, (a, b) in tensors.items()
+    }
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    content = len(header).to_bytes(8, "little") + header + bytes(24)
+    (folder / "model.safetensors").write_bytes(content)

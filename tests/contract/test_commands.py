@@ -1,0 +1,269 @@
+"""What holds for every command: all of them, found by listing, against all that may happen to one.
+
+Each column of the matrix is one test; what cannot take part in it says why in the table above it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import ckptctl
+from ckptctl.cli import schemas
+from ckptctl.cli.app import app
+from tests.contract.commands import CASES, COMMANDS, FIRST, LINES, LONG, Line, arguments, make
+from tests.unit.cli.conftest import environment, program
+
+PACKAGE = str(Path(ckptctl.__file__).parent)
+NOTHING = "/nothing-is-here/at-all"
+NO_PATH = {
+    "formats": "its argument is the name of a format",
+    "models": "its argument is the name of a model type",
+    "schema": "its argument is the name of a command",
+}
+"""Commands that take no path."""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("places") / ("a-folder-with-a-long-name" * 4)
+    folder.mkdir()
+    return make(folder)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    for name in ("CKPTCTL_DEBUG", "NO_COLOR", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> Result:
+        return CliRunner().invoke(app, list(words), prog_name="ckptctl")
+
+    return call
+
+
+def validate(document: Any, name: str) -> None:
+    """Check *document* against the schema *name*, in which no field goes unmentioned."""
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator(schemas.named(name).schema(closed=True)).validate(document)
+
+
+def test_every_command_is_in_the_matrix() -> None:
+    assert sorted(LINES) == COMMANDS, "write lines of it into tests/contract/commands.py"
+    assert set(NO_PATH) <= set(COMMANDS)
+
+
+def test_every_command_has_a_schema() -> None:
+    for info in app.registered_commands:
+        assert info.callback and "json" in info.callback.__annotations__, info.name
+    known = set(schemas.documents()) - {"error"}
+    assert known == set(COMMANDS), "write ckptctl/cli/schemas/COMMAND.py"
+
+
+@pytest.mark.parametrize("name", sorted(schemas.documents()))
+def test_schemas_are_schemas(name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    for closed in (False, True):
+        jsonschema.Draft202012Validator.check_schema(schemas.named(name).schema(closed))
+    found = schemas.named(name).schema()
+    assert found["$id"] == f"urn:ckptctl:{name}:1" and found["title"] == f"ckptctl.{name}/1"
+    everything = json.dumps(found)
+    assert '"additionalProperties": false' not in everything and "](" not in everything
+
+
+@pytest.mark.parametrize(("name", "line"), CASES)
+def test_json(
+    name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    result = run(name, *arguments(line, places, tmp_path), "--json")
+    assert result.exit_code == line.code, result.output
+    assert result.stdout or line.code
+    if result.stdout:
+        validate(json.loads(result.stdout), name)
+    if result.stderr:
+        assert line.code
+        validate(json.loads(result.stderr), "error")
+
+
+@pytest.mark.parametrize(("name", "line"), CASES)
+def test_pipe(
+    name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    """No escape characters, no cut name, whatever the environment says of colour and width."""
+    result = run(name, *arguments(line, places, tmp_path))
+    assert result.exit_code == line.code, result.output
+    assert "\x1b" not in result.output and "…" not in result.output
+    for whole in (LONG, str(places["place"])):
+        assert result.output.count(whole[:40]) == result.output.count(whole), result.output
+
+
+@pytest.mark.parametrize(("name", "line"), [p for p in FIRST if p.id not in NO_PATH])
+def test_missing_path(
+    name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    given = {str(path) for path in (*places.values(), *(tmp_path / n for n in places))}
+    words = arguments(line, places, tmp_path)
+    first = next(number for number, word in enumerate(words) if word in given)
+    words[first] = NOTHING
+    result = run(name, *words)
+    assert (result.exit_code, result.stdout) == (3, ""), result.output
+    assert result.stderr.startswith("error: no such ") and f"  where: {NOTHING}\n" in result.stderr
+    assert "\nhint: " in result.stderr and "Traceback" not in result.stderr
+    machine = run(name, *words, "--json")
+    assert (machine.exit_code, machine.stdout) == (3, "")
+    document = json.loads(machine.stderr)
+    validate(document, "error")
+    assert document["error"]["code"] == "not-found" and document["error"]["hint"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_usage_error(name: str, run: Callable[..., Result]) -> None:
+    result = run(name, "--json", "--no-such-option")
+    assert (result.exit_code, result.stdout) == (2, "")
+    document = json.loads(result.stderr)
+    validate(document, "error")
+    assert document["error"]["code"] == "usage"
+    assert document["error"]["hint"] == f"`ckptctl {name} --help` shows what there is"
+
+
+@pytest.mark.parametrize("words", [["--no-such-option"], ["no-such-command"], []])
+def test_usage_error_without_a_command(words: list[str], run: Callable[..., Result]) -> None:
+    result = run(*words, "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    validate(json.loads(result.stderr), "error")
+
+
+def test_json_behind_two_dashes_is_no_option(run: Callable[..., Result]) -> None:
+    assert run("inspect", "--", "--json").stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(("name", "line"), FIRST)
+def test_closed_pipe(
+    name: str,
+    line: Line,
+    places: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The reader of stdout has gone: no word about it, and nothing half-done."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    said = io.StringIO()
+    words = arguments(line, places, tmp_path)
+    before = hidden(tmp_path)
+    with open(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        monkeypatch.setattr(sys, "stderr", said)
+        with pytest.raises(SystemExit) as ended:
+            app([name, *words], prog_name="ckptctl")
+        monkeypatch.undo()
+        with pytest.raises(BrokenPipeError):
+            closed.write("x")
+            closed.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())
+    assert ended.value.code == 1
+    assert "Traceback" not in said.getvalue() and "roken pipe" not in said.getvalue()
+    assert hidden(tmp_path) == before
+
+
+def test_a_reader_that_takes_one_line(places: dict[str, Path]) -> None:
+    shell = "set -o pipefail; " + " ".join(program("schema", "inspect")) + " | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", shell], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("{\n", "")
+    assert done.returncode in (0, 1, 141)
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_interrupted_before_it_has_begun(words: list[str]) -> None:
+    """Ctrl-C while the program is still being imported."""
+    code = (
+        "import runpy, signal, sys\n"
+        "class Press:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'ckptctl.cli.output':\n"
+        "            sys.meta_path.remove(self)\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Press())\n"
+        f"sys.argv = ['ckptctl', 'formats', *{words!r}]\n"
+        "runpy.run_module('ckptctl', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    if words:
+        validate(json.loads(done.stderr), "error")
+    else:
+        assert done.stderr == "error: interrupted\n"
+
+
+class Interrupt:
+    """Counts the calls into the package, and presses Ctrl-C at one of them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.calls = 0
+        self.pressed = False
+        self.where = ""
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or self.pressed or not code.co_filename.startswith(PACKAGE):
+            return
+        self.calls += 1
+        if self.at is not None and self.calls >= self.at and code.co_name != "<module>":
+            self.pressed, self.where = True, f"{code.co_filename}:{code.co_qualname}"
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def watched(by: Interrupt) -> Iterator[None]:
+    sys.setprofile(by)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def hidden(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob(".*") if path.name != ".metadata")
+
+
+@pytest.mark.parametrize(("name", "line"), FIRST)
+def test_interrupted(
+    name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Ctrl-C in the middle: exit 130, one line, and nothing left behind."""
+    calls = 0
+    for number, part in enumerate((1.0, 0.7, 0.3)):
+        scratch = tmp_path / str(number)
+        scratch.mkdir()
+        words = arguments(line, places, scratch)
+        press = Interrupt(int(calls * part) if calls else None)
+        with watched(press):
+            result = run(name, *words)
+        calls = calls or press.calls
+        if press.pressed:
+            assert result.exit_code == 130, (result.output, press.where)
+            assert result.stderr.endswith("error: interrupted\n") or not result.stderr
+            assert "Traceback" not in result.stderr and result.stderr.count("error: ") <= 1
+        else:
+            # What is computed once in a process was not there to be computed again.
+            assert result.exit_code == line.code and part != 0.3
+        assert hidden(scratch) == [] and hidden(places["place"]) == []

@@ -1,0 +1,256 @@
+"""A Hub on loopback: the few endpoints that huggingface_hub uses to list, read and push.
+
+Written from the requests that huggingface_hub 2.4.0 makes (``hf_api.py``, ``_commit_api.py``,
+``lfs.py``); the client in the tests is that package itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<rev>[^/]+))?")
+RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<path>.+)")
+PREUPLOAD = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<rev>[^/]+)")
+COMMIT = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<rev>[^/]+)")
+BATCH = re.compile(r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
+TIME = "2026-01-02T03:04:05.000Z"
+
+
+@dataclass
+class Repository:
+    """One repository: its files by commit, newest last."""
+
+    commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
+    gated: bool = False
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return self.commits[-1][1]
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        name = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.commits.append((name, files))
+        return name
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        if revision == "main":
+            return self.commits[-1]
+        return next((one for one in self.commits if one[0] == revision), None)
+
+
+@dataclass
+class Hub:
+    """The server and what it saw."""
+
+    url: str = ""
+    token: str | None = None
+    ranges: bool = True
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    uploads: list[str] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    sent: int = 0
+    fail_after: int | None = None
+
+    def add(self, name: str, folder: Path, gated: bool = False) -> str:
+        files = {
+            str(item.relative_to(folder)): item.read_bytes()
+            for item in sorted(folder.rglob("*"))
+            if item.is_file()
+        }
+        self.repositories[name] = Repository(gated=gated)
+        return self.repositories[name].commit(files)
+
+    def count(self) -> Counter[str]:
+        return Counter(method for method, _ in self.requests)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._note()
+        path = unquote(urlsplit(self.path).path)
+        if found := RESOLVE.fullmatch(path):
+            self._resolve(found["repo"], unquote(found["rev"]), found["path"])
+        elif found := API.fullmatch(path):
+            self._info(found["repo"], found["rev"] or "main")
+        else:
+            self._fail(404)
+
+    def do_HEAD(self) -> None:
+        self._note()
+        self._fail(404)
+
+    def do_PUT(self) -> None:
+        self._note()
+        content = self._body()
+        oid = self.path.rpartition("/")[2]
+        hub = self.hub
+        if hub.fail_after is not None and len(hub.uploads) >= hub.fail_after:
+            return self._fail(400)
+        hub.uploads.append(oid)
+        hub.order.append(oid)
+        assert hashlib.sha256(content).hexdigest() == oid
+        hub.objects[oid] = content
+        return self._send(b"")
+
+    def do_POST(self) -> None:
+        self._note()
+        path, body = urlsplit(self.path).path, self._body()
+        if found := PREUPLOAD.fullmatch(path):
+            self._preupload(json.loads(body))
+        elif BATCH.fullmatch(path):
+            self._batch(json.loads(body))
+        elif found := COMMIT.fullmatch(path):
+            self._commit(found["repo"], body)
+        elif path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization')}/{asked['name']}"
+            there = name in self.hub.repositories
+            self.hub.repositories.setdefault(name, Repository([("0" * 40, {})]))
+            self._json({"url": f"{self.hub.url}/{name}"}, 409 if there else 200)
+        elif path == "/api/validate-yaml":
+            self._json({"errors": [], "warnings": []})
+        else:
+            self._fail(404)
+
+    def _note(self) -> None:
+        self.hub.requests.append((self.command, self.path))
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _allowed(self, repository: Repository | None) -> bool:
+        hub = self.hub
+        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            self._fail(401, "RepoNotFound")
+        elif repository is None:
+            self._fail(404, "RepoNotFound")
+        elif repository.gated:
+            self._fail(403, "GatedRepo")
+        else:
+            return True
+        return False
+
+    def _info(self, repo: str, revision: str) -> None:
+        repository = self.hub.repositories.get(repo)
+        if not self._allowed(repository):
+            return None
+        assert repository
+        found = repository.at(unquote(revision))
+        if found is None:
+            return self._fail(404, "RevisionNotFound")
+        commit, files = found
+        siblings = [_sibling(name, data) for name, data in files.items()]
+        content = {"id": repo, "modelId": repo, "sha": commit, "lastModified": TIME}
+        return self._json({**content, "private": False, "tags": [], "siblings": siblings})
+
+    def _resolve(self, repo: str, revision: str, path: str) -> None:
+        repository = self.hub.repositories.get(repo)
+        if not self._allowed(repository):
+            return None
+        assert repository
+        found = repository.at(revision)
+        data = found and found[1].get(path)
+        if data is None:
+            return self._fail(404, "EntryNotFound")
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not asked or not self.hub.ranges:
+            return self._send(data)
+        first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        extra = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+        return self._send(data[first : last + 1], 206, extra)
+
+    def _preupload(self, asked: Any) -> None:
+        files = [
+            {
+                "path": one["path"],
+                "uploadMode": "lfs" if one["path"].endswith(LARGE) else "regular",
+                "shouldIgnore": False,
+            }
+            for one in asked["files"]
+        ]
+        self._json({"files": files})
+
+    def _batch(self, asked: Any) -> None:
+        objects = []
+        for one in asked["objects"]:
+            entry = {"oid": one["oid"], "size": one["size"]}
+            if one["oid"] not in self.hub.objects:
+                href = f"{self.hub.url}/lfs/{one['oid']}"
+                entry["actions"] = {"upload": {"href": href}}
+            objects.append(entry)
+        self._json({"transfer": "basic", "objects": objects})
+
+    def _commit(self, repo: str, body: bytes) -> None:
+        repository = self.hub.repositories[repo]
+        files = dict(repository.files)
+        for line in map(json.loads, body.decode().splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        self.hub.order.append("commit")
+        commit = repository.commit(files)
+        url = f"{self.hub.url}/{repo}/commit/{commit}"
+        self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
+
+    def _fail(self, status: int, code: str | None = None) -> None:
+        self._send(b"{}", status, {"X-Error-Code": code} if code else {})
+
+    def _json(self, content: object, status: int = 200) -> None:
+        self._send(json.dumps(content).encode(), status, {"Content-Type": "application/json"})
+
+    def _send(self, data: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        try:
+            self.wfile.write(data)
+            self.hub.sent += len(data)
+        except ConnectionError:
+            self.close_connection = True
+
+
+LARGE = (".safetensors", ".pth", ".distcp", ".pt", ".bin")
+
+
+def _sibling(name: str, data: bytes) -> dict[str, object]:
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    found: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": blob}
+    if name.endswith(LARGE):
+        digest = hashlib.sha256(data).hexdigest()
+        found["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 134}
+    return found
+
+
+def start() -> tuple[Hub, ThreadingHTTPServer]:
+    """Start a Hub on a free port of loopback; the caller shuts the server down."""
+    hub = Hub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return hub, server

@@ -1,0 +1,181 @@
+"""Plans of loads: used again when nothing changed, never when anything did."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptctl.distributed import collective_load
+from ckptctl.distributed.load_plans import PLANS
+from ckptctl.distributed.loading import load
+from ckptctl.errors import MappingError
+from ckptctl.ops.checkpoint_identity import identity
+from ckptctl.ops.load_options import LoadOptions
+from ckptctl.ops.loading import Reading
+from tests.checkpoints import save_dcp
+from tests.gloo import run_on_ranks
+from tests.integration.load_plan_ranks import again_on_ranks
+
+Calls = list[str]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """Note what a load does beside reading: ``open``, ``map`` and ``locate``."""
+    found: Calls = []
+
+    def noted(owner: Any, name: str, word: str) -> None:
+        own = getattr(owner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            found.append(word)
+            return own(*given, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(LoadOptions, "open", "open")
+    noted(collective_load, "map_state", "map")
+    noted(Reading, "plan_of", "plan")
+    PLANS.clear()
+    yield found
+    PLANS.clear()
+
+
+def saved(folder: Path, fill: float) -> Path:
+    """Save a model and a step, both of *fill*, long enough ago to have an identity."""
+    state = {"model": {"w": torch.full((31, 7), fill), "b": torch.full((5,), fill)}, "at": fill}
+    return settled(Path(save_dcp(folder, state)))
+
+
+def settled(folder: Path) -> Path:
+    """Wait until the clock of the file system has ticked."""
+    until = time.monotonic() + 5
+    while identity([folder]) is None and time.monotonic() < until:
+        time.sleep(0.02)
+    return folder
+
+
+def loaded(folder: Path, **options: Any) -> float:
+    """Load into zeros and return what fills them."""
+    state: dict[str, Any] = {"model": {"w": torch.zeros(31, 7), "b": torch.zeros(5)}, "at": 0.0}
+    report = load(state, folder, **options)
+    assert report.bytes_read == (31 * 7 + 5) * 4 and not report.missing
+    found = {*state["model"]["w"].flatten().tolist(), *state["model"]["b"].tolist(), state["at"]}
+    assert len(found) == 1, found
+    return float(found.pop())
+
+
+def test_a_second_load_does_not_plan(tmp_path: Path, calls: Calls) -> None:
+    folder = saved(tmp_path / "a", 1.5)
+    assert loaded(folder) == 1.5
+    assert calls == ["open", "map", "plan"]
+    assert loaded(folder) == 1.5
+    assert calls == ["open", "map", "plan"]
+    assert loaded(folder, strict=False) == 1.5
+    assert calls == ["open", "map", "plan"] * 2, "other options are another plan"
+
+
+def test_the_next_step_is_opened_and_mapped_as_the_last_one(tmp_path: Path, calls: Calls) -> None:
+    first, second = saved(tmp_path / "step-1", 1.5), saved(tmp_path / "step-2", 2.5)
+    assert loaded(first) == 1.5
+    assert loaded(second) == 2.5
+    assert calls == ["open", "map", "plan", "open"]
+    assert [loaded(first), loaded(second)] == [1.5, 2.5]
+    assert calls == ["open", "map", "plan", "open"]
+
+
+def test_what_changed_is_planned_anew(tmp_path: Path, calls: Calls) -> None:
+    folder = saved(tmp_path / "a", 1.5)
+    assert loaded(folder) == 1.5
+    data = next(iter(folder.glob("*.distcp")))
+    data.write_bytes(data.read_bytes())
+    settled(folder)
+    assert loaded(folder) == 1.5 and calls.count("open") == 2
+    shutil.rmtree(folder)
+    saved(folder, 2.5)
+    assert loaded(folder) == 2.5 and calls.count("open") == 3
+    wide = {"model": {"w": torch.zeros(31, 7).double(), "b": torch.zeros(5)}, "at": 0.0}
+    with pytest.raises(MappingError, match="another dtype"):
+        load(wide, folder)
+    tall = {"model": {"w": torch.zeros(7, 31), "b": torch.zeros(5)}, "at": 0.0}
+    with pytest.raises(MappingError, match="another shape"):
+        load(tall, folder)
+    strided: dict[str, Any] = {
+        "model": {"w": torch.zeros(7, 31).t(), "b": torch.zeros(5)},
+        "at": 0.0,
+    }
+    load(strided, folder)
+    assert bool((strided["model"]["w"] == 2.5).all())
+
+
+def test_same_index_but_other_places_in_the_files(tmp_path: Path, calls: Calls) -> None:
+    """``.metadata`` says where an item is, not where in it the elements are."""
+    first, second = saved(tmp_path / "a", 1.5), tmp_path / "b"
+    shutil.copytree(first, second)
+    data = next(iter(second.glob("*.distcp")))
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    items = FileSystemReader(second).read_metadata().storage_data
+    place = next(item for index, item in items.items() if index.fqn == "model.w")
+    content = bytearray(data.read_bytes())
+    item = bytes(content[place.offset : place.offset + place.length])
+    content[place.offset : place.offset + place.length] = _shifted(item, place.length)
+    data.write_bytes(content)
+    settled(second)
+    assert loaded(first) == 1.5
+    assert loaded(second) == 1.5
+    assert calls == ["open", "map", "plan", "open", "plan"]
+
+
+def _shifted(item: bytes, nbytes: int) -> bytes:
+    """Return the same zip, its records elsewhere in it, in as many bytes."""
+    import io
+    import zipfile
+
+    found = io.BytesIO()
+    source = zipfile.ZipFile(io.BytesIO(item))
+    infos = source.infolist()
+    name = infos[0].filename.partition("/")[0] + "/pad"
+    headers = sum(30 + 46 + 2 * len(one) for one in (name, *(info.filename for info in infos)))
+    room = nbytes - 22 - headers - sum(info.file_size for info in infos)
+    assert room > 0
+    with zipfile.ZipFile(found, "w", zipfile.ZIP_STORED) as target:
+        target.writestr(name, bytes(room))
+        for info in infos:
+            target.writestr(info.filename, source.read(info))
+    assert len(found.getvalue()) == nbytes
+    return found.getvalue()
+
+
+def test_identity(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / "x"
+    file.write_bytes(b"1")
+    assert identity([tmp_path]) is None, "too fresh"
+    settled(tmp_path)
+    first = identity([tmp_path, None])
+    assert first is not None and identity([tmp_path]) == first
+    status = file.stat()
+    file.write_bytes(b"2")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    settled(tmp_path)
+    assert identity([tmp_path]) != first
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    settled(tmp_path)
+    assert identity([tmp_path]) is not None
+    assert identity([tmp_path / "missing"]) is None
+
+
+def test_on_ranks(tmp_path: Path) -> None:
+    state = {"w": torch.arange(96.0).reshape(24, 4), "r": torch.arange(5000.0), "at": 3}
+    folder = settled(Path(save_dcp(tmp_path / "a", state)))
+    torch.save(state, tmp_path / "truth.pt")
+    run_on_ranks(again_on_ranks, (2,), str(folder), str(tmp_path / "truth.pt"))

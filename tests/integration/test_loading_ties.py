@@ -1,0 +1,102 @@
+"""Names that share one tensor in the state, and names that look like those of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptctl.distributed.loading import load
+from ckptctl.errors import MappingError
+from ckptctl.ops.leftovers import kept_apart
+from tests.checkpoints import save_dcp, save_torch
+
+
+def tied(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"model": {"embed": tensor, "other": torch.zeros(2), "head": tensor}}
+
+
+def untied(head: torch.Tensor) -> dict[str, Any]:
+    embed = torch.arange(2100.0 * 40).reshape(2100, 40)
+    return {"model": {"embed": embed, "other": torch.ones(2), "head": head}}
+
+
+SAME = torch.arange(2100.0 * 40).reshape(2100, 40)
+TARGETS = {
+    "plain": lambda: torch.zeros(2100, 40),
+    "transposed": lambda: torch.zeros(40, 2100).t(),
+    "double": lambda: torch.zeros(2100, 40, dtype=torch.float64),
+    "columns": lambda: torch.zeros(2100, 80)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_tied_in_the_state_and_equal_in_the_checkpoint(tmp_path: Path, kind: str) -> None:
+    folder = save_dcp(tmp_path / "a", untied(SAME.clone()))
+    state = tied(TARGETS[kind]())
+    for _ in range(2):
+        state["model"]["embed"].zero_()
+        report = load(state, folder, cast=True)
+        assert torch.equal(state["model"]["embed"].float(), SAME)
+        assert {"model.embed", "model.head"} <= set(report.loaded)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("place", [(0, 0), (1700, 39)])
+def test_tied_in_the_state_and_different_in_the_checkpoint(
+    tmp_path: Path, kind: str, place: tuple[int, int]
+) -> None:
+    head = SAME.clone()
+    head[place] += 1
+    folder = save_dcp(tmp_path / "a", untied(head))
+    with pytest.raises(MappingError, match="hold different values") as found:
+        load(tied(TARGETS[kind]()), folder, cast=True)
+    assert "model.head" in str(found.value.what) and "model.embed" in str(found.value.what)
+
+
+def test_tied_on_both_sides_is_read_once(tmp_path: Path) -> None:
+    path = save_torch(tmp_path / "a.pt", tied(SAME.clone()))
+    state = tied(torch.zeros(2100, 40))
+    report = load(state, path)
+    assert report.bytes_read == SAME.nbytes + 8
+    assert torch.equal(state["model"]["head"], SAME)
+
+
+def test_one_of_the_names_is_enough(tmp_path: Path) -> None:
+    folder = save_dcp(tmp_path / "a", {"model": {"head": SAME.clone(), "other": torch.ones(2)}})
+    state = tied(torch.zeros(2100, 40))
+    assert load(state, folder, strict=False).missing == ("model.embed",)
+    assert torch.equal(state["model"]["embed"], SAME)
+
+
+@pytest.mark.parametrize("kind", ["plain", "columns"])
+def test_into_inference_tensors(tmp_path: Path, kind: str) -> None:
+    folder = save_dcp(tmp_path / "a", untied(SAME.clone()))
+    with torch.inference_mode():
+        state = tied(TARGETS[kind]())
+    load(state, folder)
+    assert torch.equal(state["model"]["embed"], SAME)
+
+
+def test_a_rank_in_the_users_own_names(tmp_path: Path) -> None:
+    """Rank 0's values are never kept apart, and nothing of a user's is silently passed over."""
+    saved = {"seed": 7, "rank_0": {"seed": 5}, "rank_1": {"seed": 6, "more": 1}, "t": torch.ones(1)}
+    folder = save_dcp(tmp_path / "a", saved)
+    state: dict[str, Any] = {"seed": 0, "t": torch.zeros(1)}
+    report = load(state, folder, strict=False)
+    assert state["seed"] == 7
+    assert not any("one rank's own" in why for why in report.left_out.values())
+
+
+def test_what_ranks_have_apart() -> None:
+    from ckptctl.catalog import Blob, Catalog
+
+    def apart(*names: str) -> set[str]:
+        blobs = {name: Blob(name, tuple(name.split(".")), None, 0, 0) for name in names}
+        return kept_apart(Catalog("", "", "dcp", {}, {}, blobs))
+
+    assert apart("a", "rank_1.a", "rank_2.a") == {"rank_1.a", "rank_2.a"}
+    assert apart("a", "rank_0.a", "rank_1.a", "rank_1.b") == set()
+    assert apart("a", "rank_1.a", "rank_3.c") == {"rank_1.a"}

@@ -1,0 +1,262 @@
+"""``hf://`` against a server on loopback that huggingface_hub itself talks to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import safetensors.torch
+import torch
+from huggingface_hub import constants
+
+import ckptctl
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError, UsageError
+from tests import hub_server
+from tests.hub_server import Hub, Repository
+
+TINY = Path("tests/data/tiny-llama3-hf")
+OWN = "/api/agent-harnesses"
+"""What the client asks for itself."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    found, server = hub_server.start()
+    monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    found.add("org/tiny", TINY)
+    found.repositories["org/new"] = Repository([("0" * 40, {"README.md": b"hello"})])
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+def _asked(hub: Hub) -> list[str]:
+    return [path.rpartition("/")[2] for _, path in hub.requests if path != OWN]
+
+
+def _tensors(files: dict[str, bytes]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, data in files.items():
+        if name.endswith(".safetensors"):
+            found |= safetensors.torch.load(data)
+    return found
+
+
+# Reading
+
+
+def test_an_inspection_reads_headers_alone(hub: Hub) -> None:
+    found = ckptctl.inspect("hf://org/tiny")
+    assert (found.format, found.model_type, found.problems) == ("hf", "llama3", ())
+    assert found.path == "hf://org/tiny" and found.parameters == 127296
+    shards = [name for name in hub.repositories["org/tiny"].files if "-of-" in name]
+    small = ["tiny?blobs=true", "config.json", "model.safetensors.index.json"]
+    assert sorted(_asked(hub)) == sorted([*small, *shards])
+
+
+def test_an_inspection_moves_no_weights(hub: Hub, tmp_path: Path) -> None:
+    weights = {f"layers.{n}.w": torch.zeros(1 << 20) for n in range(4)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    hub.add("org/large", tmp_path)
+    assert ckptctl.inspect("hf://org/large").nbytes == 16 << 20
+    assert hub.sent < 1 << 20
+    assert not list(tmp_path.rglob("models--*")), "nothing was put into the cache"
+
+
+@pytest.mark.parametrize("level", ["fast", "headers"])
+def test_verify_reads_headers_alone(hub: Hub, level: str) -> None:
+    found = ckptctl.verify("hf://org/tiny@main", level=level)  # type: ignore[arg-type]
+    assert found.findings == () and len(_asked(hub)) == 6
+
+
+def test_a_folder_of_a_repository_and_its_files(hub: Hub, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "deep/er")
+    commit = hub.add("org/deep", tmp_path)
+    for url in (
+        "hf://org/deep/deep/er",
+        f"hf://org/deep@{commit}/deep/er/",
+        "hf://org/deep/deep/er/model.safetensors.index.json",
+    ):
+        assert ckptctl.inspect(url).parameters == 127296
+    with pytest.raises(CkptError):
+        ckptctl.inspect("hf://org/deep")
+
+
+def test_a_conversion_streams(hub: Hub, tmp_path: Path) -> None:
+    ckptctl.convert("hf://org/tiny", tmp_path / "remote", to="dcp", verify=True)
+    ckptctl.convert(TINY, tmp_path / "local", to="dcp")
+    for name in ("__0_0.distcp", ".metadata", "config.json", "tokenizer.json"):
+        assert (tmp_path / "remote" / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
+    assert not list(tmp_path.rglob("models--*"))
+    assert not ckptctl.diff("hf://org/tiny", tmp_path / "remote").tensors
+
+
+def test_what_is_read_is_one_commit(hub: Hub, tmp_path: Path) -> None:
+    plan = ckptctl.plan_conversion("hf://org/tiny", tmp_path / "out", to="torch")
+    repository = hub.repositories["org/tiny"]
+    repository.commit(dict.fromkeys(repository.files, b"other"))
+    from ckptctl.ops.convert import run_conversion
+
+    run_conversion(plan)
+    found = torch.load(tmp_path / "out", weights_only=True)
+    expected = _tensors(repository.commits[0][1])
+    assert torch.equal(found["model"]["norm"]["weight"], expected["model.norm.weight"])
+
+
+def test_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = huggingface_hub.snapshot_download("org/tiny")
+    hub.requests.clear()
+    assert ckptctl.verify("hf://org/tiny", level="full").findings == ()
+    assert _asked(hub) == ["tiny?blobs=true"]
+    # Another commit is not that of the cache.
+    repository = hub.repositories["org/tiny"]
+    repository.commit({**repository.files, "config.json": b"{}"})
+    hub.requests.clear()
+    ckptctl.inspect("hf://org/tiny")
+    assert "config.json" in _asked(hub)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    found = ckptctl.inspect("hf://org/tiny")
+    assert found.parameters == 127296 and found.path == "hf://org/tiny"
+    assert not hub.requests and Path(folder).is_dir()
+
+
+def test_offline_without_a_cache(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(SourceNotFoundError, match="cache") as caught:
+        ckptctl.inspect("hf://org/tiny")
+    assert "HF_HUB_OFFLINE" in str(caught.value.hint) and not hub.requests
+
+
+def test_what_the_hub_refuses(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, message in (
+        ("hf://org/nothing", "no such repository"),
+        ("hf://org/tiny@v9", "no such revision"),
+        ("hf://org/tiny/sub", "nothing at this URL"),
+    ):
+        with pytest.raises(SourceNotFoundError, match=message) as caught:
+            ckptctl.inspect(url)
+        assert caught.value.where == url
+    with pytest.raises(UsageError, match="no repository"):
+        ckptctl.inspect("hf://tiny")
+    hub.repositories["org/tiny"].gated = True
+    with pytest.raises(StorageError, match="gated") as gated:
+        ckptctl.inspect("hf://org/tiny")
+    assert "ask for access" in str(gated.value.hint)
+    hub.repositories["org/tiny"].gated = False
+    hub.token = "secret"
+    with pytest.raises(SourceNotFoundError) as private:
+        ckptctl.inspect("hf://org/tiny")
+    assert "HF_TOKEN" in str(private.value.hint)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert ckptctl.inspect("hf://org/tiny").parameters == 127296
+
+
+def test_a_server_that_sends_whole_files(hub: Hub, tmp_path: Path) -> None:
+    hub.ranges = False
+    weights = {"a": torch.zeros(4 << 20), "b": torch.zeros(1 << 18)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    hub.add("org/large", tmp_path)
+    assert ckptctl.inspect("hf://org/large").nbytes == 17 << 20
+    with pytest.raises(StorageError, match="does not send ranges"):
+        ckptctl.convert("hf://org/large", tmp_path / "out", to="torch")
+    assert not (tmp_path / "out").exists()
+
+
+# Pushing
+
+
+def _push(**options: object) -> None:
+    ckptctl.convert(TINY, "hf://org/new", to="hf", max_shard_size=60_000, **options)  # type: ignore[arg-type]
+
+
+def test_a_push(hub: Hub) -> None:
+    _push(verify=True)
+    repository = hub.repositories["org/new"]
+    assert len(repository.commits) == 2 and hub.order[-1] == "commit"
+    assert len(hub.uploads) == 5 and repository.files["README.md"] == b"hello"
+    expected = _tensors({item.name: item.read_bytes() for item in TINY.iterdir()})
+    found = _tensors(repository.files)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert repository.files["tokenizer.json"] == (TINY / "tokenizer.json").read_bytes()
+
+
+def test_a_push_that_failed_goes_on(hub: Hub) -> None:
+    hub.fail_after = 2
+    with pytest.raises(StorageError, match="cannot upload") as caught:
+        _push()
+    assert "nothing was committed" in str(caught.value.why)
+    assert len(hub.repositories["org/new"].commits) == 1 and len(hub.uploads) == 2
+    hub.fail_after = None
+    _push()
+    assert len(hub.uploads) == len(set(hub.uploads)) == 5, "nothing was sent twice"
+
+
+def test_a_push_over_a_checkpoint(hub: Hub) -> None:
+    _push()
+    with pytest.raises(RefusedError, match="holds a checkpoint"):
+        _push()
+    ckptctl.convert(TINY, "hf://org/new", to="hf", overwrite=True)
+    files = hub.repositories["org/new"].files
+    assert [name for name in files if name.endswith((".safetensors", ".index.json"))] == [
+        "model.safetensors"
+    ]
+    assert files["README.md"] == b"hello"
+    ckptctl.convert(TINY, "hf://org/new/other", to="dcp")
+    assert {"other/.metadata", "model.safetensors"} <= hub.repositories["org/new"].files.keys()
+
+
+def test_a_push_of_one_file(hub: Hub) -> None:
+    ckptctl.convert(TINY, "hf://org/new/model.pt", to="torch", verify=True)
+    assert ckptctl.inspect("hf://org/new/model.pt").parameters == 127296
+    with pytest.raises(RefusedError):
+        ckptctl.convert(TINY, "hf://org/new/model.pt", to="torch")
+
+
+def test_a_push_to_nowhere(hub: Hub) -> None:
+    with pytest.raises(SourceNotFoundError, match="no such repository"):
+        ckptctl.convert(TINY, "hf://org/nothing", to="hf")
+    with pytest.raises(UsageError, match="resume"):
+        _push(resume=True)
+    with pytest.raises(RefusedError, match="each other"):
+        ckptctl.convert("hf://org/tiny", "hf://org/tiny/out", to="dcp")
+
+
+# The command
+
+
+def test_the_command_and_its_variables(hub: Hub, tmp_path: Path) -> None:
+    hub.token = "secret"
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "secret"}
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "ckptctl",
+            "convert",
+            "hf://org/tiny",
+            "hf://org/new",
+            "--to",
+            "dcp",
+        ],
+        env={**os.environ, **variables, "HF_HUB_DISABLE_XET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "ckptctl inspect hf://org/new" in run.stderr + run.stdout
+    assert ".metadata" in hub.repositories["org/new"].files
+    assert "secret" not in run.stdout + run.stderr and "Processing" not in run.stderr

@@ -1,0 +1,248 @@
+"""The command ``doctor``: what it finds when something is wrong, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from ckptctl.formats import plugins
+from ckptctl.ops.doctor import file_system, installation, probes
+from ckptctl.storage import crc, mounts, rename
+from tests.unit.cli.conftest import environment
+
+
+def found(run, *args: object) -> dict[str, dict[str, str]]:
+    result = run("doctor", *args, "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == (0 if document["healthy"] else 1), result.output
+    return {check["name"]: check for check in document["checks"]}
+
+
+def test_nothing_is_wrong_here_and_nothing_is_left(run, tmp_path):
+    os.utime(tmp_path, ns=(1, 2))
+    checks = found(run, tmp_path)
+    assert not [one for one in checks.values() if one["status"] == "fail"]
+    assert checks["torch"]["found"] == metadata.version("torch")
+    assert checks["atomic rename"]["status"] == "ok"
+    assert list(tmp_path.iterdir()) == []
+    assert tmp_path.stat().st_mtime_ns == 2
+
+
+def test_torch_is_not_imported(tmp_path):
+    code = (
+        "import sys\nfrom ckptctl.cli.app import app\n"
+        "try: app(['doctor', '-q'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'rich', 'safetensors', 'huggingface_hub'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+        timeout=60,
+    )
+    assert done.stdout.endswith("[]\n"), done.stderr
+
+
+def test_for_people(run, tmp_path, monkeypatch):
+    from ckptctl.cli import output
+
+    monkeypatch.setattr(output, "_tty", lambda stream: True)
+    monkeypatch.setattr(probes, "lock", lambda folder: "No locks available")
+    result = run("doctor", tmp_path, NO_COLOR="1")
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0] == "installation" and lines[-1].startswith("1 thing broken")
+    broken = next(n for n, line in enumerate(lines) if line.startswith("  fail  locks"))
+    assert "No locks available" in lines[broken] and "mount it" in lines[broken + 1]
+    assert "locks" in run("doctor", tmp_path, "-q").stdout.splitlines()
+
+
+def test_a_package_that_is_missing_or_old(run, tmp_path, monkeypatch):
+    versions = {"torch": "2.5.1+cu124", "isal": None}
+    real = installation._version
+    monkeypatch.setattr(installation, "_version", lambda name: versions.get(name, real(name)))
+    needs = ["torch>=2.6", "isal>=1.7", "rich>=13.8", "transformers>=5; extra == 'transformers'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: needs)
+    checks = found(run, tmp_path)
+    assert checks["torch"]["status"] == checks["isal"]["status"] == "fail"
+    assert checks["torch"]["found"] == "2.5.1+cu124, older than 2.6"
+    assert checks["isal"]["hint"] == "`pip install 'isal>=1.7'`"
+    assert checks["rich"]["status"] == "ok" and "transformers" not in checks
+
+
+def test_what_a_checkout_needs_is_what_the_package_says():
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    names = [installation._NEED.match(text)[1] for text in project["dependencies"]]
+    assert names == list(installation.NEEDED)
+
+
+def test_slow_checksums(run, tmp_path, monkeypatch):
+    import zlib
+
+    monkeypatch.setattr(crc, "crc32", zlib.crc32)
+    assert found(run, tmp_path)["checksums"]["status"] == "warn"
+
+
+def test_a_slow_start(monkeypatch):
+    monkeypatch.setattr(installation, "HEAVY", ())
+    assert installation._start(0.1).status == "ok"
+    assert installation._start(0.9).status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value", "status", "text"),
+    [
+        ("large files", "large_file", "File too large", "warn", "--max-shard-size"),
+        ("names", "tells_case", False, "warn", "differ in case"),
+        ("clock", "clock_ahead", 3600.0, "warn", "set the clocks"),
+        ("clock", "clock_ahead", -3600.0, "warn", "set the clocks"),
+        ("sync", "sync_seconds", 2.0, "warn", "synced"),
+        ("locks", "lock", "No locks available", "fail", "mount it with locks"),
+    ],
+)
+def test_a_file_system_that_cannot(
+    run, tmp_path, monkeypatch, name, attribute, value, status, text
+):
+    monkeypatch.setattr(probes, attribute, lambda *_: value)
+    check = found(run, tmp_path)[name]
+    assert check["status"] == status and text in check["hint"]
+
+
+def test_a_file_system_without_atomic_renames(run, tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise rename.UnsupportedRenameError
+
+    monkeypatch.setattr(rename, "rename", unsupported)
+    check = found(run, tmp_path)["atomic rename"]
+    assert check["found"] == "no rename without replacing and no exchange"
+    assert check["status"] == "warn" and "--overwrite" in check["hint"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("ext4", "ok"), ("nfs4", "warn"), ("overlay", "warn"), ("tmpfs", "warn")]
+)
+def test_kinds_of_file_systems(run, tmp_path, monkeypatch, kind, status):
+    monkeypatch.setattr(mounts, "file_system", lambda path: kind)
+    check = found(run, tmp_path)["place"]
+    assert check["status"] == status and check["found"].endswith(f" on {kind}")
+
+
+def test_nothing_can_be_written(run, tmp_path, monkeypatch):
+    def refuse(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(file_system, "TemporaryDirectory", refuse)
+    check = found(run, tmp_path)["writing"]
+    assert (check["status"], check["found"]) == ("warn", "Permission denied")
+
+
+def test_little_space(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(file_system, "LITTLE", 2**62)
+    assert "prune" in found(run, tmp_path)["free space"]["hint"]
+
+
+def add_package(folder: Path, monkeypatch, name: str, points: str) -> None:
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(folder)
+    plugins.entry_points.cache_clear()
+
+
+@pytest.fixture
+def clean():
+    from ckptctl import families
+
+    added = (plugins.entry_points, plugins.load)
+    caches = (*added, families._entry_points, families._load)
+    for one in caches:
+        one.cache_clear()
+    yield
+    for one in caches:
+        one.cache_clear()
+
+
+def test_plug_ins(run, tmp_path, monkeypatch, clean):
+    points = "[ckptctl.formats]\nbroken = nothing.at.all:FORMAT\ndcp = other:FORMAT\n"
+    add_package(tmp_path, monkeypatch, "one", points + "[ckptctl.converters]\nllama3 = one:X\n")
+    add_package(tmp_path, monkeypatch, "two", "[ckptctl.formats]\ntwice = two:A\n")
+    add_package(tmp_path, monkeypatch, "three", "[ckptctl.formats]\ntwice = three:A\n")
+    checks = found(run, tmp_path)
+    assert checks["format broken"]["status"] == "fail"
+    assert "No module named 'nothing'" in checks["format broken"]["hint"]
+    assert checks["format dcp"]["status"] == "warn" and "not used" in checks["format dcp"]["hint"]
+    assert checks["format twice"]["status"] == "warn"
+    assert checks["model type llama3"]["found"] == "added by one"
+    assert checks["model type llama3"]["status"] == "warn"
+
+
+def test_the_token_is_not_shown(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert found(run)["Hub token"]["found"].startswith("none")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "token").write_text("hf_secret")
+    (tmp_path / "home" / "token").chmod(0o644)
+    check = found(run)["Hub token"]
+    assert check["status"] == "warn" and "chmod 600" in check["hint"]
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    result = run("doctor")
+    assert "from HF_TOKEN" in result.stdout and "secret" not in result.output
+
+
+@pytest.mark.parametrize("where", ["set", "home", "cache"])
+def test_places_are_those_of_the_hub_client(where, tmp_path):
+    """Compared with what huggingface_hub itself says, in a process of its own."""
+    given = {
+        "set": {"HF_HUB_CACHE": "~/hub-cache"},
+        "home": {"HF_HOME": "$HOME/hf"},
+        "cache": {"XDG_CACHE_HOME": str(tmp_path)},
+    }[where]
+    code = (
+        "from ckptctl.ops.doctor import surroundings as s\n"
+        "from huggingface_hub import constants as c\n"
+        "assert s._cache().found.startswith(c.HF_HUB_CACHE), (s._cache(), c.HF_HUB_CACHE)\n"
+        "assert str(s._home() / 'token') == c.HF_TOKEN_PATH"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(**given),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_without_a_place_to_meet(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check = found(run)["ranks"]
+    assert check["status"] == "warn" and "MASTER_ADDR" in check["found"]
+
+
+def test_the_file_system_of_a_path(monkeypatch, tmp_path):
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "1 0 0:1 / / rw - ext4 /dev/a rw\n"
+        "2 1 0:2 / /mnt/a\\040b rw shared:1 - nfs4 server:/ rw\n"
+        "3 1 0:3 / /mnt/a\\040b rw - tmpfs none rw\n"
+    )
+    monkeypatch.setattr(mounts, "_TABLE", table)
+    assert mounts.file_system(Path("/mnt/a b/c")) == "tmpfs"
+    assert mounts.file_system(Path("/mnt/a")) == "ext4"
+    assert mounts.mounted_in(Path("/mnt")) == [Path("/mnt/a b")]
+    monkeypatch.setattr(mounts, "_TABLE", tmp_path / "none")
+    assert mounts.file_system(Path("/")) is None

@@ -1,0 +1,87 @@
+"""The command ``report``: what it prints, where the page goes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+
+@pytest.fixture
+def source(tmp_path):
+    save_file({"x": torch.arange(3.0), "y": torch.ones(2)}, tmp_path / "a.safetensors")
+    return tmp_path / "a.safetensors"
+
+
+def test_it_says_what_it_wrote(run, source, tmp_path):
+    page = tmp_path / "out" / "page.html"
+    result = run("report", source, "-o", page)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"wrote {page}: 2 tensors\n"
+    assert page.read_text().startswith("<!doctype html>")
+    assert run("report", source, "-o", page).exit_code == 6
+    assert run("report", source, "-o", page, "--overwrite", "-q").stdout == f"{page}\n"
+
+
+def test_standard_output(run, source, tmp_path):
+    result = run("report", source, "-o", "-")
+    assert result.exit_code == 0 and result.stderr == ""
+    assert result.stdout.startswith("<!doctype html>") and result.stdout.endswith("</html>\n")
+    assert not (tmp_path / "-").exists()
+
+
+def test_json_is_what_the_page_is_drawn_from(run, source, tmp_path):
+    page = tmp_path / "out" / "page.html"
+    result = run("report", source, "-o", page, "--json")
+    text = page.read_text().partition('type="application/json">')[2].partition("</script>")[0]
+    assert json.loads(text) == json.loads(result.stdout)
+
+
+def test_the_place_has_to_be_said(run, source):
+    assert run("report", source).exit_code == 2
+    assert run("report", source, "--json").exit_code == 0
+    assert run("report", source, "-o", "-", "--json").exit_code == 2
+
+
+def test_what_is_not_whole(run, data, tmp_path):
+    torn, page = tmp_path / "torn", tmp_path / "page.html"
+    shutil.copytree(data / "dcp" / "dcp_2d" / "ckpt", torn)
+    (torn / "__3_0.distcp").unlink()
+    result = run("report", torn, "-o", page)
+    assert result.exit_code == 0 and "warning: not whole: " in result.stderr
+    (torn / ".metadata").write_bytes(b"?")
+    result = run("report", torn, "-o", page, "--overwrite")
+    assert result.exit_code == 4 and "warning: not whole: " in result.stderr
+    assert "malformed pickle" in page.read_text()
+
+
+def test_what_is_no_checkpoint_has_no_page(run, source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "nothing"):
+        for words in ([path], [source, path]):
+            assert run("report", *words, "-o", tmp_path / "page.html").exit_code == 3
+    assert not (tmp_path / "page.html").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_options_arrive(run, source, tmp_path):
+    other = tmp_path / "b.safetensors"
+    save_file({"x": torch.zeros(3), "y": torch.ones(2)}, other)
+
+    def document(*words):
+        return json.loads(run("report", source, *words, "--json").stdout)
+
+    plain = document()
+    assert not plain["stats"] and len(plain["tensors"]) == 2 and plain["other"] is None
+    assert document("--stats")["tensors"][0]["stats"]["count"] == 3
+    assert document(other)["difference"]["tensors"][0]["values"]["max_abs"] == 2
+    assert document(other, "--structure")["difference"]["same"]
+    assert [one["name"] for one in document("--include", "y")["tensors"]] == ["y"]
+    assert document("--max-tensors", "1")["left_out"]["tensors"] == 1
+    assert run("report", source, "--json", "--from", "dcp").exit_code != 0
+    assert run("report", source, other, "--json", "--from-other", "dcp").exit_code != 0
+    assert run("report", source, "--json", "-m", "nothing").exit_code == 2
+    note = run("report", source, "-o", tmp_path / "p.html", "--max-tensors", "1").stderr
+    assert note == "note: 1 tensor is not listed in it\n"

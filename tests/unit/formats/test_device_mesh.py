@@ -1,0 +1,39 @@
+"""Device meshes as ranks' files describe them, by ranks that cannot have written them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptctl.errors import DamagedError
+from ckptctl.formats.shared.device_mesh import Meshes
+
+
+def record(coordinate: list[int] | None, rank: int, ranks: list[int]) -> dict[str, object]:
+    layout = {"shape": (2, 2), "stride": (2, 1)}
+    return {
+        "_coordinate_on_dim": coordinate,
+        "_rank": rank,
+        "_flatten_rank_map": tuple(ranks),
+        "_layout": layout,
+    }
+
+
+def test_a_place_outside_of_the_mesh_names_the_rank() -> None:
+    with pytest.raises(DamagedError, match="rank 5 lies outside of the device mesh") as caught:
+        Meshes().read(record([2, 1], 5, [0, 1, 2, 3]))
+    assert caught.value.why == "its place is [2, 1], the mesh has 2 x 2 ranks"
+    assert caught.value.hint
+
+
+def test_a_rank_that_is_none_of_the_mesh_s_is_named() -> None:
+    with pytest.raises(DamagedError, match="rank 7 lies outside") as caught:
+        Meshes().read(record([1, 1], 7, [0, 1, 2, 3]))
+    assert caught.value.why == "the mesh has 2 x 2 of the ranks `0`, `1`, `2`, `3`"
+
+
+def test_a_rank_without_a_place_takes_no_part() -> None:
+    assert Meshes().read(record(None, 7, [0, 1, 2, 3])).coordinate is None
+
+
+def test_a_mesh_that_was_cut_from_a_larger_one_has_its_ranks() -> None:
+    assert Meshes().read(record([1, 1], 7, list(range(8)))).rank == 7

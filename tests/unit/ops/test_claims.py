@@ -1,0 +1,34 @@
+"""Metadata that claims more than there can be."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from ckptctl.ops.verify import VerifyOptions, verify
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("shape", [(1 << 60,), (1 << 62, 1 << 62)])
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
+def test_an_item_that_is_shorter_than_its_box(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    start = torch.Size([0] * len(shape))
+    chunk = m.ChunkStorageMetadata(start, torch.Size(shape))
+    entry = m.TensorStorageMetadata(
+        m.TensorProperties(dtype=torch.float32), torch.Size(shape), [chunk]
+    )
+    where = {m.MetadataIndex("w", start): _StorageInfo("__0_0.distcp", 0, 64)}
+    content = m.Metadata({"w": entry}, planner_data={"w": ("w",)}, storage_data=where)
+    (tmp_path / name).write_bytes(pickle.dumps(content))
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(64))
+    found = verify(tmp_path, VerifyOptions(level="fast"))
+    assert [one.what for one in found.errors] == ["a chunk has the wrong number of bytes"]
+    assert found.errors[0].tensor == "w"

@@ -1,0 +1,228 @@
+"""What a report holds, what it leaves out, and the page that is made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from base64 import b64encode
+from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptctl
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import FormatError, MappingError, RefusedError, SourceNotFoundError
+from ckptctl.ops import report_page
+from ckptctl.ops.report_chunks import ChunkMaps
+from ckptctl.ops.report_page import embedded, page
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!--"
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "model.safetensors"
+    state = {"a.w": torch.arange(6.0).view(2, 3), "a.b": torch.ones(3), HOSTILE: torch.zeros(0)}
+    save_file(state, path)
+    return path
+
+
+@pytest.fixture
+def torn(data, tmp_path):
+    """A checkpoint of four ranks, of which one file is gone and one is cut short."""
+    path = tmp_path / "torn"
+    shutil.copytree(data / "dcp" / "dcp_2d" / "ckpt", path)
+    (path / "__1_0.distcp").unlink()
+    cut = path / "__2_0.distcp"
+    cut.write_bytes(cut.read_bytes()[:200])
+    return path
+
+
+def test_a_whole_checkpoint(data):
+    found = ckptctl.report(data / "dcp" / "dcp_2d" / "ckpt").to_json()
+    assert found["readable"] and found["whole"] and not found["findings"]
+    assert [file["rank"] for file in found["files"]] == [0, 1, 2, 3]
+    (weight,) = (one for one in found["tensors"] if one["name"] == "model.l1.weight")
+    # 17 rows over 2 x 2 ranks: what torch's own DTensor gave each of them.
+    spans = {(one["file"], one["offsets"][0], one["sizes"][0]) for one in weight["map"]}
+    assert spans == {(0, 0, 5), (2, 5, 4), (1, 9, 4), (3, 13, 4)}
+    assert not weight["holes"] and not weight["missing"]
+    assert set(found["left_out"].values()) == {0}
+
+
+def test_holes_and_the_files_they_lie_in(torn):
+    report = ckptctl.report(torn)
+    found = report.to_json()
+    assert report.readable and not found["whole"] and found["findings"]
+    files = found["files"]
+    unusable = {file["path"]: file["rank"] for file in files if file["bytes"] is None}
+    assert unusable == {"__1_0.distcp": 1, "__2_0.distcp": 2}
+    (weight,) = (one for one in found["tensors"] if one["name"] == "model.l1.weight")
+    holes = {(files[h["file"]]["rank"], h["offsets"][0], h["sizes"][0]) for h in weight["holes"]}
+    assert holes == {(1, 9, 4), (2, 5, 4)} and weight["missing"] == 2
+    assert {one["file"] for one in weight["map"]}.isdisjoint({h["file"] for h in weight["holes"]})
+
+
+def test_statistics_of_what_is_there(torn, data):
+    whole = ckptctl.report(data / "dcp" / "dcp_2d" / "ckpt", stats=True).to_json()
+    part = ckptctl.report(torn, stats=True).to_json()
+    counts = [
+        {one["name"]: one["stats"]["count"] for one in found["tensors"] if "stats" in one}
+        for found in (whole, part)
+    ]
+    assert counts[0]["model.l1.weight"] == 17 * 13
+    assert counts[1]["model.l1.weight"] == 9 * 13
+    (weight,) = (one for one in whole["tensors"] if one["name"] == "model.l1.weight")
+    assert len(weight["stats"]["histogram"]) == 40 and sum(weight["stats"]["histogram"]) == 221
+
+
+def test_an_index_that_cannot_be_read(torn, tmp_path):
+    (torn / ".metadata").write_bytes(b"not a pickle")
+    found = ckptctl.report(torn, tmp_path / "page.html")
+    assert not found.readable and found.verification.findings
+    assert data_of(tmp_path / "page.html")["findings"]
+
+
+def test_two_checkpoints(source, tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_file({"a.w": torch.full((2, 3), 2.0), "a.b": torch.ones(3), "c": torch.ones(1)}, other)
+    found = ckptctl.report(source, other=other).to_json()
+    assert found["difference"]["a"]["only"] == [HOSTILE] and found["difference"]["b"]["only"] == [
+        "c"
+    ]
+    (weight,) = found["difference"]["tensors"]
+    assert (weight["name"], weight["values"]["max_abs"]) == ("a.w", 3.0)
+    structure = ckptctl.report(source, other=other, structure=True).to_json()["difference"]
+    assert structure["structure"] and not structure["tensors"]
+
+
+def test_another_one_that_cannot_be_compared(source, torn, tmp_path_factory):
+    found = ckptctl.report(source, other=torn).to_json()
+    assert found["difference"] is None and found["difference_error"]["exit_code"] == 4
+    with pytest.raises(FormatError):
+        ckptctl.report(source, other=tmp_path_factory.mktemp("empty"))
+    with pytest.raises(SourceNotFoundError):
+        ckptctl.report(source, other=source.parent / "nothing")
+
+
+def test_what_is_left_out_is_counted(torn):
+    whole, part = (ckptctl.report(torn, max_tensors=n).to_json() for n in (1000, 5))
+    assert len(part["tensors"]) == 5
+    assert part["left_out"]["tensors"] == len(whole["tensors"]) - 5
+    listed = sum(one["bytes"] for one in part["tensors"])
+    assert part["left_out"]["bytes"] + listed == whole["bytes"] == part["bytes"]
+    assert all(one["missing"] for one in part["tensors"]), "what is wrong comes first"
+
+
+def test_include(source):
+    found = ckptctl.report(source, include="a.*").to_json()
+    assert [one["name"] for one in found["tensors"]] == ["a.b", "a.w"]
+    assert found["left_out"]["tensors"] == 1 and found["tensor_count"] == 3
+    with pytest.raises(MappingError):
+        ckptctl.report(source, include="b.*")
+
+
+def test_differences_are_bounded(source, tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_file({f"x{i}": torch.ones(1) for i in range(9)}, other)
+    found = ckptctl.report(source, other=other, max_tensors=2).to_json()
+    assert len(found["difference"]["b"]["only"]) == 2
+    assert found["left_out"]["differences"] == 7 + 1
+
+
+def test_chunks_are_bounded():
+    rows = [Extent(Box((2 * i, 0), (1, 4)), "f", 0, 16) for i in range(10)]
+    entry = TensorEntry("t", "float32", (20, 4), tuple(rows), ("t",))
+    maps = ChunkMaps(room=25, each=8)
+    first, second = maps.map(entry, ()), maps.map(entry, ())
+    assert (len(first.holes), len(first.chunks), first.missing) == (8, 8, 10)
+    assert (len(second.holes), len(second.chunks), second.missing) == (8, 1, 10)
+    assert (maps.chunks, maps.holes) == (2 + 9, 2 + 2)
+
+
+def test_no_name_leaves_the_data(source, tmp_path):
+    ckptctl.report(source, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "onerror" in text and "<img" not in text
+    found = Elements()
+    found.feed(text)
+    assert "img" not in found.tags and found.tags.count("script") == 2
+    assert HOSTILE in [one["name"] for one in data_of(tmp_path / "page.html")["tensors"]]
+
+
+@pytest.mark.parametrize(
+    "name", [HOSTILE, "<!--<script>", "\u2028\u202e\x00", "\ud800", "&lt;", "$x"]
+)
+def test_any_text_can_be_embedded(name):
+    text = embedded({"name": name})
+    assert json.loads(text)["name"] == name
+    assert text.isascii() and not set("<>&") & set(text)
+    assert json.loads(DATA.search(page({"path": name}))[1])["path"] == name
+
+
+def test_the_policy_allows_its_own_script_and_style_alone(source, tmp_path):
+    ckptctl.report(source, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules.pop("default-src") == rules.pop("base-uri") == rules.pop("form-action") == "'none'"
+    for kind, tag in (("style", "style"), ("script", "script")):
+        content = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        digest = b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert rules.pop(f"{kind}-src") == f"'sha256-{digest}'"
+    assert not rules
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|innerHTML|eval\(", text)
+
+
+def test_every_script_is_on_the_page():
+    folder = files(report_page.__name__)
+    there = {item.name for item in folder.iterdir() if item.name.endswith(".js")}
+    assert there == set(report_page.SCRIPTS)
+    for one, other in pairwise(report_page.SCRIPTS):
+        assert (folder / one).read_text() != (folder / other).read_text()
+
+
+def test_only_a_report_is_replaced(source, tmp_path):
+    target = tmp_path / "out" / "page.html"
+    ckptctl.report(source, target)
+    before = target.read_bytes()
+    with pytest.raises(RefusedError):
+        ckptctl.report(source, target)
+    ckptctl.report(source, target, overwrite=True)
+    assert target.read_bytes() == before, "the page is a function of what it is about"
+    target.write_text("<!doctype html><p>mine")
+    with pytest.raises(RefusedError):
+        ckptctl.report(source, target, overwrite=True)
+    assert target.read_text() == "<!doctype html><p>mine"
+    assert [item.name for item in target.parent.iterdir()] == ["page.html"]
+
+
+def test_not_inside_a_checkpoint(torn, source):
+    for sources in ((torn, None), (source, torn)):
+        with pytest.raises(RefusedError, match="inside the source"):
+            ckptctl.report(sources[0], torn / "page.html", other=sources[1])
+    assert not (torn / "page.html").exists()
+
+
+DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
+
+
+def data_of(path):
+    return json.loads(DATA.search(path.read_text())[1])
+
+
+class Elements(HTMLParser):
+    """Lists the elements of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)

@@ -1,0 +1,17 @@
+"""What is said of a path at which there is nothing."""
+
+from pathlib import Path
+
+from ckptctl.storage.nearby import nearby
+
+
+def test_what_there_is_instead(tmp_path: Path) -> None:
+    assert nearby(tmp_path / "x") == f"`{tmp_path}` holds nothing"
+    for name in ("step-1000", "step-2000", "step-10000", "logs", ".hidden"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    assert nearby(tmp_path / "stpe-2000") == f"did you mean `{tmp_path / 'step-2000'}`?"
+    assert nearby(tmp_path / "lgos" / "deeper") == f"did you mean `{tmp_path / 'logs'}`?"
+    assert nearby(tmp_path / "q") == f"`{tmp_path}` holds `file`, `logs`, `step-1000` and 2 more"
+    assert nearby(tmp_path / "file") == f"`{tmp_path / 'file'}` is a file"
+    assert nearby(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"

@@ -1,0 +1,359 @@
+"""Names, blocks and trees behind URLs, and that nothing gets at their bytes another way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.storage import remote_mounts
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote_blocks import BLOCK, MOST, Blocks
+from ckptctl.storage.remote_files import RemoteFiles
+from ckptctl.storage.remote_hub import parse
+from ckptctl.storage.remote_mounts import Mount
+from ckptctl.storage.remote_path import RemotePath, named, path_at, path_of
+from ckptctl.storage.remote_store import FsspecStore
+from ckptctl.storage.urls import hide, is_url, local_path, masked
+
+MEMORY = fsspec.filesystem("memory")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A folder in memory: two files, and one in a folder."""
+    root = f"/{tmp_path.name}"
+    MEMORY.pipe_file(f"{root}/a.bin", bytes(range(256)) * 4)
+    MEMORY.pipe_file(f"{root}/empty", b"")
+    MEMORY.pipe_file(f"{root}/sub/b.json", b"{}")
+    return f"memory:/{root}"
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://b/x", True),
+        ("hf://org/name@main/sub", True),
+        ("a:b", False),
+        ("epoch=1-step=2.ckpt", False),
+        ("./odd://name", False),
+        ("c:/windows", False),
+        ("file:///tmp/x", False),
+        ("local:///tmp/x", False),
+        ("/abs/s3://b", False),
+    ],
+)
+def test_what_a_url_is(text: str, expected: bool) -> None:
+    assert is_url(text) is expected
+    assert isinstance(named(text), RemotePath) is expected
+
+
+def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b/x.json").write_text("{}")
+    with SourceFiles(tmp_path / "a:b") as files:
+        assert files.local and files.read("x.json", 0, 2) == b"{}"
+    assert path_of(tmp_path / "a:b").is_dir()
+    assert local_path(f"file://{tmp_path}") == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://user:hunter2@host/x", "https://***@host/x"),
+        ("https://host/x?X-Amz-Signature=abc", "https://host/x"),
+        ("s3://bucket/x?y", "s3://bucket/x?y"),
+        ("sftp://user@host/x", "sftp://user@host/x"),
+        ("hf://org/name@main", "hf://org/name@main"),
+    ],
+)
+def test_no_secret_is_shown(url: str, shown: str) -> None:
+    assert masked(url) == shown
+    assert str(named(url)) == shown
+    assert remote_mounts.secret_of(shown) == url
+    assert remote_mounts.secret_of(f"{shown}/sub").replace("/sub", "") == url
+
+
+def test_no_secret_is_in_an_error() -> None:
+    url = "https://user:hunter2@host/x?sig=5eC"
+    assert hide(f"cannot read {url}: hunter2", url) == "cannot read https://***@host/x?***: ***"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf://o/n", ("model", "o/n", None, "")),
+        ("hf://o/n/sub/x", ("model", "o/n", None, "sub/x")),
+        ("hf://o/n@v1/sub", ("model", "o/n", "v1", "sub")),
+        ("hf://o/n@refs/pr/3/sub", ("model", "o/n", "refs/pr/3", "sub")),
+        ("hf://o/n@feature%2Fx", ("model", "o/n", "feature/x", "")),
+        ("hf://datasets/o/n", ("dataset", "o/n", None, "")),
+        ("hf://models/o/n", ("model", "o/n", None, "")),
+    ],
+)
+def test_urls_of_the_hub(text: str, expected: tuple[str, ...]) -> None:
+    from huggingface_hub.utils import _hf_uris  # the client's own reading of such URLs
+
+    found = parse(text)
+    assert (found.kind, found.repository, found.revision, found.path) == expected
+    theirs = _hf_uris.parse_hf_uri(text)
+    assert (theirs.type, theirs.id, theirs.revision, theirs.path_in_repo) == expected
+    assert parse(str(found)) == found
+
+
+@pytest.mark.parametrize("text", ["hf://", "hf://name", "hf://a@b/c"])
+def test_what_names_no_repository(text: str) -> None:
+    with pytest.raises(UsageError, match="no repository"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["nosuch://x/y", "simplecache::memory://x"])
+def test_what_no_file_system_is_for(text: str) -> None:
+    with pytest.raises(UsageError if is_url(text) else SourceNotFoundError):
+        path = path_of(text)
+        if not path.exists():
+            raise SourceNotFoundError("not a URL")
+
+
+# Paths
+
+
+def test_a_tree(url: str) -> None:
+    path = path_of(url)
+    assert path.is_dir() and not path.is_file() and path.exists()
+    assert sorted(item.name for item in path.iterdir()) == ["a.bin", "empty", "sub"]
+    assert [item.name for item in path.glob("*.bin")] == ["a.bin"]
+    assert [str(item) for item in path.rglob("*.json")] == [f"{url}/sub/b.json"]
+    assert (path / "a.bin").stat().st_size == 1024 and (path / "sub").is_dir()
+    assert not (path / "nothing").exists() and not (path / "nothing/below").exists()
+    assert not list((path / "nothing").iterdir())
+    assert (path / "sub/b.json").read_text() == "{}"
+    assert (path / "a.bin").read_bytes() == bytes(range(256)) * 4
+    assert (path / "sub").parent == path and str(path / "sub") == f"{url}/sub"
+    assert str((path / "sub/b.json").relative_to(path)) == "sub/b.json"
+    assert path.resolve() == path.absolute() == path.expanduser() == path
+    with pytest.raises(FileNotFoundError):
+        (path / "nothing").stat()
+
+
+def test_a_file_and_what_lies_beside_it(url: str) -> None:
+    path = path_of(f"{url}/a.bin")
+    assert path.is_file() and path.stat().st_size == 1024
+    assert (path.parent / "empty").is_file()
+    assert sorted(item.name for item in path.parent.iterdir()) == ["a.bin", "empty", "sub"]
+
+
+def test_nothing_there(url: str) -> None:
+    with pytest.raises(SourceNotFoundError, match="nothing"):
+        path_of(f"{url}/nothing")
+
+
+def test_a_name_cannot_leave(url: str) -> None:
+    with SourceFiles(path_of(f"{url}/sub")) as files, pytest.raises(DamagedError):
+        files.read("../a.bin", 0, 4)
+
+
+# Nothing gets at the bytes another way
+
+
+def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
+    """There is nothing on the disk that could be taken for data: not a file, not zeros."""
+    path = path_of(url) / "a.bin"
+    for text in (path, str(path), os.fspath(path)):
+        with pytest.raises(FileNotFoundError):
+            os.open(text, os.O_RDONLY)
+        with pytest.raises(FileNotFoundError):
+            os.stat(text)
+        with pytest.raises(FileNotFoundError), open(text, "rb"):
+            pass
+    # A path made of the text is one of this machine, where there is no such thing.
+    assert not Path(str(path)).exists()
+    with SourceFiles(path.parent) as files:
+        assert not files.local
+        with pytest.raises(StorageError, match="behind a URL"):
+            files.descriptor("a.bin")
+    with pytest.raises(OSError, match="Read-only"):
+        path.open("wb")
+
+
+# Files
+
+
+def test_reads(url: str) -> None:
+    path_of(url)
+    content = bytes(range(256)) * 4
+    with SourceFiles(url) as files:
+        assert isinstance(files, RemoteFiles) and files.root == path_at(url)
+        assert files.size("a.bin") == 1024 and files.size("empty") == 0
+        assert files.read("a.bin", 0, 1024) == content
+        assert files.read("a.bin", 1000, 24) == content[1000:]
+        assert files.read("empty", 0, 0) == b""
+        views = [memoryview(bytearray(size)) for size in (1, 0, 700, 3)]
+        files.readv("a.bin", views, 5)
+        assert b"".join(views) == content[5:709]
+        for offset, nbytes in ((1000, 25), (1025, 1), (-1, 4)):
+            with pytest.raises(DamagedError, match="truncated"):
+                files.read("a.bin", offset, nbytes)
+        with pytest.raises(SourceNotFoundError):
+            files.read("nothing", 0, 1)
+        with pytest.raises(DamagedError, match="regular"):
+            files.size("sub")
+
+
+def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
+    content = os.urandom(20 << 20)
+    MEMORY.pipe_file(f"/{tmp_path.name}/big", content)
+    url = f"memory://{tmp_path.name}"
+    asked: list[int] = []
+
+    class Counting(FsspecStore):
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes:
+            asked.append(stop - start)
+            return super().read(name, version, start, stop)
+
+    remote_mounts._mounts[url] = Mount(Counting(url))
+    with SourceFiles(url) as files:
+        views = [memoryview(bytearray(size)) for size in (1, 9 << 20, (11 << 20) - 1)]
+        files.readv("big", views, 0)
+    assert b"".join(views) == content
+    assert max(asked) <= MOST * BLOCK and sum(asked) == len(content)
+
+
+def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> None:
+    class Short(FsspecStore):
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes:
+            return super().read(name, version, start, stop)[:-1]
+
+    remote_mounts._mounts[url] = Mount(Short(url))
+    with SourceFiles(url) as files, pytest.raises(DamagedError, match="truncated"):
+        files.read("a.bin", 0, 1024)
+
+
+def test_a_place_that_sends_everything(url: str) -> None:
+    class Whole(FsspecStore):
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes:
+            return super().read(name, version, 0, 1024) * 2
+
+    remote_mounts._mounts[url] = Mount(Whole(url))
+    with SourceFiles(url) as files, pytest.raises(StorageError, match="ranges"):
+        files.read("a.bin", 0, 10)
+
+
+def test_a_changed_file_is_another_one(url: str) -> None:
+    path_of(url)
+    with SourceFiles(url) as files:
+        before = files.identity("a.bin")
+        assert files.identity("a.bin") == before
+        time.sleep(0.01)
+        MEMORY.pipe_file(f"{path_of(url).as_posix().removeprefix('memory:/')}/a.bin", b"x" * 1024)
+        files.forget()
+        assert files.identity("a.bin") != before
+        assert files.read("a.bin", 0, 4) == b"xxxx"
+
+
+def test_what_is_asked_of_a_place(url: str) -> None:
+    asked: list[str] = []
+
+    class Counting(FsspecStore):
+        def members(self, folder: str) -> list[object]:  # type: ignore[override]
+            asked.append(folder)
+            return super().members(folder)  # type: ignore[return-value]
+
+    mount = Mount(Counting(url))
+    for name in ("a.bin", "empty", "nothing", "sub", "nothing/deep/er", "a.bin/x"):
+        mount.find(name)
+    assert asked == [""]
+    mount.find("sub/b.json")
+    assert asked == ["", "sub"]
+
+
+# Blocks
+
+
+def test_read_ahead_doubles_in_order_only() -> None:
+    blocks, asked = Blocks(), []
+    size = 64 * BLOCK
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start // BLOCK, -(-stop // BLOCK)))
+        return bytes(stop - start)
+
+    for offset in range(0, 16 * BLOCK, BLOCK):
+        assert len(blocks.read("a", size, offset, BLOCK, fetch)) == BLOCK
+    assert asked == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31)]
+    asked.clear()
+    for number in (60, 50, 40):
+        blocks.read("a", size, number * BLOCK, 8, fetch)
+    assert asked == [(60, 61), (50, 51), (40, 41)]
+
+
+def test_the_end_of_a_file_comes_with_the_block_before() -> None:
+    blocks, asked = Blocks(), []
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start, stop))
+        return bytes(stop - start)
+
+    size = 3 * BLOCK + 10
+    assert len(blocks.read("a", size, size - 22, 22, fetch)) == 22
+    assert asked == [(2 * BLOCK, size)]
+    asked.clear()
+    blocks.read("b", size, size - 4, 4, fetch)
+    assert asked == [(2 * BLOCK, size)]
+
+
+def test_what_is_held_is_bounded() -> None:
+    blocks = Blocks(room=4 * BLOCK)
+    size = 40 * BLOCK
+    for offset in range(0, size, BLOCK):
+        blocks.read("a", size, offset, BLOCK, lambda start, stop: bytes(stop - start))
+        assert blocks._held <= 4 * BLOCK and blocks._held == sum(map(len, blocks._blocks.values()))
+    blocks.trim()
+    assert not blocks._coming
+
+
+def test_threads_fetch_a_block_once() -> None:
+    blocks, asked = Blocks(), []
+    size = 50 * BLOCK + 77
+    whole = os.urandom(size)
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start, stop))
+        time.sleep(0.005)
+        return whole[start:stop]
+
+    spans = [(start, min(start + 300_000, size)) for start in range(0, size, 250_001)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(
+            pool.map(lambda s: blocks.read("a", size, s[0], s[1] - s[0], fetch), spans * 2)
+        )
+    assert found == [whole[start:stop] for start, stop in spans * 2]
+    fetched = sorted(asked)
+    assert all(one[1] <= two[0] for one, two in pairwise(fetched))
+
+
+def test_an_error_reaches_all_who_wait_and_is_not_kept() -> None:
+    blocks, gate = Blocks(), threading.Event()
+
+    def fetch(start: int, stop: int) -> bytes:
+        gate.wait(5)
+        raise StorageError("the network is down")
+
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(blocks.read, "a", 100, 0, 10, fetch) for _ in range(3)]
+        time.sleep(0.05)
+        gate.set()
+        for one in waiting:
+            with pytest.raises(StorageError, match="down"):
+                one.result()
+    assert blocks.read("a", 100, 0, 10, lambda start, stop: bytes(stop - start)) == bytes(10)
