@@ -19,6 +19,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent.resolve()
 REPOSITORY = DOCS.parent
+SITE = DOCS / "_site"
 HOME, CONTENTS = REPOSITORY / "README.md", DOCS / "index.md"
 HIDDEN = re.compile(r"^<!-- .*?-->\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
@@ -113,6 +114,8 @@ def _toml(value: object) -> str:
 
 def main(target: Path) -> int:
     """Build the site into *target* and return the exit code; what else is there stays."""
+    if target == SITE:
+        shutil.rmtree(SITE, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         configuration = stage(Path(folder))
         command = ["-m", "zensical", "build", "--strict", "--config-file", str(configuration)]
@@ -123,5 +126,4 @@ def main(target: Path) -> int:
 
 
 if __name__ == "__main__":
-    shutil.rmtree(DOCS / "_site", ignore_errors=True)
-    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else DOCS / "_site"))
+    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else SITE))

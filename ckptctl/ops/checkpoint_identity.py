@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl.ops.holdings import digest
+from ckptctl.storage.urls import is_url
 
 SETTLED_NS = 100_000_000
 MOST_FILES = 100_000
@@ -32,11 +33,13 @@ def identity(paths: Iterable[str | Path | None]) -> bytes | None:
             beside them; None stands for nothing.
 
     Returns:
-        A digest; None where none can be given, so that nothing may be built on it.
+        A digest; None where none can be given (of URLs never), so that nothing may be built on it.
     """
     found: list[Stamp] = []
     try:
         for path in paths:
+            if path is not None and is_url(path):
+                return None
             if path is not None:
                 found += sorted(_stamps(Path(path).expanduser().absolute()))
     except (_UnsettledError, OSError):
