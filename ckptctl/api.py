@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ckptctl.ops.convert import ConversionOptions, ConversionPlan, ConversionResult
     from ckptctl.ops.difference import Difference
     from ckptctl.ops.extract import Extraction
-    from ckptctl.ops.inspect import Watch
     from ckptctl.ops.inspection import Inspection
     from ckptctl.ops.merge import MergePlan
     from ckptctl.ops.report_data import Report
     from ckptctl.ops.verification import Level, Verification
+    from ckptctl.ops.watch import Watch
     from ckptctl.storage.errors_between import Tolerance
 
 AnyPath = str | Path
@@ -192,6 +192,14 @@ def diff(
     format_b: str | None = None,
     layout_a: str | None = None,
     layout_b: str | None = None,
+    weights_a: str | None = None,
+    weights_b: str | None = None,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    root_a: str | None = None,
+    root_b: str | None = None,
+    rules: AnyPath | None = None,
+    dequantize: str | None = None,
     model_type: str | None = None,
     converter: AnyPath | None = None,
     sizes: Mapping[str, int] | None = None,
@@ -217,6 +225,15 @@ def diff(
         format_b: Format of *b*; None: detect it.
         layout_a: Layout of *a*; None: detect it.
         layout_b: Layout of *b*; None: detect it.
+        weights_a: ``master`` or ``module``, where *a* holds both; None: what its format prefers.
+        weights_b: Likewise of *b*.
+        tag_a: Which save, where *a* holds several; None: the one that its pointer names.
+        tag_b: Likewise of *b*.
+        root_a: What stands before the model's names in *a*; None: find it.
+        root_b: Likewise in *b*.
+        rules: TOML that says how ranks divide tensors, or ``megatron-core``, for whichever of the
+            two does not say so itself.
+        dequantize: Turn the quantised tensors of either into this dtype: ``bf16``, ``fp32``.
         model_type: Family of both; None: detect it.
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
@@ -241,6 +258,14 @@ def diff(
         format_b=format_b,
         layout_a=layout_a,
         layout_b=layout_b,
+        weights_a=_weights(weights_a),
+        weights_b=_weights(weights_b),
+        tag_a=tag_a,
+        tag_b=tag_b,
+        root_a=root_a,
+        root_b=root_b,
+        rules=_path(rules),
+        dequantize=_floating(dequantize, "dequantize"),
         model_type=model_type,
         sizes=_sizes(sizes or {}),
         jobs=_positive("jobs", jobs) or 0,
@@ -259,6 +284,10 @@ def extract(
     layout: str | None = None,
     from_layout: str | None = None,
     format: str | None = None,
+    weights: str | None = None,
+    tag: str | None = None,
+    rules: AnyPath | None = None,
+    dequantize: str | None = None,
     model_type: str | None = None,
     converter: AnyPath | None = None,
     sizes: Mapping[str, int] | None = None,
@@ -276,6 +305,10 @@ def extract(
         layout: The layout whose names and axes are meant; None: the checkpoint's own.
         from_layout: Layout of the checkpoint; None: detect it.
         format: Format of the checkpoint; None: detect it.
+        weights: ``master`` or ``module``, where the checkpoint holds both.
+        tag: Which save, where it holds several; None: the one that its pointer names.
+        rules: TOML that says how ranks divide tensors, or ``megatron-core``.
+        dequantize: Turn quantised tensors into this dtype: ``bf16``, ``fp32``.
         model_type: Family; None: detect it.
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
@@ -295,6 +328,10 @@ def extract(
         layout=layout,
         from_layout=from_layout,
         format=format,
+        weights=_weights(weights),
+        tag=tag,
+        rules=_path(rules),
+        dequantize=_floating(dequantize, "dequantize"),
         model_type=model_type,
         sizes=_sizes(sizes or {}),
         overwrite=overwrite,
@@ -347,9 +384,9 @@ def report(
         CkptError: One of them is missing or not recognised, or the page exists; none was written.
     """
     from ckptctl import families
-    from ckptctl.ops.inspect import unwatched
     from ckptctl.ops.report import ReportOptions
     from ckptctl.ops.report import report as run
+    from ckptctl.ops.watch import unwatched
 
     chosen = ReportOptions(
         stats=stats,

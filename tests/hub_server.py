@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<rev>[^/]+))?")
 RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<path>.+)")
 PREUPLOAD = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<rev>[^/]+)")
+TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<rev>[^/]+)")
 COMMIT = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<rev>[^/]+)")
 BATCH = re.compile(r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
 TIME = "2026-01-02T03:04:05.000Z"
@@ -88,14 +89,15 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if found := RESOLVE.fullmatch(path):
             self._resolve(found["repo"], unquote(found["rev"]), found["path"])
+        elif found := TREE.fullmatch(path):
+            self._tree(found["repo"], found["rev"])
         elif found := API.fullmatch(path):
             self._info(found["repo"], found["rev"] or "main")
         else:
             self._fail(404)
 
     def do_HEAD(self) -> None:
-        self._note()
-        self._fail(404)
+        self.do_GET()
 
     def do_PUT(self) -> None:
         self._note()
@@ -161,6 +163,21 @@ class _Handler(BaseHTTPRequestHandler):
         content = {"id": repo, "modelId": repo, "sha": commit, "lastModified": TIME}
         return self._json({**content, "private": False, "tags": [], "siblings": siblings})
 
+    def _tree(self, repo: str, revision: str) -> None:
+        repository = self.hub.repositories.get(repo)
+        if not self._allowed(repository):
+            return None
+        assert repository
+        found = repository.at(unquote(revision))
+        assert found
+        entries = [_sibling(name, data) for name, data in found[1].items()]
+        return self._json(
+            [
+                {"type": "file", "path": one.pop("rfilename"), "oid": one.pop("blobId"), **one}
+                for one in entries
+            ]
+        )
+
     def _resolve(self, repo: str, revision: str, path: str) -> None:
         repository = self.hub.repositories.get(repo)
         if not self._allowed(repository):
@@ -172,7 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(404, "EntryNotFound")
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not asked or not self.hub.ranges:
-            return self._send(data)
+            about = {"ETag": f'"{_etag(path, data)}"', "X-Repo-Commit": found[0] if found else ""}
+            return self._send(data, 200, about)
         first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
         extra = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
         return self._send(data[first : last + 1], 206, extra)
@@ -226,6 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
+        if self.command == "HEAD":
+            return
         try:
             self.wfile.write(data)
             self.hub.sent += len(data)
@@ -236,12 +256,18 @@ class _Handler(BaseHTTPRequestHandler):
 LARGE = (".safetensors", ".pth", ".distcp", ".pt", ".bin")
 
 
+def _etag(name: str, data: bytes) -> str:
+    found = _sibling(name, data)
+    lfs = found.get("lfs")
+    return str(lfs["sha256"] if isinstance(lfs, dict) else found["blobId"])
+
+
 def _sibling(name: str, data: bytes) -> dict[str, object]:
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     found: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": blob}
     if name.endswith(LARGE):
         digest = hashlib.sha256(data).hexdigest()
-        found["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 134}
+        found["lfs"] = {"sha256": digest, "oid": digest, "size": len(data), "pointerSize": 134}
     return found
 
 
@@ -252,5 +278,5 @@ def start() -> tuple[Hub, ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     return hub, server

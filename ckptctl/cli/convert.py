@@ -30,6 +30,7 @@ EPILOG = opt.examples(
     "ckptctl convert out-dcp model.pt --to torch --dry-run",
     "ckptctl convert out-dcp out-titan --to dcp --to-layout torchtitan@0.3",
     "ckptctl convert deepseek-fp8 deepseek-bf16 --to hf --dequantize bf16",
+    "ckptctl convert s3://models/step-2000 hf://org/model --to hf",
 )
 
 

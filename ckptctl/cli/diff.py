@@ -15,10 +15,13 @@ from ckptctl.cli.progress import progress
 
 SCHEMA = "ckptctl.diff/1"
 DIFFERENT = 1
+WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
+ROOT = "What stands before the model's names in {}, if not detected."
 EPILOG = opt.examples(
     "ckptctl diff step-1000 step-2000",
     "ckptctl diff out-dcp tests/data/tiny-llama3-hf --only model",
     "ckptctl diff bf16 fp32 --ignore-dtype --atol 1e-3",
+    "ckptctl diff zero zero --weights-a master --weights-b module --ignore-dtype --atol 1e-2",
     "ckptctl diff a b --structure --json | jq .a.only",
 )
 
@@ -87,6 +90,24 @@ def diff(
     layout_b: Annotated[
         str | None, typer.Option(metavar="LAYOUT", help="How B names its tensors, if not detected.")
     ] = None,
+    weights_a: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", callback=opt.check_weights, help=WEIGHTS.format("A")),
+    ] = None,
+    weights_b: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", callback=opt.check_weights, help=WEIGHTS.format("B")),
+    ] = None,
+    tag_a: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which save, where A holds several.")
+    ] = None,
+    tag_b: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which save, where B holds several.")
+    ] = None,
+    root_a: Annotated[str | None, typer.Option(metavar="PREFIX", help=ROOT.format("A"))] = None,
+    root_b: Annotated[str | None, typer.Option(metavar="PREFIX", help=ROOT.format("B"))] = None,
+    rules: opt.Rules = None,
+    dequantize: opt.Dequantize = None,
     model_type: opt.ModelType = None,
     converter: opt.Converter = None,
     sizes: opt.Set = None,
@@ -102,6 +123,7 @@ def diff(
     Names, shapes, dtypes and values; B is mapped to the layout of A. Elements are equal when their
     bits are. The exit code is 0 when nothing differs and 1 when something does.
     """
+    from ckptctl import dtypes
     from ckptctl.ops import diff as op
     from ckptctl.storage.errors_between import Tolerance
 
@@ -120,6 +142,14 @@ def diff(
         format_b=format_b,
         layout_a=layout_a,
         layout_b=layout_b,
+        weights_a=cast(op.Weights, weights_a),
+        weights_b=cast(op.Weights, weights_b),
+        tag_a=tag_a,
+        tag_b=tag_b,
+        root_a=root_a,
+        root_b=root_b,
+        rules=rules,
+        dequantize=dtypes.parse(dequantize) if dequantize else None,
         model_type=model_type,
         sizes=opt.sizes_of(sizes),
         jobs=jobs or 0,

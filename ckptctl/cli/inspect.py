@@ -27,6 +27,7 @@ EPILOG = opt.examples(
     "ckptctl inspect runs/llama                    (lists the checkpoints of a run)",
     "ckptctl inspect step-2000 --depth 2 --sort size",
     "ckptctl inspect step-2000 --tensors --include '*.wq.weight' --stats",
+    "ckptctl inspect hf://org/model@main           (reads headers alone, like all URLs)",
     "ckptctl inspect step-2000 --json | jq .parameters",
 )
 
@@ -38,7 +39,7 @@ def inspect(
             parser=opt.place,
             metavar="PATH",
             show_default=False,
-            help="Checkpoint, or a folder of checkpoints.",
+            help="Checkpoint, or a folder of checkpoints: path or URL.",
         ),
     ],
     from_format: opt.From = None,

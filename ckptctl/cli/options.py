@@ -218,13 +218,16 @@ def check_sort(value: str) -> str:
 Source = Annotated[
     Path,
     typer.Argument(
-        parser=place, metavar="SRC", show_default=False, help="Checkpoint: directory or file."
+        parser=place, metavar="SRC", show_default=False, help="Checkpoint: directory, file or URL."
     ),
 ]
 Destination = Annotated[
     Path,
     typer.Argument(
-        parser=place, metavar="DST", show_default=False, help="Where the result appears."
+        parser=place,
+        metavar="DST",
+        show_default=False,
+        help="Where the result appears: path or URL.",
     ),
 ]
 From = Annotated[

@@ -27,6 +27,7 @@ LEVELS = ["fast", "headers", "full"]
 EPILOG = opt.examples(
     "ckptctl verify tests/data/tiny-llama3-hf",
     "ckptctl verify step-2000 --level full --nan",
+    "ckptctl verify s3://models/step-2000",
     "ckptctl verify step-2000 --level fast --quiet || echo not whole",
     "ckptctl verify step-2000 --level full --manifest   (then: sha256sum -c SHA256SUMS)",
     "ckptctl verify step-2000 --json | jq .findings",

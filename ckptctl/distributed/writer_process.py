@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import queue
@@ -37,6 +38,7 @@ def main(descriptor: int) -> None:
         memory = {name: _view(regions, place) for name, place in places.items()}
         connection.send(_done(connection, messages, plan, root, options, memory))
         del memory
+        gc.collect()  # a run refers to itself, and to memory that the trainer wants to give back
 
 
 def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]) -> None:

@@ -12,14 +12,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import SHOWN, RefusedError, listed
-from ckptctl.planner.parallel import Share
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
+
+if TYPE_CHECKING:
+    from ckptctl.planner.parallel import Share
 
 GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024

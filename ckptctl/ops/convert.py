@@ -19,7 +19,7 @@ from ckptctl.ops import checks, proofs, sharing, upload
 from ckptctl.ops.adapter_files import beside
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion import ConversionPlan, ConversionResult
-from ckptctl.ops.coordinator import Alone, Coordinator, on_first, together
+from ckptctl.ops.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.documents import gather, unquantised
 from ckptctl.ops.draft import Draft
@@ -179,7 +179,7 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
         return
     options = plan.options
     asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
-    sharing.require_same(
+    require_same(
         ranks,
         {
             **asked,

@@ -5,10 +5,10 @@ One process without a process group is a group of one, for which all of it costs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar, cast
 
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, UsageError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -189,3 +189,33 @@ def _answers(
     if parts is None:
         return [(None, 0, sendable(error))] * len(found), error
     return [(part, 0, None) for part in parts], None
+
+
+def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
+    """Prove that all ranks are about to do the same.
+
+    Args:
+        ranks: The group.
+        said: What has to be equal on all of them, by what it is called in the message.
+
+    Raises:
+        UsageError: On all ranks, if it is not.
+    """
+    if ranks.world == 1:
+        return
+    found = ranks.all_gather({name: repr(value) for name, value in said.items()})
+    together(ranks, lambda: _compare(found))
+
+
+def _compare(found: Sequence[Mapping[str, str]]) -> None:
+    for rank, other in enumerate(found):
+        for name in dict.fromkeys([*found[0], *other]):
+            values = [one.get(name, "nothing") for one in (found[0], other)]
+            if values[0] != values[1]:
+                raise UsageError(
+                    f"ranks 0 and {rank} are not asked for the same",
+                    where=name,
+                    why=f"{values[0]} on rank 0, {values[1]} on rank {rank}",
+                    hint="start all ranks with the same command line, where they see the same "
+                    "files",
+                )

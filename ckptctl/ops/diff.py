@@ -7,22 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.ops.diff_leaves import compare_leaves
-from ckptctl.ops.diff_options import DiffOptions
+from ckptctl.ops.diff_options import DiffOptions, Weights
 from ckptctl.ops.diff_scope import Scope, map_other, read_leaves
+from ckptctl.ops.diff_sides import open_sides
 from ckptctl.ops.diff_values import Windows, located, same_checksums
 from ckptctl.ops.difference import Difference, Side, TensorDifference
-from ckptctl.ops.inspect import Watch, unwatched
 from ckptctl.ops.load_options import LoadOptions
 from ckptctl.ops.pairing import Pair, Pairing, pair
+from ckptctl.ops.selection import checked_root
 from ckptctl.ops.state_mapping import StateMapping
+from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.errors_between import Errors
+from ckptctl.storage.remote_path import shown
 
-__all__ = ["DiffOptions", "Difference", "diff"]
+__all__ = ["DiffOptions", "Difference", "Weights", "diff"]
 
 
 @dataclass(slots=True)
@@ -51,18 +53,22 @@ def diff(
             were named do not fit.
     """
     start = time.monotonic()
-    first = read_leaves(formats.open_checkpoint(a, options.format_a, options.model_type))
-    second = read_leaves(formats.open_checkpoint(b, options.format_b, options.model_type))
+    first, second = map(read_leaves, open_sides(a, b, options))
+    if options.root_a is not None:
+        checked_root(first, options.root_a)
     asked = LoadOptions(
         model_type=options.model_type,
         layout=options.layout_a,
         from_layout=options.layout_b,
+        prefix=options.root_a,
+        root=options.root_b,
+        dequantize=options.dequantize,
         sizes=options.sizes,
     )
     mapping = map_other(first, second, asked)
     found = pair(first, second, mapping, Scope(options.include, options.exclude, options.only))
     values = _Values() if options.structure else _values(first, found, options, progress)
-    paths = str(a), str(b)
+    paths = shown(a), shown(b)
     return _difference(paths, (first, second), found, values, options, time.monotonic() - start)
 
 

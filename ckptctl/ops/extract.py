@@ -11,8 +11,9 @@ from ckptctl import dtypes, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, listed, nearest
 from ckptctl.ops import checks
+from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.diff_values import located
-from ckptctl.ops.documents import gather
+from ckptctl.ops.documents import gather, unquantised
 from ckptctl.ops.extract_file import plan_file, write_file
 from ckptctl.ops.extract_options import ExtractOptions, Taken
 from ckptctl.ops.extraction import Extracted, Extraction
@@ -30,6 +31,7 @@ from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.ops.tensor_files import overwritable
 from ckptctl.ops.wanted import Wanted
 from ckptctl.planner.mapped import MappedTensor, stored_shapes
+from ckptctl.storage.remote_path import shown
 
 __all__ = ["ExtractOptions", "Extraction", "extract"]
 FEW = 8
@@ -54,17 +56,26 @@ def extract(
         CkptError: The checkpoint is missing, not recognised or damaged.
     """
     source = formats.existing(path)
-    catalog = formats.open_checkpoint(source, options.format, options.model_type)
+    catalog = formats.open_checkpoint(
+        source,
+        options.format,
+        options.model_type,
+        weights=options.weights,
+        tag=options.tag,
+        rules=options.rules,
+    )
+    if options.dequantize:
+        catalog = dequantised(catalog, options.dequantize)
     mapping = _mapped(catalog, options)
     taken = _taken(mapping, tensor, options)
     reading = _reading(mapping, taken)
     if output is None:
-        return _shown(str(path), reading, taken)
+        return _shown(shown(path), reading, taken)
     target = checks.destination(source, output, options.overwrite, overwritable)
     plan = plan_file(reading, taken, target)
     read = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
-    return Extraction(str(path), str(output), found, plan.nbytes, read, mapping.notes)
+    return Extraction(shown(path), str(output), found, plan.nbytes, read, mapping.notes)
 
 
 def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
@@ -72,7 +83,8 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
     if options.layout is None:
         same = (MappedTensor.same(n, n, entry.shape) for n, entry in catalog.tensors.items())
         return StateMapping(catalog, tuple(same))
-    documents = gather(catalog, None).documents
+    assets = gather(catalog, None)
+    documents = (unquantised(assets) if options.dequantize else assets).documents
     known = recognise(catalog, options.model_type, options.from_layout, None, documents)
     tensors = select(catalog, known.root).tensors
     with advised(catalog, known.root):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.slices import Slice
@@ -19,6 +21,10 @@ class ExtractOptions:
         layout: Layout whose names and axes are meant; None: the checkpoint's own.
         from_layout: Layout of the checkpoint; None: detect.
         format: Format of the checkpoint; None: detect.
+        weights: ``master`` or ``module``, where the checkpoint holds both.
+        tag: Which save, where it holds several; None: the one that its pointer names.
+        rules: A file that says how ranks divide tensors, where theirs do not.
+        dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
         model_type: Family; None: detect.
         sizes: Axis sizes that no configuration states.
         overwrite: Replace a file of tensors.
@@ -30,6 +36,10 @@ class ExtractOptions:
     layout: str | None = None
     from_layout: str | None = None
     format: str | None = None
+    weights: Literal["master", "module"] | None = None
+    tag: str | None = None
+    rules: Path | None = None
+    dequantize: str | None = None
     model_type: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     overwrite: bool = False

@@ -17,9 +17,9 @@ from pathlib import Path
 from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.digest_lists import Listed
+from ckptctl.ops.hub_downloads import DOWNLOADS
 from ckptctl.storage.files import SourceFiles, hub_repository
 
-DOWNLOADS = ".cache/huggingface/download"
 METADATA = ".metadata"
 MAX_METADATA = 4096
 ALGORITHMS = {64: "sha256", 40: "git-sha1"}
@@ -46,14 +46,6 @@ def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[Listed],
             else:
                 found += [line] if line.digest else []
     return found, findings
-
-
-def unfinished(root: Path) -> Iterator[Path]:
-    """Yield the parts of files whose download to *root* was interrupted."""
-    yield from sorted((root / DOWNLOADS).rglob("*.incomplete"))
-    repository = hub_repository(root.resolve())
-    if repository is not None:
-        yield from sorted((repository / "blobs").glob("*.incomplete"))
 
 
 def _linked(root: Path, folder: Path) -> Iterator[Listed]:

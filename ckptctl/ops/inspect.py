@@ -6,8 +6,7 @@ Only ``stats=True`` reads tensor data, and only then is torch imported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,21 +17,14 @@ from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, listed
 from ckptctl.ops.inspection import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.quantised import quantised, understood
+from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.remote_path import path_at, shown
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
     from ckptctl.ops.recognise import Recognition
     from ckptctl.storage.statistics import Statistics
-
-Watch = Callable[[int], AbstractContextManager[Callable[[int], None] | None]]
-"""Takes the bytes in all; its context yields what is to be called with bytes done, or None."""
-
-
-def unwatched(_: int) -> AbstractContextManager[None]:
-    """Show nothing."""
-    return nullcontext()
 
 
 def inspect(
@@ -69,9 +61,9 @@ def inspect(
         members = [] if format else formats.list_run(formats.existing(path))
         if not members:
             raise
-        return _run(str(path), tuple(_member(member, path) for member in members))
+        return _run(shown(path), tuple(_member(member, path) for member in members))
     measured = _measure(catalog, include, progress) if stats else {}
-    return describe(str(path), catalog, measured, model_type)
+    return describe(shown(path), catalog, measured, model_type)
 
 
 def _run(path: str, members: tuple[Member, ...]) -> Inspection:

@@ -22,6 +22,7 @@ class LoadOptions:
         layout: Layout of the state's names; None: detect.
         from_layout: Layout of the checkpoint's; None: detect.
         root: The model's prefix in the checkpoint; None: find it.
+        prefix: The model's prefix in the state; None: find it.
         weights: ``master`` or ``module``, where the checkpoint holds both.
         tag: Which of several saves in it; None: the one that its pointer names.
         rules: A file that says how ranks divide tensors, where theirs do not.
@@ -41,6 +42,7 @@ class LoadOptions:
     layout: str | None = None
     from_layout: str | None = None
     root: str | None = None
+    prefix: str | None = None
     weights: Literal["master", "module"] | None = None
     tag: str | None = None
     rules: Path | None = None

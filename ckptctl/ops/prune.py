@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.prune_safety import (
+    require_match,
     require_order,
     require_policy,
     require_removable,
     require_root,
     with_known_metrics,
 )
+from ckptctl.ops.run_completeness import health
 from ckptctl.ops.run_entries import entry_at
 from ckptctl.ops.run_pointers import pins
 from ckptctl.ops.runs import Checkpoint, Run, read_run
@@ -174,6 +176,8 @@ def plan_prune(
     if not force:
         require_order(candidates)
     policy = with_known_metrics(policy, candidates)
+    if not replaced:
+        require_match(candidates, policy)
     decisions = decide(candidates, policy, now, replaced=replaced)
     by_name = {one.candidate.name: one for one in run.checkpoints}
     verdicts = tuple(_verdict(by_name[one.candidate.name], one, thin) for one in decisions)
@@ -236,14 +240,20 @@ def _stuck(retirement: Retirement) -> CkptError:
 
 
 def _require_kept(plan: PrunePlan) -> None:
-    """Refuse if a checkpoint because of which others may go has gone meanwhile."""
+    """Refuse if a checkpoint because of which others may go is gone meanwhile, or torn."""
     for one in plan.of("keep"):
-        entry = entry_at(one.checkpoint.entry.path)
-        if entry is None or entry.identity[:2] != one.checkpoint.entry.identity[:2]:
+        known = one.checkpoint.entry
+        entry = entry_at(known.path)
+        why = ""
+        if entry is None or entry.identity[:2] != known.identity[:2]:
+            why = "it was to be kept and is not there any more"
+        elif not entry.same(known):
+            why = health(known.path).problem
+        if why:
             raise RefusedError(
                 "the run has changed since it was looked at",
-                where=str(one.checkpoint.entry.path),
-                why="it was to be kept and is not there any more",
+                where=str(known.path),
+                why=why,
                 hint="run it again",
             )
 
@@ -251,7 +261,7 @@ def _require_kept(plan: PrunePlan) -> None:
 def _require_unchanged(one: Verdict, pinned: Sequence[str]) -> None:
     entry = one.checkpoint.entry
     now = entry_at(entry.path)
-    if now is None or (now.identity, now.touched) != (entry.identity, entry.touched):
+    if now is None or not now.same(entry):
         raise RefusedError("it has changed since it was looked at", where=str(entry.path))
     new = [pin for pin in pinned if pin not in one.checkpoint.candidate.pinned]
     if new:

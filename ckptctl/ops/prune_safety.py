@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptctl import formats
@@ -81,7 +82,7 @@ def require_root(root: Path, *, force: bool = False) -> Path:
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=nearby(root))
     real = root.resolve()
-    if Path.home().resolve().is_relative_to(real):
+    if any(home.resolve().is_relative_to(real) for home in _homes()):
         raise RefusedError("this folder is not one of checkpoints", where=str(real))
     if not force and _is_checkpoint(real):
         raise RefusedError(
@@ -91,6 +92,14 @@ def require_root(root: Path, *, force: bool = False) -> Path:
             hint=f"did you mean `{real.parent}`? `--force` removes checkpoints inside of it",
         )
     return real
+
+
+def _homes() -> list[Path]:
+    """Return the home directory, and ``/``: a process need not have another one."""
+    try:
+        return [Path.home(), Path("/")]
+    except RuntimeError:
+        return [Path("/")]
 
 
 def _is_checkpoint(root: Path) -> bool:
@@ -115,6 +124,26 @@ def require_order(candidates: Iterable[Candidate]) -> None:
             where=f"`{older.name}` and `{newer.name}`",
             why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}: two runs in one folder?",
             hint="`--force` goes by the steps",
+        )
+
+
+def require_match(candidates: Iterable[Candidate], policy: Policy) -> None:
+    """Refuse a policy of patterns and metrics alone of which none matches anything.
+
+    Raises:
+        RefusedError: No rule keeps anything, and there is more than the newest one.
+    """
+    if any(rule is not None for rule in (policy.last, policy.every, policy.within)):
+        return
+    whole = [one for one in candidates if one.state == "complete"]
+    named = any(fnmatchcase(one.name, glob) for one in whole for glob in policy.patterns)
+    rated = any(best.value(one) is not None for one in whole for best in policy.best)
+    if len(whole) > 1 and not named and not rated:
+        asked = [*policy.patterns, *(best.metric for best in policy.best)]
+        raise RefusedError(
+            f"{listed(asked)} keeps nothing",
+            why="no complete checkpoint has such a name, or a number for such a metric",
+            hint="`ckptctl ls` shows the names; `--keep-last 1` keeps the newest one",
         )
 
 

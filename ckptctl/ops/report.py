@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import MappingError
-from ckptctl.ops.inspect import Watch, describe, select, stored, unwatched
+from ckptctl.ops.inspect import describe, select, stored
 from ckptctl.ops.inspection import Inspection, TensorInfo
 from ckptctl.ops.report_chunks import ChunkMaps, ranks_of
 from ckptctl.ops.report_data import LeftOut, Report, TensorReport
@@ -19,6 +19,8 @@ from ckptctl.ops.report_options import ReportOptions
 from ckptctl.ops.report_values import measured
 from ckptctl.ops.verification import Verification
 from ckptctl.ops.verify import VerifyOptions, examine
+from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.storage.remote_path import shown
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch) -> Repo
     verified, catalog = examine(path, asked)
     if catalog is None:
         return _bounded(verified, None, (), LeftOut(), (), options)
-    inspected, note = _described(str(path), catalog, options)
+    inspected, note = _described(shown(path), catalog, options)
     chosen = _chosen(select(inspected.tensors, options.include), verified, options)
     if options.stats:
         names = [tensor.name for tensor in chosen]

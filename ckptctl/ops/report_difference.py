@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptError, FormatError, SourceNotFoundError, UsageError
-from ckptctl.ops.inspect import Watch
 from ckptctl.ops.report_data import Report
 from ckptctl.ops.report_options import ReportOptions
+from ckptctl.ops.watch import Watch
 
 if TYPE_CHECKING:
     from ckptctl.ops.difference import Difference

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.ops.inspect import Watch
 from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_items import resolved
 from ckptctl.ops.verify_structure import root_of
+from ckptctl.ops.watch import Watch
 from ckptctl.storage.remote_path import path_at
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import CkptError, MappingError
+from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.ops.verification import Verification
 from ckptctl.ops.verify import VerifyOptions, verify
 
@@ -18,9 +18,10 @@ COMPANIONS = (
     "recipe_state.pt",
     "recipe_state/recipe_state.pt",
     "common.pt",
+    "random_states_0.pkl",
 )
 """What trainers write beside the weights, and after them: transformers, Lightning, torchtune,
-Megatron."""
+Megatron, accelerate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,13 @@ class Health:
 
 def health(path: Path) -> Health:
     """Return what is known of the checkpoint at *path*; every part of it has to be whole."""
+    try:
+        return _health(path)
+    except OSError as error:
+        return Health(None, (), StorageError.from_os_error(error, "look into it", str(path)).what)
+
+
+def _health(path: Path) -> Health:
     found = tuple((part, name) for part in _parts(path) for name in formats.sniff(part))
     parts = tuple(dict.fromkeys(part for part, _ in found))
     if not found:
@@ -57,10 +65,17 @@ def health(path: Path) -> Health:
 def lacking(path: Path, others: Sequence[Path]) -> str:
     """Return which file *path* lacks that most of the others have, as a sentence; empty: none."""
     for name in COMPANIONS:
-        having = sum((one / name).exists() for one in others)
-        if having * 2 > len(others) and not (path / name).exists():
+        having = sum(_has(one, name) for one in others)
+        if having * 2 > len(others) and not _has(path, name):
             return f"`{name}`, which the others have, is missing"
     return ""
+
+
+def _has(folder: Path, name: str) -> bool:
+    try:
+        return (folder / name).exists()
+    except OSError:
+        return False
 
 
 def _parts(path: Path) -> list[Path]:

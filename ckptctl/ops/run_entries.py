@@ -27,6 +27,7 @@ class Entry:
         path: Where it is.
         named: What its name says.
         nbytes: Bytes of all its files.
+        files: How many these are.
         time: When the newest of them was written, seconds since the epoch.
         touched: Likewise, those that were added later included.
         staging: Whether it is made here under another name and not finished.
@@ -36,10 +37,20 @@ class Entry:
     path: Path
     named: Named
     nbytes: int
+    files: int
     time: float
     touched: float
     staging: bool
     identity: Identity
+
+    def same(self, other: Entry) -> bool:
+        """Return whether nothing was written, added or taken away between the two looks."""
+        return (self.identity, self.touched, self.nbytes, self.files) == (
+            other.identity,
+            other.touched,
+            other.nbytes,
+            other.files,
+        )
 
 
 def is_run(root: Path) -> bool:
@@ -75,11 +86,13 @@ def entry_at(item: Path) -> Entry | None:
     folder = stat.S_ISDIR(status.st_mode)
     if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
         return None
-    nbytes, time, touched = _measured(item) if folder else (status.st_size, status.st_mtime, 0.0)
+    alone = status.st_size, 1, status.st_mtime, 0.0
+    nbytes, files, time, touched = _measured(item) if folder else alone
     return Entry(
         item,
         named,
         nbytes,
+        files,
         time or status.st_mtime,
         max(touched, status.st_mtime),
         target is not None,
@@ -94,15 +107,16 @@ def _status(item: Path) -> os.stat_result | None:
         return None
 
 
-def _measured(folder: Path) -> tuple[int, float, float]:
-    """Return the bytes of all files, and the times of the newest without and with additions."""
-    nbytes, time, touched = 0, 0.0, 0.0
+def _measured(folder: Path) -> tuple[int, int, float, float]:
+    """Return the bytes and number of all files, the newest's times without and with additions."""
+    nbytes, files, time, touched = 0, 0, 0.0, 0.0
     for name, status in _files(folder):
         nbytes += status.st_size
+        files += 1
         touched = max(touched, status.st_mtime)
         if name not in ADDED and stat.S_ISREG(status.st_mode):
             time = max(time, status.st_mtime)
-    return nbytes, time, touched
+    return nbytes, files, time, touched
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

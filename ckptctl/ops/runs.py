@@ -176,7 +176,10 @@ def _broken(found: Checkpoint, problem: str, now: float) -> Checkpoint:
 
 
 def _empty(entry: Entry) -> bool:
-    return entry.path.is_dir() and not any(entry.path.iterdir())
+    try:
+        return entry.path.is_dir() and not any(entry.path.iterdir())
+    except OSError:
+        return False
 
 
 def _holder(entry: Entry) -> str | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ckptctl.errors import RefusedError, StorageError, UsageError
+from ckptctl.errors import RefusedError, StorageError
 from ckptctl.ops.coordinator import Coordinator, on_first, through_first, together
 from ckptctl.planner.balance import assign
 from ckptctl.planner.plan import Plan
@@ -42,36 +42,6 @@ def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) 
     everybody = range(ranks.world)
     owners = assign([(nbytes(item), everybody) for item in items], ranks.world)
     return [item for item, owner in zip(items, owners, strict=True) if owner == ranks.rank]
-
-
-def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
-    """Prove that all ranks are about to do the same.
-
-    Args:
-        ranks: The group.
-        said: What has to be equal on all of them, by what it is called in the message.
-
-    Raises:
-        UsageError: On all ranks, if it is not.
-    """
-    if ranks.world == 1:
-        return
-    found = ranks.all_gather({name: repr(value) for name, value in said.items()})
-    together(ranks, lambda: _compare(found))
-
-
-def _compare(found: Sequence[Mapping[str, str]]) -> None:
-    for rank, other in enumerate(found):
-        for name in dict.fromkeys([*found[0], *other]):
-            values = [one.get(name, "nothing") for one in (found[0], other)]
-            if values[0] != values[1]:
-                raise UsageError(
-                    f"ranks 0 and {rank} are not asked for the same",
-                    where=name,
-                    why=f"{values[0]} on rank 0, {values[1]} on rank {rank}",
-                    hint="start all ranks with the same command line, where they see the same "
-                    "files",
-                )
 
 
 def summary(values: object) -> str:

@@ -96,7 +96,7 @@ def map_state(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions)
         MappingError: Family or layout are not known without doubt, or do not fit.
     """
     named = options.layout or options.from_layout
-    same = _renamed(catalog, state, options.root)
+    same = _renamed(catalog, state, options)
     if not named and (not state or all(name in same.offered for name in state)):
         return same
     try:
@@ -112,13 +112,17 @@ def map_state(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions)
 # ------------------------------------------------------------------------- the names are the same
 
 
-def _renamed(catalog: Catalog, state: Mapping[str, Leaf], root: str | None) -> StateMapping:
+def _renamed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
     """Return the prefixes under which most names agree; everything outside keeps its name."""
-    sources = [checked_root(catalog, root)] if root is not None else ["", *roots(catalog)]
-    targets = ["", *roots(_catalog_of(state))]
+    sources = _prefixes(catalog, options.root)
+    targets = _prefixes(_catalog_of(state), options.prefix)
     pairs = dict.fromkeys((source, target) for source in sources for target in targets)
     found = [_under(catalog, source, target) for source, target in pairs]
     return max(found, key=lambda one: _agreement(one, state))
+
+
+def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
+    return ["", *roots(catalog)] if root is None else [checked_root(catalog, root)]
 
 
 def _agreement(found: StateMapping, state: Mapping[str, Leaf]) -> int:
@@ -193,13 +197,13 @@ def _recognised_state(
     held = _catalog_of(state)
     asked = options.model_type or known.model_type
     try:
-        found = recognise(held, asked, options.layout)
+        found = recognise(held, asked, options.layout, options.prefix)
     except MappingError:
         if not asked or options.model_type:
             raise
-        found = recognise(held, None, options.layout)
+        found = recognise(held, None, options.layout, options.prefix)
     if not found.candidates and asked and not options.model_type:
-        found = recognise(held, None, options.layout)
+        found = recognise(held, None, options.layout, options.prefix)
     if found.layout is None:
         raise MappingError(
             "the layout of the state is not known",

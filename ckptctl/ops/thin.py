@@ -21,7 +21,7 @@ from ckptctl.formats.dcp.companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.convert import plan_changed, run_conversion
 from ckptctl.ops.options import ConversionOptions
-from ckptctl.ops.run_entries import ADDED, Entry
+from ckptctl.ops.run_entries import ADDED, Entry, entry_at
 from ckptctl.ops.run_pointers import SIDECAR
 from ckptctl.ops.runs import Checkpoint
 from ckptctl.storage import rename, trash
@@ -113,6 +113,9 @@ def _rewrite(thinning: Thinning, retirement: Retirement) -> None:
     if entry.path.is_dir():
         _carry(entry.path, target, plan.source)
     _keep_time(target, entry.time)
+    now = entry_at(entry.path)
+    if now is None or not now.same(entry):
+        raise RefusedError("it has changed since it was looked at", where=str(entry.path))
     try:
         rename.rename(target, entry.path, rename.EXCHANGE)
         sync_directory(retirement.root)

@@ -20,17 +20,12 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.faults import UNUSABLE
-from ckptctl.ops import digest_lists
-from ckptctl.ops.coordinator import Alone, Coordinator, together
-from ckptctl.ops.inspect import Watch, unwatched
-from ckptctl.ops.replicas import differing, portion_of, with_copies
-from ckptctl.ops.sharing import require_same
+from ckptctl.ops.coordinator import Alone, Coordinator, require_same, together
 from ckptctl.ops.verification import LEVELS, Level, Verification, of_error
-from ckptctl.ops.verify_data import listable, read_data, write_list
-from ckptctl.ops.verify_items import resolved
 from ckptctl.ops.verify_structure import root_of, structure
 from ckptctl.ops.verify_surroundings import surroundings
-from ckptctl.storage.remote_path import path_at
+from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.storage.remote_path import path_at, shown
 from ckptctl.storage.urls import is_url
 
 UNUSED = f"{MANIFEST} describes other tensors"
@@ -119,7 +114,7 @@ def examine(
     state.findings += surroundings(state.path, state.catalog)
     if options.manifest:
         _add_list(state, options.jobs, progress, ranks)
-    return _result(str(path), state, options, time.monotonic() - start), state.catalog
+    return _result(shown(path), state, options, time.monotonic() - start), state.catalog
 
 
 def _begun(path: str | Path, options: VerifyOptions) -> _State:
@@ -128,6 +123,8 @@ def _begun(path: str | Path, options: VerifyOptions) -> _State:
         raise UsageError("--manifest adds a file, which nothing does behind a URL")
     state = _opened(formats.existing(path), options)
     if options.manifest:
+        from ckptctl.ops import digest_lists
+
         digest_lists.require_room(digest_lists.target_of(_listed_path(state)))
     return state
 
@@ -189,6 +186,17 @@ def _verify(
     state.notes += [note for note in catalog.notes if not note.startswith(UNUSED)]
     if options.level == "fast" and not options.nan:
         return
+    _verify_items(state, catalog, options, progress, ranks)
+
+
+def _verify_items(
+    state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
+) -> None:
+    """Add what the items say of themselves, and what reading their data says."""
+    from ckptctl.ops.replicas import differing, portion_of, with_copies
+    from ckptctl.ops.verify_data import read_data
+    from ckptctl.ops.verify_items import resolved
+
     everything = with_copies(catalog)
     known, wrong = resolved(everything)
     state.findings += wrong
@@ -204,6 +212,9 @@ def _verify(
 
 def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
     """Write the SHA-256 sums if nothing is wrong."""
+    from ckptctl.ops import digest_lists
+    from ckptctl.ops.verify_data import listable, write_list
+
     path = _listed_path(state)
     state.findings += listable(path)
     if any(ranks.all_gather(bool(_errors(state)))):

@@ -10,9 +10,8 @@ from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.ops import digest_lists, hub_digests, sharing
-from ckptctl.ops.coordinator import Coordinator, together
-from ckptctl.ops.inspect import Watch
-from ckptctl.ops.sharing import portion, require_same
+from ckptctl.ops.coordinator import Coordinator, require_same, together
+from ckptctl.ops.sharing import portion
 from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_checksums import (
     Block,
@@ -24,6 +23,7 @@ from ckptctl.ops.verify_checksums import (
     recorded,
 )
 from ckptctl.ops.verify_structure import root_of
+from ckptctl.ops.watch import Watch
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.files import SourceFiles
 

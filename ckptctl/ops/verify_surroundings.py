@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.ops.hub_digests import unfinished
+from ckptctl.ops.hub_downloads import unfinished
 from ckptctl.storage.publish import staging_directory
 from ckptctl.storage.remote_path import path_at
 

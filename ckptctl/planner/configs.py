@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, UsageError, nearest
-from ckptctl.planner.layouts import Family
 from ckptctl.planner.statements import looked_up, spelled, spellings
+
+if TYPE_CHECKING:
+    from ckptctl.planner.layouts import Family
 
 Json: TypeAlias = Mapping[str, object]
 

@@ -84,7 +84,7 @@ class Ledger:
 
     def untouched(self) -> list[str]:
         """Return the output files that have nothing but a frame."""
-        return [file.path for file in self._plan.files if not self._left[file.path]]
+        return [file.path for file in self._plan.files if not self._all[file.path]]
 
     def unfinished(self) -> list[str]:
         """Return the output files that still lack bytes."""

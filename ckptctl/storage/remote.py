@@ -21,7 +21,7 @@ def known(path: str | os.PathLike[str]) -> bool:
     """Return whether *path* is a path, or a URL of a kind that fsspec knows."""
     if not is_url(path):
         return True
-    import fsspec  # type: ignore[import-untyped]
+    import fsspec
 
     return scheme_of(os.fspath(path)) in fsspec.available_protocols()
 
@@ -66,7 +66,7 @@ def create(url: str, name: str) -> Iterator[IO[bytes]]:
 
 def _abandon(system: Any, path: str, target: Any) -> None:
     """Make sure that there is no file where one was begun, whatever else fails."""
-    from fsspec.spec import AbstractBufferedFile  # type: ignore[import-untyped]
+    from fsspec.spec import AbstractBufferedFile
 
     with suppress(Exception):
         if isinstance(target, AbstractBufferedFile):

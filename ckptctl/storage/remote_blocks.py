@@ -12,15 +12,15 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
 BLOCK = 256 << 10
-MOST = 32
-"""Blocks of one request: 8 MiB."""
-ROOM = 64 << 20
+MOST = 16
+"""Blocks of one request: 4 MiB."""
+ROOM = 32 << 20
 KEPT = 8 << 20
 """Bytes that stay when nobody reads any more."""
 STREAMS = 256
 TAIL = 64 << 10
 
-Fetch = Callable[[int, int], bytes]
+Fetch = Callable[[int, int], bytes | bytearray]
 """Returns the bytes between two offsets."""
 Key = tuple[Hashable, int]
 

@@ -15,7 +15,7 @@ from ckptctl.storage.remote_path import RemotePath
 from ckptctl.storage.remote_store import Stored
 from ckptctl.storage.urls import masked
 
-MOST = 8 << 20
+MOST = 4 << 20
 """Bytes of one request at most."""
 
 

@@ -102,7 +102,7 @@ class HubStore:
         del name
         return found
 
-    def read(self, name: str, version: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`~ckptctl.storage.remote_store.Store`."""
         del version
         inner = self._inner(name)
@@ -183,7 +183,7 @@ def _stored(sibling: Any, time: int) -> Stored:
     return Stored(sibling.rfilename, False, int(sibling.size or 0), str(version), time)
 
 
-def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes:
+def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes | bytearray:
     """Return a range of a file; a server that sends the whole file is stopped."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
@@ -207,7 +207,7 @@ def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes:
             found += part[: stop - start - len(found)]
             if len(found) == stop - start:
                 break
-        return bytes(found)
+        return found
 
 
 def _read_local(path: Path, start: int, stop: int) -> bytes:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError
+from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.remote_blocks import SHARED
 from ckptctl.storage.remote_store import ITSELF, Store, Stored, open_store
 from ckptctl.storage.urls import masked, without_query
@@ -106,7 +106,7 @@ class Mount:
         if nbytes <= 0:
             return bytearray()
 
-        def fetch(start: int, stop: int) -> bytes:
+        def fetch(start: int, stop: int) -> bytes | bytearray:
             data = self._store.read(name, found.version, start, stop)
             if len(data) > stop - start:
                 raise StorageError(
@@ -150,7 +150,7 @@ def mount(url: str) -> str:
         UsageError: No file system for it is known or installed.
         StorageError: The place cannot be reached, or does not let us look.
     """
-    store = open_store(secret_of(url))
+    store = open_store(secret_of(remember(url)))
     listed = store.members("")
     if not listed:
         raise SourceNotFoundError("there is nothing at this URL", where=store.url)
@@ -169,7 +169,8 @@ def mount(url: str) -> str:
 
 def _folder_of(store: Store) -> Store:
     found = store.above()
-    assert found is not None, "a file lies in a folder"
+    if found is None:
+        raise UsageError("a file that lies in no folder is not read", where=store.url)
     return found
 
 

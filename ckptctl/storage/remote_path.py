@@ -30,6 +30,11 @@ def named(path: str | os.PathLike[str]) -> Path:
     return path if isinstance(path, Path) else Path(local_path(path))
 
 
+def shown(path: str | os.PathLike[str]) -> str:
+    """Return *path* as it was named, without what is secret in a URL."""
+    return str(named(path)) if is_url(path) else str(path)
+
+
 def path_of(path: str | os.PathLike[str]) -> Path:
     """Return the path that a user means, which may be a URL; a place is looked at anew.
 

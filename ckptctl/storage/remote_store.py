@@ -73,7 +73,7 @@ class Store(Protocol):
     def complete(self, name: str, found: Stored) -> Stored:
         """Return *found* with its size, where a listing does not tell."""
 
-    def read(self, name: str, version: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """Return the bytes of *name* in a range, fewer where the file ends."""
 
     def refresh(self) -> None:
@@ -172,7 +172,7 @@ def system_of(url: str) -> tuple[Any, str]:
     Raises:
         UsageError: There is none, or its package is not installed.
     """
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs
 
     for name in NOISY:
         # What goes wrong is told by our own errors, not by a handler of last resort.

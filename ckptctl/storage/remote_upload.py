@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from ckptctl.errors import RefusedError, SourceNotFoundError
+from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError
 from ckptctl.storage import remote_mounts
 from ckptctl.storage.remote_store import FsspecStore, told
 from ckptctl.storage.urls import HUB, masked, scheme_of
@@ -64,6 +64,7 @@ class FsspecDestination:
         self._url = url
         self._store = FsspecStore(url)
         self._began: list[str] = []
+        self._sizes: dict[str, int] = {}
         with suppress(SourceNotFoundError):
             there = [one.name for one in self._store.members("")]
             if single in there or (there and single is None):
@@ -82,12 +83,20 @@ class FsspecDestination:
             self._began.append(place)
             system.makedirs(place.rpartition("/")[0], exist_ok=True)
             system.put_file(str(path), place, **self._options(path))
-            size = system.info(place)["size"]
-        if size != path.stat().st_size:
-            raise RefusedError(f"`{name}` was not uploaded whole", where=masked(self._url))
+        self._sizes[name] = path.stat().st_size
 
     def commit(self, names: Sequence[str]) -> None:
-        """Do nothing: the last files made it a checkpoint."""
+        """Make sure that all files are there: the last ones made them a checkpoint."""
+        self._store.refresh()
+        mount = remote_mounts.Mount(self._store)
+        for name in names:
+            found = mount.find(name)
+            if found is None or found.size != self._sizes[name]:
+                raise StorageError(
+                    f"`{name}` was not uploaded whole",
+                    where=masked(self._url),
+                    why=f"it has {found.size if found else 0:,} of {self._sizes[name]:,} bytes",
+                )
 
     def abandon(self) -> str:
         """See :class:`Destination`."""
@@ -106,4 +115,4 @@ class FsspecDestination:
         if "s3fs" not in sys.modules or scheme_of(self._url) not in ("s3", "s3a"):
             return {}
         size = max(PART, -(-path.stat().st_size // PARTS))
-        return {"chunksize": size, "max_concurrency": 4}
+        return {"chunksize": size, "max_concurrency": 2}

@@ -267,3 +267,46 @@ def test_interrupted(
             # What is computed once in a process was not there to be computed again.
             assert result.exit_code == line.code and part != 0.3
         assert hidden(scratch) == [] and hidden(places["place"]) == []
+
+
+# ------------------------------------------------------------------------------------- --dry-run
+
+PLANNING = sorted(
+    str(info.name)
+    for info in app.registered_commands
+    if info.callback and "dry_run" in info.callback.__annotations__
+)
+"""Commands that have --dry-run."""
+
+
+def tree(*folders: Path) -> list[tuple[object, ...]]:
+    """Return all below *folders*: names, bytes, links, modes, and when each was changed."""
+    found: list[tuple[object, ...]] = []
+    for path in (path for folder in folders for path in (folder, *folder.rglob("*"))):
+        status = path.lstat()
+        holds = os.readlink(path) if path.is_symlink() else None
+        holds = path.read_bytes() if holds is None and path.is_file() else holds
+        found.append((str(path), status.st_mode, status.st_mtime_ns, status.st_ctime_ns, holds))
+    return sorted(found, key=lambda one: str(one[0]))
+
+
+def test_every_command_that_changes_something_can_plan() -> None:
+    assert {"consolidate", "convert", "merge", "prune"} <= set(PLANNING)
+
+
+@pytest.mark.parametrize("mode", [(), ("--json",), ("-q",)], ids=["plain", "json", "quiet"])
+@pytest.mark.parametrize(("name", "line"), [p for p in CASES if p.values[0] in PLANNING])
+def test_a_dry_run_changes_nothing(
+    name: str,
+    line: Line,
+    mode: tuple[str, ...],
+    places: dict[str, Path],
+    run: Callable[..., Result],
+    tmp_path: Path,
+) -> None:
+    """Not a byte, a name, a time or a mode: neither of sources nor of what lies beside them."""
+    words = [word for word in arguments(line, places, tmp_path) if word not in ("--yes", "--json")]
+    before = tree(tmp_path, places["place"])
+    result = run(name, *words, *(() if "--dry-run" in words else ("--dry-run",)), *mode)
+    assert result.exit_code in (0, line.code) and result.exit_code != 6, result.output
+    assert tree(tmp_path, places["place"]) == before

@@ -101,9 +101,18 @@ def test_what_is_no_state_dict(tmp_path: Path) -> None:
 
 def test_a_url_does_not_become_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    state, url = {"a": torch.ones(3)}, f"memory://{tmp_path.name}/a"
     for call in (save, AsyncSaver().save):
         with pytest.raises(RefusedError, match="URL"):
-            call({"a": torch.ones(1)}, "memory://bucket/a")
+            call(state, url, collectives=False)
+    save(state, url)
+    AsyncSaver().save(state, f"{url}b").result()
+    for one in (url, f"{url}b"):
+        found = {"a": torch.zeros(3)}
+        load(found, one)
+        assert torch.equal(found["a"], state["a"])
+    with pytest.raises(RefusedError, match="exists"):
+        save(state, url)
     assert not list(tmp_path.iterdir())
 
 

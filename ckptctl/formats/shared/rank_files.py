@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import DamagedError
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, absent
-from ckptctl.planner.parallel import Share
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.compare import row_major
+
+if TYPE_CHECKING:
+    from ckptctl.planner.parallel import Share
 
 
 def in_order(

@@ -5,9 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 import shutil
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,6 +217,58 @@ def test_a_metric_that_is_not_there(run):
         plan_prune(run, Policy(best=(Best("bleu", False),)))
 
 
+@pytest.mark.parametrize(
+    "policy", [Policy(patterns=("stpe-*",)), Policy(best=(Best("loss", True),))]
+)
+def test_patterns_and_metrics_that_choose_nothing(run, policy):
+    """Else all but the newest would go because of a typing error, or of a run that diverged."""
+    for step in (1, 2):
+        (run / f"step-{step}" / "ckptctl.run.json").write_text('{"metrics": {"loss": NaN}}')
+        age(run / f"step-{step}", START + step * 60)
+    before = snapshot(run)
+    with pytest.raises(RefusedError, match="keeps nothing"):
+        prune(run, policy)
+    assert snapshot(run) == before
+    assert prune(run, replace(policy, last=4)).done == ("step-1",)
+
+
+def test_a_process_without_a_home(run, monkeypatch):
+    """As of containers: no HOME, and no line in /etc/passwd."""
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    assert len(prune(run).done) == 4
+    with pytest.raises(RefusedError):
+        plan_prune("/", LAST)
+
+
+def test_n_above_the_count(run):
+    plan = plan_prune(run, Policy(last=99))
+    assert plan.idle
+    assert len(plan.of("keep")) == 5
+
+
+@pytest.mark.parametrize("place", ["step-1", "logs"])
+def test_from_inside(run, place, monkeypatch):
+    """``..``: the run is what lies above, and where this process stands stays."""
+    (run / "logs").mkdir()
+    monkeypatch.chdir(run / place)
+    if place == "step-1":
+        with pytest.raises(RefusedError, match="working directory"):
+            plan_prune("..", LAST)
+    else:
+        assert len(prune(Path("..")).done) == 4
+
+
+def test_hidden_folders_stay(run):
+    for name in (".step-3", ".cache", "step-4.tmp", ".step-5.partial"):
+        save_step(run / name, START)
+    prune(run, Policy(last=1, incomplete=True))
+    assert names(run) == [".cache", ".step-3", ".step-5.partial", "step-100", "step-4.tmp"]
+
+
 def test_the_working_directory_stays(run, monkeypatch):
     monkeypatch.chdir(run / "step-1")
     with pytest.raises(RefusedError, match="working directory"):
@@ -265,6 +322,26 @@ def test_what_was_kept_is_gone(run):
     assert names(run) == ["step-1", "step-10", "step-2", "step-9"]
 
 
+@pytest.mark.parametrize("file", ["cut", "gone"])
+def test_what_was_kept_is_torn(run, file):
+    """While a person looked at the plan, somebody else broke what the others may go for."""
+    plan = plan_prune(run, LAST)
+    weights = run / "step-100" / "model.safetensors"
+    if file == "cut":
+        os.truncate(weights, 90)
+    else:
+        weights.unlink()
+    with pytest.raises(RefusedError, match="changed"):
+        run_prune(plan)
+    assert names(run) == ["step-1", "step-10", "step-100", "step-2", "step-9"]
+
+
+def test_what_was_kept_got_another_file(run):
+    plan = plan_prune(run, LAST)
+    (run / "step-100" / "eval.json").write_text("{}")
+    assert len(run_prune(plan).done) == 4
+
+
 def test_what_was_replaced_written_to_or_named_stays(run):
     plan = plan_prune(run, LAST)
     shutil.rmtree(run / "step-1")
@@ -294,8 +371,9 @@ def test_files_are_checkpoints_too(tmp_path):
         shutil.copyfile(source / "epoch=0-step=3.ckpt", path)
         age(path, START + step)
     shutil.copyfile(path, tmp_path / "run" / "last.ckpt")
-    assert prune(tmp_path / "run").done == ("epoch=0-step=1.ckpt", "epoch=0-step=3.ckpt")
-    assert names(tmp_path / "run") == ["epoch=0-step=20.ckpt", "last.ckpt"]
+    assert prune(tmp_path / "run").done == ("epoch=0-step=1.ckpt",)
+    best = "epoch=0-step=3.ckpt"  # of which all of them say that it is
+    assert names(tmp_path / "run") == ["epoch=0-step=20.ckpt", best, "last.ckpt"]
 
 
 def test_a_crash_leaves_trash_that_the_next_run_removes(run, monkeypatch):
@@ -348,3 +426,95 @@ def test_the_trash_is_no_name_that_trainers_know(run):
     assert not any(letter.isdigit() for letter in retirement.TRASH)
     (run / retirement.TRASH / "step-1").mkdir(parents=True)
     assert retirement.TRASH not in [one.name for one in plan_prune(run, LAST).verdicts]
+
+
+# --------------------------------------------------------------------------- others, and permissions
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Be a user who may do nothing; only root can become one."""
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def opened(root: Path) -> Path:
+    """Let everybody through to *root*, which lies where pytest makes it, and write in it."""
+    for folder in (root, *root.parents):
+        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | (0o777 if folder == root else 0o055))
+    return root
+
+
+def test_a_run_that_may_not_be_changed(run):
+    opened(run).chmod(0o755)
+    before = snapshot(run)
+    with nobody(), pytest.raises(StorageError, match="EACCES"):
+        prune(run)
+    assert snapshot(run) == before
+
+
+def test_a_checkpoint_that_may_not_be_moved(run):
+    """A directory changes its ``..`` when it is moved: who may not write in it may not move it."""
+    opened(run)
+    for step in (2, 9, 10):
+        (run / f"step-{step}").chmod(0o777)
+    with nobody():
+        result = prune(run)
+    assert result.done == ("step-2", "step-9", "step-10")
+    assert "EACCES" in result.failed["step-1"].what
+    assert names(run) == ["step-1", "step-100"]
+
+
+def test_a_file_that_nobody_may_remove(run):
+    """It is not put back, for half of it may be gone: it lies in the trash, which is said."""
+    stuck = run / "step-2" / "model.safetensors"
+    if subprocess.run(["chattr", "+i", stuck], capture_output=True, check=False).returncode:
+        pytest.skip("this file system has no such files")
+    trashed = run / retirement.TRASH / "step-2" / stuck.name
+    try:
+        result = prune(run)
+        assert result.done == ("step-1", "step-9", "step-10")
+        assert "EPERM" in result.failed["step-2"].what
+        assert result.failed["step-2"].where == str(trashed.parent)
+        assert names(run) == [retirement.TRASH, "step-100"]
+    finally:
+        place = trashed if trashed.exists() else stuck
+        subprocess.run(["chattr", "-i", place], check=True)
+    assert prune(run).done == ()
+    assert names(run) == ["step-100"]
+
+
+def test_a_trainer_that_saves_meanwhile(tmp_path):
+    """What it writes, file by file in any order, is never removed while it is being written."""
+    root, chance, lost = tmp_path / "run", random.Random(1), []
+    save_step(root / "step-0")
+
+    def save(step: int) -> None:
+        built = save_step(tmp_path / "built" / f"step-{step}", files=3)
+        target = root / built.name
+        target.mkdir()
+        for file in sorted(built.iterdir(), key=lambda _: chance.random()):
+            with (target / file.name).open("wb") as out:
+                content = file.read_bytes()
+                out.write(content[: len(content) // 2])
+                out.flush()
+                time.sleep(chance.random() * 0.004)
+                out.write(content[len(content) // 2 :])
+        if names(target) != names(built):
+            lost.append(step)
+
+    trainer = threading.Thread(target=lambda: [save(step) for step in range(1, 40)])
+    trainer.start()
+    removed = 0
+    while trainer.is_alive():
+        with suppress(RefusedError):
+            removed += len(prune(root, Policy(last=2, incomplete=True)).done)
+    assert lost == []
+    assert removed
+    assert {"step-38", "step-39"} <= set(names(root))

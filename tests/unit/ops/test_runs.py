@@ -16,6 +16,7 @@ from ckptctl.ops.runs import newest_complete, read_run
 from tests.runs import START, age, save_step, tear
 
 DATA = Path(__file__).parents[2] / "data"
+BEST = ("`last.ckpt` as the best", "`epoch=0-step=3.ckpt` as the best")
 
 
 def states(root: Path) -> dict[str, str]:
@@ -42,7 +43,7 @@ def test_by_step_not_by_text(tmp_path):
         ("megatron/tp2_pp2_vp2", "iter_0000010", "megatron", None),
         ("wrappers/hf_trainer", "checkpoint-6", "hf", ()),
         ("wrappers/bytecheckpoint", "global_step_1", "bytecheckpoint", None),
-        ("wrappers/lightning_plain", "epoch=0-step=3.ckpt", "torch", ()),
+        ("wrappers/lightning_plain", "epoch=0-step=3.ckpt", "torch", BEST),
         ("wrappers/lightning_fsdp1", "epoch=0-step=2.ckpt", "dcp", ()),
         ("rank_files/torch_experimental", "step-2", None, ()),
     ],
@@ -152,6 +153,78 @@ def test_links(tmp_path):
         "step-1": ("the link `inside`",),
         "step-2": ("the link `last.ckpt`",),
     }
+
+
+def test_links_beside_the_run_and_in_its_checkpoints(tmp_path):
+    """A checkpoint whose files are links into another one would lose them with it."""
+    root = tmp_path / "run"
+    for step in (1, 2, 3, 4):
+        save_step(root / f"step-{step}")
+    (tmp_path / "best").symlink_to("run/step-2")
+    (root / "step-4" / "model").mkdir()
+    (root / "step-4" / "model" / "w").symlink_to("../../step-3/model.safetensors")
+    (root / "step-4" / "again").symlink_to("model.safetensors")
+    (root / "step-4" / "up").symlink_to("..")
+    assert pinned(root) == {
+        "step-2": ("the link `../best`",),
+        "step-3": ("the link `step-4/model/w`",),
+    }
+
+
+def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
+    """Root may read everything, so the refusal is made here."""
+    for step in (1, 2):
+        save_step(tmp_path / f"step-{step}")
+    exists, is_file = Path.exists, Path.is_file
+
+    def refuse(real):
+        def refusing(path):
+            if path.parent.name == "step-2":
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        return refusing
+
+    monkeypatch.setattr(Path, "exists", refuse(exists))
+    monkeypatch.setattr(Path, "is_file", refuse(is_file))
+    assert states(tmp_path) == {"step-1": "complete", "step-2": "unknown"}
+    found, skipped = newest_complete(tmp_path)
+    assert found.entry.path.name == "step-1"
+    assert "EACCES" in skipped[0].candidate.problem
+
+
+def lightning(path: Path, step: int, best: str, score: float | None, monitor: str | None) -> None:
+    """Save a file as ``Trainer.save_checkpoint`` does with a ``ModelCheckpoint``."""
+    torch = pytest.importorskip("torch")
+    state = {
+        "monitor": monitor,
+        "best_model_path": best,
+        "current_score": None if score is None else torch.tensor(score),
+        "best_k_models": {},
+    }
+    whole = {
+        "global_step": step,
+        "state_dict": {"w": torch.ones(2)},
+        "callbacks": {"ModelCheckpoint{'mode': 'min'}": state, "Timer": {"time": 1}},
+    }
+    torch.save(whole, path)
+    age(path, START + step)
+
+
+def test_lightnings_best_and_its_scores(tmp_path):
+    for step, best, score in ((1, 1, 0.5), (2, 2, 0.25), (3, 2, 0.75)):
+        path = tmp_path / f"epoch=0-step={step}.ckpt"
+        lightning(path, step, f"/elsewhere/epoch=0-step={best}.ckpt", score, "val/loss")
+    said = ("`epoch=0-step=3.ckpt` as the best",)
+    assert pinned(tmp_path) == {"epoch=0-step=2.ckpt": said}
+    rated = [one.candidate.metrics for one in read_run(tmp_path).checkpoints]
+    assert rated == [{"val/loss": 0.5}, {"val/loss": 0.25}, {"val/loss": 0.75}]
+
+
+def test_a_best_one_without_a_score_is_only_the_last(tmp_path):
+    lightning(tmp_path / "epoch=0-step=1.ckpt", 1, "epoch=0-step=1.ckpt", None, None)
+    (tmp_path / "epoch=0-step=2.ckpt").write_bytes(b"torn")
+    assert pinned(tmp_path) == {}
 
 
 def trainer(folder: Path, step: int, best: str, **logged: float) -> None:

@@ -20,7 +20,7 @@ from ckptctl.storage.remote_files import RemoteFiles
 from ckptctl.storage.remote_hub import parse
 from ckptctl.storage.remote_mounts import Mount
 from ckptctl.storage.remote_path import RemotePath, named, path_at, path_of
-from ckptctl.storage.remote_store import FsspecStore
+from ckptctl.storage.remote_store import FsspecStore, Stored
 from ckptctl.storage.urls import hide, is_url, local_path, masked
 
 MEMORY = fsspec.filesystem("memory")
@@ -265,9 +265,9 @@ def test_what_is_asked_of_a_place(url: str) -> None:
     asked: list[str] = []
 
     class Counting(FsspecStore):
-        def members(self, folder: str) -> list[object]:  # type: ignore[override]
+        def members(self, folder: str) -> list[Stored]:
             asked.append(folder)
-            return super().members(folder)  # type: ignore[return-value]
+            return super().members(folder)
 
     mount = Mount(Counting(url))
     for name in ("a.bin", "empty", "nothing", "sub", "nothing/deep/er", "a.bin/x"):
@@ -291,6 +291,7 @@ def test_read_ahead_doubles_in_order_only() -> None:
     for offset in range(0, 16 * BLOCK, BLOCK):
         assert len(blocks.read("a", size, offset, BLOCK, fetch)) == BLOCK
     assert asked == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31)]
+    assert MOST == 31 - 15
     asked.clear()
     for number in (60, 50, 40):
         blocks.read("a", size, number * BLOCK, 8, fetch)

@@ -1,0 +1,84 @@
+"""What Lightning's ``ModelCheckpoint`` notes in a checkpoint: the best one, and its own score.
+
+Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``: it is updated before
+the file is written, so each file says what was known when it was saved, itself included. Nothing
+is unpickled: the tensors of scores are read by position.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from ckptctl.errors import CkptError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.torch_zip import StoredTensor, read_archive
+
+LAST = "last.ckpt"
+BESIDE = "meta.pt"
+"""Where the callbacks are when the checkpoint is a folder."""
+SCORES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What the callbacks of a checkpoint noted.
+
+    Attributes:
+        best: Names of the best checkpoints, one for each callback.
+        scores: What this one was rated with, by the name of what was monitored.
+    """
+
+    best: tuple[str, ...] = ()
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+def noted(path: Path) -> Noted:
+    """Return what the callbacks noted in the checkpoint at *path*; nothing where there is none."""
+    if path.suffix != ".ckpt":
+        return Noted()
+    try:
+        file = path / BESIDE if path.is_dir() else path
+        if not file.is_file():
+            return Noted()
+        status = file.stat()
+    except OSError:
+        return Noted()
+    return _read(file, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=1024)
+def _read(file: Path, _: tuple[int, int, int]) -> Noted:
+    try:
+        with SourceFiles(file.parent) as files:
+            root = read_archive(files, file.name, unknown="inert").root
+            states = list(_states(root))
+            scores = dict(_scores(files, file.name, states))
+    except (CkptError, OSError):
+        return Noted()
+    best = (Path(str(state["best_model_path"])).name for state in states)
+    return Noted(tuple(dict.fromkeys(best)), scores)
+
+
+def _states(root: object) -> Iterator[Mapping[object, object]]:
+    callbacks = root.get("callbacks") if isinstance(root, dict) else None
+    for state in callbacks.values() if isinstance(callbacks, dict) else ():
+        known = isinstance(state, dict) and isinstance(state.get("best_model_path"), str)
+        if known and isinstance(state.get("monitor"), str):
+            yield state
+
+
+def _scores(
+    files: SourceFiles, name: str, states: list[Mapping[object, object]]
+) -> Iterator[tuple[str, float]]:
+    for state in states:
+        score = state.get("current_score")
+        if isinstance(score, StoredTensor) and score.shape == ():
+            kind = SCORES.get(score.dtype)
+            if kind:
+                data = bytearray(struct.calcsize(kind))
+                files.readv(name, [memoryview(data)], score.offset)
+                yield str(state["monitor"]), float(struct.unpack(kind, data)[0])

@@ -1,0 +1,394 @@
+"""Every command and the library on checkpoints behind URLs: in memory, in S3, on a web server."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import safetensors.torch
+import torch
+
+import ckptctl
+from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UsageError
+from ckptctl.ops import runs
+from ckptctl.storage import outbox
+from ckptctl.storage.executor import execute
+from ckptctl.storage.remote_store import FsspecStore
+from tests.contract.samples import SAMPLES
+
+DATA = Path("tests/data")
+TINY = DATA / "tiny-llama3-hf"
+MEMORY = fsspec.filesystem("memory")
+FAST = ("deepspeed_zero/z1_bf16", "dcp/dcp_2d", "torchsnapshot/ddp", "megatron_torch_dist/mcore")
+
+
+def _uploaded(folder: Path, name: str) -> str:
+    MEMORY.put(str(folder), f"/{name}", recursive=True)
+    return f"memory://{name}"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"memory://{tmp_path.name}"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    return _uploaded(TINY, f"{tmp_path.name}-tiny")
+
+
+def _outcome(call: Any) -> Any:
+    try:
+        return call()
+    except CkptError as error:
+        return type(error).__name__, error.what, error.why
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SAMPLES]
+)
+def test_a_sample_is_the_same_behind_a_url(name: str, tmp_path: Path) -> None:
+    sample = SAMPLES[name]
+    there = os.path.normpath(sample.inside)
+    path = os.path.normpath(sample.path(DATA))
+    above = _uploaded(DATA / sample.folder / "ckpt", f"{tmp_path.name}/ckpt")
+    url = above if there == "." else f"{above}/{there}"
+
+    def told(found: Any) -> str:
+        text = repr(found).replace(str(Path(path).absolute()), "ROOT")
+        return text.replace(path, "ROOT").replace(url, "ROOT")
+
+    pairs = [
+        [_outcome(lambda one=one: ckptctl.inspect(one).to_json()) for one in (path, url)],
+        [
+            _outcome(lambda one=one: ckptctl.verify(one, level="full").findings)
+            for one in (path, url)
+        ],
+    ]
+    for local, remote in pairs:
+        assert told(local) == told(remote)
+    results = [
+        _outcome(
+            lambda one=one, to=to: ckptctl.convert(
+                one, tmp_path / to, to="torch", root=sample.root, only="all", exclude=sample.exclude
+            )
+        )
+        for one, to in ((path, "a/m.pt"), (url, "b/m.pt"))
+    ]
+    if not (tmp_path / "a/m.pt").exists():
+        assert told(results[0]) == told(results[1])
+    else:
+        assert (tmp_path / "a/m.pt").read_bytes() == (tmp_path / "b/m.pt").read_bytes()
+
+
+def test_a_conversion_from_url_to_url(tiny: str, url: str) -> None:
+    result = ckptctl.convert(tiny, f"{url}/dcp", to="dcp", verify=True, max_shard_size=60_000)
+    assert "index" in result.notes[0]
+    ckptctl.convert(f"{url}/dcp", f"{url}/hf", to="hf", verify=True, max_shard_size=60_000)
+    assert not ckptctl.diff(f"{url}/hf", TINY).tensors
+    found: dict[str, torch.Tensor] = {}
+    for name in MEMORY.glob(f"/{url.removeprefix('memory://')}/hf/*.safetensors"):
+        found |= safetensors.torch.load(MEMORY.cat_file(name))
+    for item in TINY.glob("*.safetensors"):
+        for name, one in safetensors.torch.load_file(item).items():
+            assert torch.equal(found[name], one)
+    with pytest.raises(RefusedError, match="exists"):
+        ckptctl.convert(tiny, f"{url}/hf", to="hf")
+    with pytest.raises(UsageError, match="resume"):
+        ckptctl.convert(tiny, f"{url}/other", to="hf", resume=True)
+
+
+@pytest.mark.parametrize("number", [1, 3, 6])
+def test_an_upload_that_fails_leaves_no_checkpoint(
+    tiny: str, url: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = type(MEMORY).put_file, []
+
+    def failing(self: Any, *args: Any, **options: Any) -> None:
+        calls.append(args[1])
+        if len(calls) == number:
+            raise ConnectionResetError("the network is down")
+        original(self, *args, **options)
+
+    monkeypatch.setattr(type(MEMORY), "put_file", failing)
+    with pytest.raises(StorageError, match="cannot write") as caught:
+        ckptctl.convert(tiny, url, to="hf", max_shard_size=60_000)
+    assert "what was uploaded was removed" in str(caught.value.why)
+    assert not MEMORY.find(f"/{url.removeprefix('memory://')}")
+    monkeypatch.undo()
+    ckptctl.convert(tiny, url, to="hf", max_shard_size=60_000)
+    assert ckptctl.verify(url, level="full").findings == ()
+
+
+def test_the_index_is_uploaded_last(tiny: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, names = type(MEMORY).put_file, []
+
+    def noting(self: Any, *args: Any, **options: Any) -> None:
+        names.append(str(args[1]).rpartition("/")[2])
+        original(self, *args, **options)
+
+    monkeypatch.setattr(type(MEMORY), "put_file", noting)
+    monkeypatch.setattr(outbox, "KEPT", 0)
+    ckptctl.convert(tiny, f"{url}/hf", to="hf", max_shard_size=60_000, verify=True)
+    assert names[-1] == "model.safetensors.index.json"
+    assert len(names) == len(set(names)) == 12, "each file goes once"
+    ckptctl.convert(tiny, f"{url}/dcp", to="dcp", max_shard_size=60_000)
+    assert names[-1] == ".metadata"
+
+
+def test_few_files_wait_on_the_disk(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads are slow, files many: what is on the disk stays within a few of them."""
+    monkeypatch.setattr(outbox, "KEPT", 0)
+    weights = {f"{n:02}": torch.full((1 << 18,), float(n)) for n in range(24)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    plan = ckptctl.plan_conversion(
+        tmp_path / "model.safetensors", tmp_path / "out", to="hf", max_shard_size=1 << 20
+    ).plan
+    root, held = tmp_path / "work", []
+    root.mkdir()
+
+    def put(name: str, path: Path) -> None:
+        held.append(sum(item.stat().st_blocks * 512 for item in root.iterdir()))
+        threading.Event().wait(0.02)
+        MEMORY.put_file(str(path), f"/{tmp_path.name}/{name}")
+
+    box = outbox.Outbox(put, ["model.safetensors.index.json"])
+    from ckptctl.storage.executor import ExecutionOptions
+
+    execute(plan, root, ExecutionOptions(jobs=2), lambda _: None, outbox=box)
+    assert len(held) >= 24 and max(held) < 8 << 20
+    assert not (root / "model-00001-of-00024.safetensors").stat().st_size
+
+
+def test_a_source_that_changes(tiny: str, tmp_path: Path) -> None:
+    from ckptctl.ops.convert import run_conversion
+
+    plan = ckptctl.plan_conversion(tiny, tmp_path / "out", to="torch")
+    name = f"/{tiny.removeprefix('memory://')}/model-00002-of-00003.safetensors"
+    MEMORY.pipe_file(name, MEMORY.cat_file(name))
+    with pytest.raises(DamagedError, match="changed"):
+        run_conversion(plan)
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs(tmp_path: Path) -> None:
+    for step in (9, 10):
+        _uploaded(TINY, f"{tmp_path.name}/step-{step}")
+    MEMORY.pipe_file(f"/{tmp_path.name}/step-11/.metadata", b"torn")
+    root = ckptctl.storage.remote_path.named(f"memory://{tmp_path.name}")
+    found = runs.read_run(root)
+    assert [one.entry.path.name for one in found.checkpoints] == ["step-9", "step-10", "step-11"]
+    newest, skipped = runs.newest_complete(root)
+    assert str(newest.entry.path) == f"memory://{tmp_path.name}/step-10" and len(skipped) == 1
+    inspection = ckptctl.inspect(f"memory://{tmp_path.name}")
+    assert inspection.checkpoints[0].path == f"memory://{tmp_path.name}/step-9"
+
+
+def test_what_changes_a_checkpoint_is_refused(tiny: str, url: str) -> None:
+    from ckptctl.ops.consolidate_metadata import plan_metadata
+    from ckptctl.ops.prune import plan_prune
+    from ckptctl.planner.retention import Policy
+
+    with pytest.raises(RefusedError, match="URL"):
+        plan_prune(tiny, Policy(last=1))
+    with pytest.raises(UsageError, match="metadata-only"):
+        plan_metadata(tiny)
+    with pytest.raises(UsageError, match="manifest"):
+        ckptctl.verify(tiny, level="full", manifest=True)
+
+
+def test_a_tensor_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"a": torch.arange(8 << 20, dtype=torch.int32), "b": torch.ones(4)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    url = _uploaded(tmp_path / "model.safetensors", f"{tmp_path.name}/model.safetensors")
+    read: list[int] = []
+    original = FsspecStore.read
+
+    def counting(self: Any, name: str, version: str, start: int, stop: int) -> bytes:
+        read.append(stop - start)
+        return original(self, name, version, start, stop)
+
+    monkeypatch.setattr(FsspecStore, "read", counting)
+    ckptctl.extract(url, "a[4000000:4000004]", tmp_path / "a.safetensors")
+    (found,) = safetensors.torch.load_file(tmp_path / "a.safetensors").values()
+    assert found.tolist() == [4000000, 4000001, 4000002, 4000003]
+    assert sum(read) < 1 << 20
+
+
+# S3
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0, verbose=False
+    )
+    server.start()
+    host, port = server.get_host_and_port()
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    for name, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "y")):
+        patch.setenv(f"AWS_{name}", value)
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    system = fsspec.filesystem("s3")
+    system.mkdir("bucket")
+    system.put(str(TINY), "bucket/run/step-1", recursive=True)
+    yield "s3://bucket"
+    patch.undo()
+    server.stop()
+
+
+S3 = pytest.mark.filterwarnings("ignore")  # of botocore and moto
+
+
+@S3
+def test_s3(bucket: str, tmp_path: Path) -> None:
+    source = f"{bucket}/run/step-1"
+    assert ckptctl.inspect(source).parameters == 127296
+    assert ckptctl.verify(source, level="full").findings == ()
+    ckptctl.convert(source, f"{bucket}/dcp", to="dcp", verify=True, max_shard_size=60_000)
+    assert not ckptctl.diff(f"{bucket}/dcp", TINY).tensors
+    names = {one.rpartition("/")[2] for one in fsspec.filesystem("s3").find("bucket/dcp")}
+    assert {".metadata", "__0_4.distcp", "config.json"} <= names
+    state = {"w": torch.arange(6.0), "step": 3}
+    ckptctl.save(state, f"{bucket}/saved")
+    found = {"w": torch.zeros(6), "step": 0}
+    ckptctl.load(found, f"{bucket}/saved")
+    assert torch.equal(found["w"], state["w"]) and found["step"] == 3  # type: ignore[arg-type]
+
+
+@S3
+def test_requests_to_s3(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = fsspec.filesystem("s3")
+    asked: list[str] = []
+    original = type(system)._call_s3
+
+    async def counting(self: Any, method: str, *args: Any, **options: Any) -> Any:
+        asked.append(method)
+        return await original(self, method, *args, **options)
+
+    monkeypatch.setattr(type(system), "_call_s3", counting)
+    ckptctl.inspect(f"{bucket}/run/step-1")
+    # Three shards, the index and the configuration; one listing.
+    assert sorted(asked) == ["get_object"] * 5 + ["list_objects_v2"]
+
+
+@S3
+@pytest.mark.parametrize("where", ["s3://bucket/nothing", "s3://nothing/x"])
+def test_what_s3_does_not_have(bucket: str, where: str) -> None:
+    run = _command("inspect", where, "--json")
+    assert run.returncode == 3 and not run.stdout
+    assert json.loads(run.stderr)["error"]["where"] == where
+
+
+@S3
+def test_s3_commands(bucket: str) -> None:
+    assert _command("latest", f"{bucket}/run").stdout == f"{bucket}/run/step-1\n"
+    assert _command("ls", f"{bucket}/run", "-q").stdout == f"{bucket}/run/step-1\n"
+    assert _command("diff", f"{bucket}/run/step-1", str(TINY)).returncode == 0
+
+
+def test_s3_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    run = _command("inspect", "s3://key:hunter2@bucket/x")
+    assert run.returncode == 8 and "Traceback" not in run.stderr
+    assert "hunter2" not in run.stdout + run.stderr and "hint:" in run.stderr
+
+
+def _command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "ckptctl", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_file_system_that_is_not_installed() -> None:
+    code = "import sys; sys.modules['s3fs'] = None; from ckptctl.cli.app import main; main()"
+    run = subprocess.run(
+        [sys.executable, "-c", code, "inspect", "s3://bucket/x"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 2 and "pip install 'ckptctl[s3]'" in run.stderr
+
+
+# The web
+
+
+class _Ranges(http.server.SimpleHTTPRequestHandler):
+    """Python's own server, which lists folders, with ranges."""
+
+    ranges = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        path = Path(self.translate_path(self.path))
+        if not found or not self.ranges or not path.is_file():
+            return super().do_GET()
+        data = path.read_bytes()[int(found[1]) : int(found[2]) + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Range", f"bytes {found[1]}-{found[2]}/{path.stat().st_size}")
+        self.end_headers()
+        self.wfile.write(data)
+        return None
+
+
+@pytest.fixture(params=[DATA])
+def web(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    pytest.importorskip("aiohttp")
+    handler = functools.partial(_Ranges, directory=str(request.param or tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_web(web: str, tmp_path: Path) -> None:
+    found = ckptctl.inspect(f"{web}/tiny-llama3-hf")
+    assert found.parameters == 127296 and found.model_type == "llama3"
+    ckptctl.convert(f"{web}/tiny-llama3-hf/", tmp_path / "out", to="dcp", verify=True)
+    assert not ckptctl.diff(tmp_path / "out", TINY).tensors
+    single = f"{web}/tiny-llama3-hf/model.safetensors.index.json?signature=5eC"
+    assert ckptctl.inspect(single).path == single.partition("?")[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("web", [None], indirect=True)
+def test_a_web_server_without_ranges(
+    web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Ranges, "ranges", False)
+    weights = {"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 10)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    assert ckptctl.inspect(f"{web}/model.safetensors").parameters == (1 << 20) + (1 << 10)
+    with pytest.raises(StorageError, match="cannot read"):
+        ckptctl.convert(f"{web}/model.safetensors", tmp_path / "out.pt", to="torch")
