@@ -6,6 +6,7 @@ axis order, whatever B's is.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -99,14 +100,16 @@ class Windows:
         found = {one.entry.name: Errors() for one in pairs}
         for batch in _batches(pairs):
             read = self._read(batch)
-            for (one, _), (x, y) in zip(batch, read, strict=True):
+            for one, _ in batch:
+                x, y = read.popleft()
                 dtype = one.entry.dtype
                 found[one.entry.name] += errors_between(x, y, dtype, one.dtype, tolerance)
                 if advance:
                     advance(len(x))
+                del x, y  # else the last ones live on while the next ones are read
         return found
 
-    def _read(self, batch: Sequence[tuple[Pair, Box]]) -> list[tuple[bytearray, bytearray]]:
+    def _read(self, batch: Sequence[tuple[Pair, Box]]) -> deque[tuple[bytearray, bytearray]]:
         names = dict.fromkeys(pair.entry.name for pair, _ in batch)
         same = tuple(MappedTensor.same(name, name, self.a.tensors[name].shape) for name in names)
         own = Reading(StateMapping(self.a, same), same, {})
@@ -114,7 +117,7 @@ class Windows:
         other = Reading(self.mapping, tuple(mapped), {})
         x = self._fill(own, [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch])
         y = self._fill(other, [(pair.entry.name, pair.dtype, pair, box) for pair, box in batch])
-        return list(zip(x, y, strict=True))
+        return deque(zip(x, y, strict=True))
 
     def _fill(
         self, reading: Reading, wanted: Sequence[tuple[str, str, Pair, Box]]

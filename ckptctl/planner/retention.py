@@ -133,7 +133,7 @@ def decide(
     for name in dict.fromkeys(one.series for one in found):
         series = [one for one in found if one.series == name]
         whole = [one for one in series if one.state == "complete"]
-        kept = _reasons(whole, policy, replaced)
+        kept = _reasons(whole, policy, now, replaced)
         age = policy.min_age if policy.incomplete and whole else math.inf
         decisions += [_decision(one, kept.get(one.name), policy, now - age) for one in series]
     return tuple(decisions)
@@ -162,22 +162,26 @@ def disorder(candidates: Iterable[Candidate]) -> tuple[Candidate, Candidate] | N
 
 
 def _reasons(
-    whole: Sequence[Candidate], policy: Policy, replaced: bool
+    whole: Sequence[Candidate], policy: Policy, now: float, replaced: bool
 ) -> Mapping[str, Sequence[str]]:
     """Return why each complete checkpoint of a series is kept; nothing for those that are not."""
     kept: dict[str, list[str]] = {one.name: [] for one in whole}
-    for one, reason in _kept(whole, policy):
+    for one, reason in _kept(whole, policy, now):
         kept[one.name].append(reason)
     if whole and not replaced and not kept[whole[-1].name]:
         kept[whole[-1].name].append("the newest complete one")
     return {name: reasons for name, reasons in kept.items() if reasons}
 
 
-def _kept(whole: Sequence[Candidate], policy: Policy) -> Iterator[tuple[Candidate, str]]:
+def _kept(
+    whole: Sequence[Candidate], policy: Policy, now: float
+) -> Iterator[tuple[Candidate, str]]:
     last = policy.last or 0
     for number, one in enumerate(reversed(whole[-last:] if last else []), 1):
         yield one, f"last {last} ({number}/{last})"
-    limit = max((one.time for one in whole), default=0.0) - (policy.within or 0.0)
+    # A clock that was wrong when the newest was written must not make the others old.
+    newest = min(max((one.time for one in whole), default=now), now)
+    limit = newest - (policy.within or 0.0)
     for one in whole:
         if policy.every and one.step % policy.every == 0:
             yield one, f"every {policy.every:,}"

@@ -171,6 +171,8 @@ class Run:
         self._options = options
         self._limits = options.limits()
         self._stack = stack
+        # A run and its threads refer to each other: tensors must not wait to be collected with it.
+        stack.callback(self._let_go)
         self._share = share
         self.sources = Sources(plan, stack)
         self._tiles = Tiles(plan, self.sources, self._limits, share)
@@ -182,6 +184,9 @@ class Run:
         self._reported = 0
         self._read = 0
         self._torch = False
+
+    def _let_go(self) -> None:
+        self._memory = {}
 
     # Output files
 

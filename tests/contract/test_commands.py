@@ -284,8 +284,8 @@ def tree(*folders: Path) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for path in (path for folder in folders for path in (folder, *folder.rglob("*"))):
         status = path.lstat()
-        holds = os.readlink(path) if path.is_symlink() else None
-        holds = path.read_bytes() if holds is None and path.is_file() else holds
+        file = path.is_file() and not path.is_symlink()
+        holds: object = path.read_bytes() if file else path.is_symlink() and os.readlink(path)
         found.append((str(path), status.st_mode, status.st_mtime_ns, status.st_ctime_ns, holds))
     return sorted(found, key=lambda one: str(one[0]))
 

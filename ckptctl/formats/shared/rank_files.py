@@ -68,6 +68,8 @@ def lay_out(
 
 
 def _shares_of(tensor: OutputTensor, request: OutputRequest) -> Sequence[Share | None]:
+    from ckptctl.planner.parallel import Share
+
     if request.rank_boxes is None:
         return (Share.whole(tensor.shape),) * request.mp
     return request.rank_boxes(tensor)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
+import weakref
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import ckptctl
-from ckptctl.errors import CoverageError, DamagedError, MappingError, UsageError
+from ckptctl.errors import (
+    CoverageError,
+    DamagedError,
+    MappingError,
+    UsageError,
+)
 from ckptctl.ops import diff_values
 from ckptctl.storage.errors_between import Tolerance, errors_between, parts
 
@@ -144,6 +154,33 @@ def test_windows_do_not_change_the_answer(tmp_path, state, monkeypatch):
     assert whole[0].values.differing == 1
 
 
+def test_what_was_compared_does_not_wait_to_be_collected(tmp_path, monkeypatch):
+    """Cycles that hold buffers would let memory grow with the checkpoint."""
+
+    class Buffer(bytearray):
+        pass
+
+    alive, most = weakref.WeakValueDictionary(), [0]
+
+    def made(nbytes):
+        buffer = Buffer(nbytes)
+        alive[id(buffer)] = buffer
+        most[0] = max(most[0], len(alive))
+        return buffer
+
+    monkeypatch.setattr(diff_values, "bytearray", made, raising=False)
+    monkeypatch.setattr(diff_values, "WINDOW", 10)
+    monkeypatch.setattr(diff_values, "BATCH", 40)
+    paths = [saved(tmp_path, name, {"w": torch.zeros(1000)}) for name in ("a.safetensors", "b.pt")]
+    gc.collect()
+    gc.disable()
+    try:
+        assert ckptctl.diff(*paths, checksums=False).same
+    finally:
+        gc.enable()
+    assert most[0] == 2 and not alive
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 3, 4), (1, 1, 9), (2, 0, 3)])
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
 def test_parts_tile(shape, limit):
@@ -187,3 +224,71 @@ def test_a_truncated_file_is_an_error(tmp_path, state):
     b.write_bytes(b.read_bytes()[:-10])
     with pytest.raises((DamagedError, CoverageError)):
         ckptctl.diff(a, b)
+
+
+# --------------------------------------------------------------------- what is said of either side
+
+DATA = Path(__file__).parents[2] / "data"
+ZERO = DATA / "deepspeed" / "z1_bf16" / "ckpt"
+
+
+def test_master_weights_against_those_of_the_module():
+    """bf16 keeps 8 bits: every parameter is within 2^-8 of the fp32 copy that it was made of."""
+    sides = {"weights_a": "master", "weights_b": "module", "only": "model"}
+    found = ckptctl.diff(ZERO, ZERO, **sides)
+    wrong = [one for one in found.tensors if one.values]
+    assert wrong and {(one.dtype_a, one.dtype_b) for one in wrong} == {("float32", "bfloat16")}
+    assert all(one.values.max_rel <= 2.0**-8 for one in wrong)
+    assert ckptctl.diff(ZERO, ZERO, **sides, ignore_dtype=True, rtol=2.0**-8).same
+    with pytest.raises(UsageError, match="no meaning for `hf`"):
+        ckptctl.diff(ZERO, DATA / "tiny-llama3-hf", weights_b="master")
+
+
+def test_two_saves_of_one_folder(tmp_path):
+    shutil.copytree(ZERO, tmp_path / "run")
+    shutil.copytree(ZERO / "global_step2", tmp_path / "run" / "global_step1")
+    victim = tmp_path / "run" / "global_step1" / "mp_rank_00_model_states.pt"
+    whole = torch.load(victim, weights_only=False)
+    next(iter(whole["module"].values())).add_(1)
+    torch.save(whole, victim)
+    run, more = tmp_path / "run", {"only": "model", "weights_a": "module", "weights_b": "module"}
+    assert ckptctl.diff(run, run, tag_a="global_step2", **more).same
+    assert not ckptctl.diff(run, run, tag_a="global_step1", tag_b="global_step2", **more).same
+    assert not ckptctl.diff(run, run, tag_b="global_step1", **more).same
+    with pytest.raises(UsageError, match="nowhere"):
+        ckptctl.diff(run, run, tag_b="nowhere")
+
+
+def test_prefixes(tmp_path):
+    one, other = torch.ones(2, 2), torch.zeros(2, 2)
+    a = saved(tmp_path, "a.pt", {"ema": {"w": other}, "net": {"w": one}})
+    b = saved(tmp_path, "b.pt", {"w": one})
+    assert ckptctl.diff(a, b, root_a="net.", only="model").same
+    assert not ckptctl.diff(a, b, root_a="ema.", only="model").same
+    assert ckptctl.diff(b, a, root_b="net.", only="model").same
+    with pytest.raises(UsageError, match="under `nothing"):
+        ckptctl.diff(a, b, root_a="nothing.")
+
+
+def test_rules_count_where_they_have_a_meaning(tmp_path):
+    ranks = DATA / "megatron" / "tp2_pp2_vp2" / "ckpt"
+    ckptctl.convert(ranks, tmp_path / "whole", to="dcp", rules="megatron-core")
+    with pytest.raises(MappingError):
+        ckptctl.diff(ranks, tmp_path / "whole", only="model")
+    for both in ((ranks, tmp_path / "whole"), (tmp_path / "whole", ranks), (ranks, ranks)):
+        assert ckptctl.diff(*both, rules="megatron-core", only="model").same
+    with pytest.raises(UsageError, match="--rules"):
+        ckptctl.diff(tmp_path / "whole", tmp_path / "whole", rules="megatron-core")
+
+
+def test_quantised_against_what_was_made_of_it(tmp_path):
+    weight = torch.randn(256, 128)
+    scale = torch.full((2, 1), 0.5)
+    eight = {"l.weight": weight.to(torch.float8_e4m3fn), "l.weight_scale_inv": scale}
+    plain = {"l.weight": (eight["l.weight"].float() * 0.5).bfloat16()}
+    a, b = saved(tmp_path, "a.safetensors", eight), saved(tmp_path, "b.safetensors", plain)
+    assert not ckptctl.diff(a, b).same
+    for both in ((a, b), (b, a), (a, a)):
+        assert ckptctl.diff(*both, dequantize="bf16").same
+    with pytest.raises(UsageError, match="quantised"):
+        ckptctl.diff(b, b, dequantize="bf16")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -140,3 +142,43 @@ def test_every_dtype_is_shown(tmp_path):
     torch.save(state, tmp_path / "a.pt")
     for name in state:
         assert ckptctl.extract(tmp_path / "a.pt", name).tensors[0].preview is not None
+
+
+# ------------------------------------------------------------------------- what the readers offer
+
+
+DATA = Path(__file__).parents[2] / "data"
+ZERO = DATA / "deepspeed" / "z1_bf16" / "ckpt"
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("master", "float32"), ("module", "bfloat16")])
+def test_either_kind_of_weights(tmp_path, weights, dtype):
+    ckptctl.extract(ZERO, "module.fc1.weight", tmp_path / "w.pt", weights=weights)
+    (found,) = torch.load(tmp_path / "w.pt", weights_only=True).values()
+    saved = torch.load(ZERO / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert str(found.dtype) == f"torch.{dtype}"
+    theirs = next(value for name, value in saved["module"].items() if name.endswith("fc1.weight"))
+    assert torch.equal(found.bfloat16(), theirs)
+
+
+def test_a_save_that_is_not_there():
+    with pytest.raises(UsageError, match="nowhere"):
+        ckptctl.extract(ZERO, "module.fc1.weight", tag="nowhere")
+    assert ckptctl.extract(ZERO, "module.fc1.weight", tag="global_step2").tensors
+
+
+def test_rules_of_ranks():
+    ranks = DATA / "megatron" / "tp2_pp2_vp2" / "ckpt"
+    with pytest.raises(MappingError):
+        ckptctl.extract(ranks, "*word_embeddings.weight")
+    (found,) = ckptctl.extract(ranks, "*word_embeddings.weight", rules="megatron-core").tensors
+    assert found.shape == found.whole
+
+
+def test_a_quantised_tensor_as_a_plain_one(tmp_path):
+    weight = torch.randn(256, 128).to(torch.float8_e4m3fn)
+    quantised = {"l.weight": weight, "l.weight_scale_inv": torch.full((2, 1), 0.5)}
+    save_file(quantised, tmp_path / "q.safetensors")
+    out = tmp_path / "w.safetensors"
+    ckptctl.extract(tmp_path / "q.safetensors", "l.weight[1:3]", out, dequantize="fp32")
+    assert torch.equal(load_file(out)["l.weight"], (weight.float() * 0.5)[1:3])

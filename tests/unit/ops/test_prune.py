@@ -428,7 +428,7 @@ def test_the_trash_is_no_name_that_trainers_know(run):
     assert retirement.TRASH not in [one.name for one in plan_prune(run, LAST).verdicts]
 
 
-# --------------------------------------------------------------------------- others, and permissions
+# -------------------------------------------------------------------------- others, and permissions
 
 
 @contextmanager

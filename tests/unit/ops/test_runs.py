@@ -196,7 +196,7 @@ def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
 def lightning(path: Path, step: int, best: str, score: float | None, monitor: str | None) -> None:
     """Save a file as ``Trainer.save_checkpoint`` does with a ``ModelCheckpoint``."""
     torch = pytest.importorskip("torch")
-    state = {
+    state: dict[str, object] = {
         "monitor": monitor,
         "best_model_path": best,
         "current_score": None if score is None else torch.tensor(score),

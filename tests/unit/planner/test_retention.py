@@ -40,6 +40,13 @@ def test_within_counts_from_the_newest():
     assert list(kept(Policy(within=100.0), *STEPS)) == ["s-9900", "s-10000"]
 
 
+def test_a_newest_one_of_the_future_makes_the_others_no_older():
+    future = candidate(20000, time=NOW + 1e9)
+    recent = [candidate(step, time=NOW - 20000 + step) for step in (100, 10000, 19000)]
+    found = kept(Policy(within=11_000.0), *recent, future)
+    assert list(found) == ["s-10000", "s-19000", "s-20000"]
+
+
 def test_patterns():
     assert list(kept(Policy(patterns=("s-10*",)), *STEPS)) == ["s-10", "s-100", "s-1000", "s-10000"]
 

@@ -402,6 +402,7 @@ def test_copies_in_the_kernel_fall_back(case, monkeypatch):
 
 
 def test_an_interrupt_stops_the_run(case):
+    before = set(threading.enumerate())
     plan = case.everything()
 
     def interrupt(_):
@@ -409,7 +410,7 @@ def test_an_interrupt_stops_the_run(case):
 
     with pytest.raises(KeyboardInterrupt):
         execute(plan, case.out, ExecutionOptions(), interrupt)
-    assert not [t for t in threading.enumerate() if t is not threading.main_thread()]
+    assert not set(threading.enumerate()) - before
 
 
 def interrupted(case, plan, monkeypatch, after):
