@@ -63,7 +63,7 @@ def _told(ctx: Any, args: list[str]) -> Iterator[None]:
     machine = "--json" in args[: args.index("--") if "--" in args else None]
     try:
         yield
-    except (typer.Exit, typer.Abort, BrokenPipeError):
+    except (typer.Exit, BrokenPipeError):
         raise
     except (Exception, KeyboardInterrupt) as error:
         if ctx.resilient_parsing or (hasattr(error, "format_message") and not machine):
@@ -81,7 +81,7 @@ def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
 def _explain(error: BaseException) -> CkptError:
     if isinstance(error, CkptError):
         return error
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return StoppedError("interrupted")
     if isinstance(error, OSError):
         return StorageError.from_os_error(error, "go on", str(error.filename or "unknown file"))

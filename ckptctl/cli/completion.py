@@ -75,10 +75,10 @@ def tensors(context: typer.Context) -> list[str]:
 def layouts(context: typer.Context) -> list[str]:
     """Return the layouts of the model type on the command line, or of all."""
     from ckptctl import families
-    from ckptctl.cli.options import known_layouts
+    from ckptctl.cli import choices
 
     model_type = context.params.get("model_type") or context.params.get("family")
-    return list(families.family(model_type).layouts) if model_type else known_layouts()
+    return list(families.family(model_type).layouts) if model_type else choices.layouts()
 
 
 def _join_words() -> str:

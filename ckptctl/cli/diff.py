@@ -8,6 +8,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
+from ckptctl.cli import choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.differences import show
 from ckptctl.cli.output import Output
@@ -71,7 +72,7 @@ def diff(
         typer.Option(
             metavar="FORMAT",
             callback=opt.check_readable,
-            autocompletion=opt.readable_formats,
+            autocompletion=choices.readable_formats,
             help="Format of A, if not detected.",
         ),
     ] = None,
@@ -80,7 +81,7 @@ def diff(
         typer.Option(
             metavar="FORMAT",
             callback=opt.check_readable,
-            autocompletion=opt.readable_formats,
+            autocompletion=choices.readable_formats,
             help="Format of B, if not detected.",
         ),
     ] = None,

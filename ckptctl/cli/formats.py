@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptctl.cli import choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 
@@ -29,7 +30,7 @@ def formats(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            autocompletion=opt.readable_formats,
+            autocompletion=choices.readable_formats,
             show_default=False,
             help="Show all about this format.",
         ),

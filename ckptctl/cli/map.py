@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptctl.cli import choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 
@@ -40,7 +41,7 @@ def map_(
             "-m",
             metavar="NAME",
             callback=opt.check_model_type,
-            autocompletion=opt.model_types,
+            autocompletion=choices.model_types,
             show_default=False,
             help="Model type; `ckptctl models` lists them.",
         ),
@@ -49,7 +50,7 @@ def map_(
         str,
         typer.Option(
             metavar="LAYOUT",
-            autocompletion=opt.known_layouts,
+            autocompletion=choices.layouts,
             show_default=False,
             help=f"Where the key goes to: {opt.LAYOUTS}.",
         ),
@@ -58,7 +59,7 @@ def map_(
         str | None,
         typer.Option(
             metavar="LAYOUT",
-            autocompletion=opt.known_layouts,
+            autocompletion=choices.layouts,
             help="The layout of KEY, where several have it.",
         ),
     ] = None,

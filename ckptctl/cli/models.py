@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptctl.cli import choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 
@@ -28,7 +29,7 @@ def models(
         str | None,
         typer.Argument(
             metavar="[FAMILY]",
-            autocompletion=opt.model_types,
+            autocompletion=choices.model_types,
             show_default=False,
             help="Show the tables of this model type.",
         ),
@@ -36,7 +37,7 @@ def models(
     layout: Annotated[
         str | None,
         typer.Option(
-            metavar="LAYOUT", autocompletion=opt.known_layouts, help="Only what has this layout."
+            metavar="LAYOUT", autocompletion=choices.layouts, help="Only what has this layout."
         ),
     ] = None,
     converter: opt.Converter = None,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptctl.cli import completion
+from ckptctl.cli import choices, completion
 from ckptctl.errors import UsageError, nearest
 from ckptctl.units import parse_bytes
 
@@ -35,42 +35,17 @@ def among(value: str | None, kind: str, known: Sequence[str]) -> str | None:
 
 
 def place(text: str) -> Path:
-    """Return what names a checkpoint: a path, or a URL, which is not looked at yet."""
+    """Return what names a checkpoint: a path, or a URL, which is not looked at yet.
+
+    Raises:
+        typer.BadParameter: The text is empty, as of a variable of a script that was not set. Taken
+            as a path it would be the working directory.
+    """
     from ckptctl.storage.remote_path import named
 
+    if not text:
+        raise typer.BadParameter("it is empty; `.` is the working directory")
     return named(text)
-
-
-def readable_formats() -> list[str]:
-    """Return what ``--from`` accepts."""
-    from ckptctl import formats
-
-    return [*formats.names(), *formats.added()]
-
-
-def writable_formats() -> list[str]:
-    """Return what ``--to`` accepts."""
-    from ckptctl import formats
-    from ckptctl.formats.base import WritableFormat
-
-    added = formats.added().items()
-    more = (name for name, found in added if isinstance(found, WritableFormat))
-    return [*formats.writable(), *more]
-
-
-def model_types() -> list[str]:
-    """Return what ``--model-type`` accepts."""
-    from ckptctl import families
-
-    return list(families.names())
-
-
-def dtype_names() -> list[str]:
-    """Return the dtypes that a cast may go to."""
-    from ckptctl.dtypes import BY_NAME
-
-    short = (dtype.short for dtype in BY_NAME.values() if dtype.floating)
-    return [f"fp{name[1:]}" if name[1:].isdigit() else name for name in short]
 
 
 def check_readable(value: str | None) -> str | None:
@@ -78,7 +53,7 @@ def check_readable(value: str | None) -> str | None:
     from ckptctl import formats
 
     known = value is None or value in formats.names()
-    return value if known else among(value, "format", readable_formats())
+    return value if known else among(value, "format", choices.readable_formats())
 
 
 def check_writable(value: str | None) -> str | None:
@@ -86,7 +61,7 @@ def check_writable(value: str | None) -> str | None:
     from ckptctl import formats
 
     known = value is None or value in formats.writable()
-    return value if known else among(value, "format", writable_formats())
+    return value if known else among(value, "format", choices.writable_formats())
 
 
 def check_model_type(value: str | None) -> str | None:
@@ -100,13 +75,6 @@ def check_model_type(value: str | None) -> str | None:
             said = filter(None, (error.what, error.why, error.hint))
             raise typer.BadParameter("; ".join(said)) from None
     return value
-
-
-def known_layouts() -> list[str]:
-    """Return the layouts of all families."""
-    from ckptctl import families
-
-    return sorted({name for family in families.families().values() for name in family.layouts})
 
 
 def use_converter(context: typer.Context, value: Path | None) -> Path | None:
@@ -145,21 +113,16 @@ def check_dtype(value: str | None) -> str | None:
 
     name = dtypes.parse(value) if value else None
     if value and not (name and dtypes.BY_NAME[name].floating):
-        among(value, "floating dtype", dtype_names())
+        among(value, "floating dtype", choices.dtypes())
         raise typer.BadParameter(f"{value!r} is not a floating dtype")
     return value
-
-
-def dequantize_names() -> list[str]:
-    """Return what ``--dequantize`` accepts."""
-    return ["bf16", "fp32"]
 
 
 def check_dequantize(value: str | None) -> str | None:
     """Refuse what quantised tensors are not turned into."""
     from ckptctl import dtypes
 
-    known = dequantize_names()
+    known = choices.dequantized()
     if value and dtypes.parse(value) in {dtypes.parse(name) for name in known}:
         return value
     return among(value, "dtype", known)
@@ -236,7 +199,7 @@ From = Annotated[
         "--from",
         metavar="FORMAT",
         callback=check_readable,
-        autocompletion=readable_formats,
+        autocompletion=choices.readable_formats,
         help="Format of the source, if not detected; `ckptctl formats` lists them.",
     ),
 ]
@@ -267,7 +230,7 @@ def target(text: str) -> Any:
         "--to",
         metavar="FORMAT",
         callback=check_writable,
-        autocompletion=writable_formats,
+        autocompletion=choices.writable_formats,
         show_default=False,
         help=text,
     )
@@ -281,7 +244,7 @@ ModelType = Annotated[
         "-m",
         metavar="NAME",
         callback=check_model_type,
-        autocompletion=model_types,
+        autocompletion=choices.model_types,
         help="Model type, if not detected; `ckptctl models` lists them.",
     ),
 ]
@@ -361,7 +324,7 @@ DType = Annotated[
     typer.Option(
         metavar="DTYPE",
         callback=check_dtype,
-        autocompletion=dtype_names,
+        autocompletion=choices.dtypes,
         help="Cast floating tensors: bf16, fp16, fp32, ...; those pinned to fp32 stay.",
     ),
 ]
@@ -370,7 +333,7 @@ Dequantize = Annotated[
     typer.Option(
         metavar="DTYPE",
         callback=check_dequantize,
-        autocompletion=dequantize_names,
+        autocompletion=choices.dequantized,
         help="Turn quantised tensors into bf16 or fp32.",
     ),
 ]

@@ -140,10 +140,15 @@ def prune(
         min_age=parse_seconds(min_age),
     )
     plan = op.plan_prune(root, policy, force=force, thin=thin is not None)
-    if dry_run or plan.idle:
+    if dry_run or (plan.idle and output.mode == "human"):
         _print_plan(output, plan)
         if dry_run and not plan.idle:
             output.hint(f"run it with `{_retyped(context)}`")
+        return
+    if plan.idle:
+        if output.mode == "plain":
+            _print_table(output, plan)
+        _print_result(output, op.PruneResult(plan, (), {}, 0))
         return
     if not yes:
         _ask(context, output, plan)

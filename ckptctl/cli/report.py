@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptctl.cli import choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
@@ -70,7 +71,7 @@ def report(
             "--from-other",
             metavar="FORMAT",
             callback=opt.check_readable,
-            autocompletion=opt.readable_formats,
+            autocompletion=choices.readable_formats,
             help="Format of OTHER, if not detected.",
         ),
     ] = None,

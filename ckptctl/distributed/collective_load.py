@@ -35,6 +35,7 @@ from ckptctl.ops.load_options import LoadOptions, LoadReport
 from ckptctl.ops.loading import Reading, moved, prepare, same_places
 from ckptctl.ops.nothing_lost import require_nothing_lost
 from ckptctl.ops.state_mapping import map_state
+from ckptctl.ops.wanted import Wanted
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.executor import ExecutionOptions, execute
@@ -156,7 +157,7 @@ class CollectiveLoad:
             return None
         return reading.plan(ties.wanted_again(tied, self._wanted(self._asked.places)))
 
-    def _wanted(self, places: Sequence[Place]) -> dict[str, Any]:
+    def _wanted(self, places: Sequence[Place]) -> dict[str, Wanted]:
         return wanted_of(self._asked.state, places)
 
     def _untied(self, reading: Reading) -> tuple[list[Place], list[ties.Tied]]:

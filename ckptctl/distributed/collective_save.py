@@ -19,7 +19,14 @@ from ckptctl.distributed.save_place import Place, place_at
 from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
 from ckptctl.formats.dcp.metadata import Item
-from ckptctl.ops.agreement import Statement, first_to_say, generation, require_agreement, unchanged
+from ckptctl.ops.agreement import (
+    Statement,
+    first_to_say,
+    generation,
+    new_nonce,
+    require_agreement,
+    unchanged,
+)
 from ckptctl.ops.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.holdings import Packed, digest, pack
 from ckptctl.ops.save_decision import Decision, Share, decide
@@ -163,7 +170,7 @@ class CollectiveSave:
         return Statement(
             str(self._target),
             how,
-            self._key,
+            new_nonce(),
             self._packed.identity,
             plan.generation if plan else b"",
             group_digests(plan.groups, values) if plan else {},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass, fields
@@ -15,7 +14,7 @@ from ckptctl import formats
 from ckptctl.distributed.state import State, plain_of, state_of
 from ckptctl.distributed.targets import Everything, Place, own_part, places_of, structure_of
 from ckptctl.distributed.ties import sharing
-from ckptctl.ops.agreement import Statement, require_agreement
+from ckptctl.ops.agreement import Statement, new_nonce, require_agreement
 from ckptctl.ops.checkpoint_identity import identity
 from ckptctl.ops.coordinator import Coordinator, sendable
 from ckptctl.ops.holdings import digest
@@ -128,9 +127,8 @@ def statement_of(asked: Request, how: How, generation: bytes) -> Statement:
         how: What is asked for.
         generation: Of the plan that it has for this key; empty: none.
     """
-    key = asked.key or os.urandom(16)
     options = {"options": digest(how.listed())}
-    return Statement(str(asked.source), options, key, asked.part.digest, generation)
+    return Statement(str(asked.source), options, new_nonce(), asked.part.digest, generation)
 
 
 def agree(

@@ -14,12 +14,12 @@ import torch
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.host_memory import host_views
 from ckptctl.distributed.state import State, StateDict, state_of
-from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.holdings import DIGEST, Chunk, Holding
 from ckptctl.planner.copies import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.executor import Execution, ExecutionOptions, execute
-from ckptctl.storage.sync import sync_directory
+from ckptctl.storage.sync import sync_directory, write_file
 from ckptctl.storage.urls import is_url, masked
 
 
@@ -161,13 +161,6 @@ def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
     Raises:
         StorageError: It cannot be written.
     """
-    try:
-        with path.open("xb") as file:
-            file.writelines(content)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        if sync:
-            sync_directory(path.parent)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "write", str(path)) from error
+    write_file(path, *content, sync=sync)
+    if sync:
+        sync_directory(path.parent)

@@ -20,6 +20,7 @@ from ckptctl.formats.dcp.metadata import METADATA, TABLE, Leaf, leaves_of
 from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.inert_fields import attributes
+from ckptctl.formats.shared.malformed import malformed
 from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Table, loads
@@ -99,13 +100,13 @@ def _unfit(files: SourceFiles, leaves: Mapping[str, Leaf], where: str) -> dict[s
 
 def _views(root: object, where: str) -> _Views:
     """Return the tensor header of each item, by name and offsets."""
-    try:
+    found = {}
+    with malformed("this is not the metadata of ByteCheckpoint", where):
         fields = attributes(root)
         _refuse_flat(fields.get("user_defined_dict"), where)
         headers = fields["all_tensor_metadata"]
         if not isinstance(headers, dict):
             raise TypeError("its tensor headers are not a dict")
-        found = {}
         for index, header in headers.items():
             if header is None:  # a leaf that is no tensor
                 continue
@@ -114,12 +115,6 @@ def _views(root: object, where: str) -> _Views:
             if not isinstance(offsets, tuple) or type(header) is not bytes:
                 raise TypeError(f"the header of `{key['fqn']}` is not one")
             found[str(key["fqn"]), tuple(offsets)] = _view(header, f"{where}, `{key['fqn']}`")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(
-            "this is not the metadata of ByteCheckpoint",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-        ) from error
     return found
 
 

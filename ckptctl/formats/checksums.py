@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
-from ckptctl.errors import DamagedError
+from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.remote_path import path_at
@@ -46,7 +46,8 @@ def _described(
     content: object, where: str
 ) -> dict[str, tuple[str, tuple[int, ...], dict[Place, int]]]:
     """Return dtype, shape and checksums of each tensor in a manifest."""
-    try:
+    hint = "remove it, or copy the checkpoint again"
+    with malformed("this is not a manifest", where, hint):
         if not isinstance(content, dict) or content["schema"] != SCHEMA:
             return {}
         return {
@@ -61,13 +62,6 @@ def _described(
             )
             for name, tensor in content["tensors"].items()
         }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedError(
-            "this is not a manifest",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-            hint="remove it, or copy the checkpoint again",
-        ) from error
 
 
 def _checked(entry: TensorEntry, crcs: Mapping[Place, int]) -> TensorEntry:

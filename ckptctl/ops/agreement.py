@@ -1,13 +1,15 @@
 """What ranks tell each other before a save or a load: do they mean the same, and do plans hold?
 
-A plan is used again only if every rank made it in the same planning (its *generation*) and holds
-exactly what it did then (its *key*): one exchange tells. Where a single rank has changed anything,
-all of them plan anew.
+A plan is used again only if every rank made it in the same planning (its *generation*) and has
+found it by exactly what it holds: one exchange tells. Where a single rank has changed anything, all
+of them plan anew. What ranks hold does not name a planning: those of two groups, with the same
+boxes, can decide differently.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,20 +25,25 @@ class Statement(NamedTuple):
     Attributes:
         target: Where it is to save, or what it is to load.
         how: Options that have to be the same everywhere, by name.
-        key: Digest of all that its part of a plan depends on.
+        nonce: Tells this call from all others; drawn anew each time.
         identity: Digest of what it says of its tensors and values.
-        generation: Of the plan that it has for this key; empty: none.
+        generation: Of the plan that it has for what it holds; empty: none.
         groups: Digests of its values, by the groups of that plan.
         problem: Why it cannot go on.
     """
 
     target: str
     how: Mapping[str, object] = {}
-    key: bytes = b""
+    nonce: bytes = b""
     identity: bytes = b""
     generation: bytes = b""
     groups: Mapping[int, bytes] = {}
     problem: CkptError | None = None
+
+
+def new_nonce() -> bytes:
+    """Return what no other call gets."""
+    return os.urandom(16)
 
 
 def require_agreement(said: Sequence[Statement], rank: int, places: str = "destinations") -> None:
@@ -72,18 +79,20 @@ def require_agreement(said: Sequence[Statement], rank: int, places: str = "desti
 
 
 def generation(said: Sequence[Statement]) -> bytes:
-    """Return the name of the plan that the ranks make, or have made, of what they hold."""
+    """Return the name of the plan that the ranks make now."""
     found = hashlib.blake2b(digest_size=DIGEST)
     for one in said:
-        found.update(one.key)
+        found.update(one.nonce)
     return found.digest()
 
 
 def unchanged(said: Sequence[Statement]) -> bool:
     """Return whether every rank has the plan for what all of them hold; the same on all ranks."""
-    current = generation(said)
-    return all(one.generation == current for one in said) and still_equal(
-        [one.groups for one in said]
+    made = said[0].generation
+    return (
+        bool(made)
+        and all(one.generation == made for one in said)
+        and still_equal([one.groups for one in said])
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, FormatError, RefusedError, StorageError, UsageError
+from ckptctl.errors import DamagedError, FormatError, RefusedError, UsageError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item
 from ckptctl.formats.dcp.metadata_writer import encode
@@ -24,6 +24,7 @@ from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import require_writable, staging
+from ckptctl.storage.sync import write_file
 from ckptctl.storage.urls import is_url, masked
 
 
@@ -176,7 +177,7 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
     _require_room(plan.source)
     _require_unchanged(plan)
     with staging(plan.target, single_file=True) as stage:
-        _write(stage.data / METADATA, plan.content)
+        write_file(stage.data / METADATA, plan.content)
         _require_unchanged(plan)
         stage.publish()
     return MetadataResult(plan, time.monotonic() - start, tuple(stage.notes))
@@ -221,13 +222,3 @@ def _require_unchanged(plan: MetadataPlan) -> None:
             where=str(plan.source),
             hint="wait until the save has finished, and try again",
         )
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        with path.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise StorageError.from_os_error(error, "write", str(path)) from error

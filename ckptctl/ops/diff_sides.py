@@ -6,16 +6,18 @@ checkpoint of ranks that needs rules, or quantised, and the other one what was m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.ops.dequantise import dequantised
-from ckptctl.ops.diff_options import DiffOptions
+from ckptctl.ops.diff_options import DiffOptions, Weights
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class _Chosen:
     path: str | Path
     format: str | None
     model_type: str | None
-    weights: Literal["master", "module"] | None
+    weights: Weights | None
     tag: str | None
 
     def open(self, rules: Path | None) -> Catalog:
@@ -54,31 +56,33 @@ def open_sides(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catal
 
 
 def _by_rules(chosen: Sequence[_Chosen], rules: Path) -> list[Catalog]:
-    found: list[Catalog] = []
-    refused: list[UsageError] = []
-    for one in chosen:
+    def without(one: _Chosen, error: UsageError) -> Catalog:
         try:
-            found.append(one.open(rules))
-        except UsageError as error:
-            refused.append(error)
-            try:
-                found.append(one.open(None))
-            except CkptError:
-                raise error from None
-    if len(refused) == len(chosen):
-        raise refused[0]
-    return found
+            return one.open(None)
+        except CkptError:
+            raise error from None
+
+    return _meant_for_some(chosen, lambda one: one.open(rules), without)
 
 
 def _plain(opened: Sequence[Catalog], dtype: str) -> list[Catalog]:
+    return _meant_for_some(opened, lambda one: dequantised(one, dtype), lambda one, _: one)
+
+
+def _meant_for_some(
+    sides: Sequence[T],
+    with_it: Callable[[T], Catalog],
+    without: Callable[[T, UsageError], Catalog],
+) -> list[Catalog]:
+    """Return what something that was said makes of each side; one of them may refuse it."""
     found: list[Catalog] = []
     refused: list[UsageError] = []
-    for one in opened:
+    for side in sides:
         try:
-            found.append(dequantised(one, dtype))
+            found.append(with_it(side))
         except UsageError as error:
             refused.append(error)
-            found.append(one)
-    if len(refused) == len(opened):
+            found.append(without(side, error))
+    if len(refused) == len(sides):
         raise refused[0]
     return found

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Finding, Severity
-from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.coordinator import Coordinator, on_first, together
 from ckptctl.ops.sharing import portion
 from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_checksums import Advance, threads, windows
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging
+from ckptctl.storage.sync import write_file
 
 SUMS = "SHA256SUMS"
 LISTS = {SUMS: "sha256", "checklist.chk": "md5"}
@@ -175,13 +176,7 @@ def write_list(
 def _publish(target: Path, content: str) -> None:
     require_room(target)
     with staging(target, single_file=True) as stage:
-        try:
-            with (stage.data / target.name).open("xb") as file:
-                file.write(os.fsencode(content))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise StorageError.from_os_error(error, "write", str(target)) from error
+        write_file(stage.data / target.name, os.fsencode(content))
         stage.publish()
 
 

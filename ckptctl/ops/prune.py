@@ -26,7 +26,7 @@ from ckptctl.ops.prune_safety import (
 from ckptctl.ops.run_completeness import health
 from ckptctl.ops.run_entries import entry_at
 from ckptctl.ops.run_pointers import pins
-from ckptctl.ops.runs import Checkpoint, Run, read_run
+from ckptctl.ops.runs import AT_WORK, Checkpoint, Run, read_run
 from ckptctl.planner.retention import Action, Decision, Policy, decide
 from ckptctl.storage.remote_path import named
 from ckptctl.storage.retirement import Retirement, leftovers, retiring
@@ -216,6 +216,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
                 continue  # somebody else has removed it
             try:
                 _require_unchanged(one, pinned.get(one.name, ()))
+                _require_old(one, retirement.now() - max(plan.policy.min_age, AT_WORK))
                 _remove(retirement, one)
             except CkptError as error:
                 failed[one.name] = error
@@ -256,6 +257,16 @@ def _require_kept(plan: PrunePlan) -> None:
                 why=why,
                 hint="run it again",
             )
+
+
+def _require_old(one: Verdict, before: float) -> None:
+    """Refuse what is not complete and was changed of late, as the file system's clock has it."""
+    if not one.checkpoint.complete and one.checkpoint.entry.touched > before:
+        raise RefusedError(
+            "it may still be being written",
+            where=str(one.checkpoint.entry.path),
+            why="by the clock of its file system, which is behind that of this machine",
+        )
 
 
 def _require_unchanged(one: Verdict, pinned: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch) -> Repo
     asked = VerifyOptions(options.format, model_type=options.model_type, rules=options.rules)
     verified, catalog = examine(path, asked)
     if catalog is None:
-        return _bounded(verified, None, (), LeftOut(), (), options)
+        return _report(verified, None, (), LeftOut(), (), options)
     inspected, note = _described(shown(path), catalog, options)
     chosen = _chosen(select(inspected.tensors, options.include), verified, options)
     if options.stats:
@@ -86,7 +86,7 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch) -> Repo
     nbytes = sum(tensor.nbytes for tensor in rest if tensor.alias_of is None)
     left = LeftOut(len(rest), nbytes, maps.chunks, maps.holes)
     verified = replace(verified, notes=(*verified.notes, *note))
-    return _bounded(verified, inspected, tensors, left, _unusable(catalog), options)
+    return _report(verified, inspected, tensors, left, _unusable(catalog), options)
 
 
 def _unusable(catalog: Catalog) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def _unusable(catalog: Catalog) -> tuple[str, ...]:
     return tuple(natural({*lost, *real} - set(catalog.files)))
 
 
-def _bounded(
+def _report(
     verified: Verification,
     inspected: Inspection | None,
     tensors: tuple[TensorReport, ...],
@@ -104,19 +104,17 @@ def _bounded(
     unusable: tuple[str, ...],
     options: ReportOptions,
 ) -> Report:
-    findings = min(len(verified.findings), MAX_FINDINGS)
-    left = replace(left, findings=len(verified.findings) - findings)
-    ranks = ranks_of((*verified.files, *unusable))
+    listed = min(len(verified.findings), MAX_FINDINGS)
     return Report(
-        verified.path,
-        verified,
-        inspected,
-        tensors,
-        findings,
-        left,
-        unusable,
-        ranks,
-        options.stats,
+        path=verified.path,
+        verification=verified,
+        inspection=inspected,
+        tensors=tensors,
+        findings=listed,
+        left_out=replace(left, findings=len(verified.findings) - listed),
+        unusable=unusable,
+        ranks=ranks_of((*verified.files, *unusable)),
+        stats=options.stats,
     )
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import StorageError
 from ckptctl.ops import checks
 from ckptctl.ops.report_data import Report
 from ckptctl.ops.report_page import GENERATOR, page
 from ckptctl.storage.publish import free_space, staging
+from ckptctl.storage.sync import write_file
 
 Write = Callable[[Report], None]
 HEAD = 1024
@@ -42,7 +41,7 @@ def written(output: Path | None, sources: Sequence[str | Path], overwrite: bool)
         def write(found: Report) -> None:
             content = page(found.to_json()).encode()
             free_space(stage.data, len(content))
-            _write(stage.data / target.name, content)
+            write_file(stage.data / target.name, content)
             stage.publish()
 
         yield write
@@ -54,13 +53,3 @@ def is_report(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return GENERATOR.encode() in file.read(HEAD)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        with path.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise StorageError.from_os_error(error, "write", str(path)) from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,13 +63,29 @@ def _health(path: Path) -> Health:
     return Health((model or [found[0][1]])[0], parts)
 
 
-def lacking(path: Path, others: Sequence[Path]) -> str:
-    """Return which file *path* lacks that most of the others have, as a sentence; empty: none."""
-    for name in COMPANIONS:
-        having = sum(_has(one, name) for one in others)
-        if having * 2 > len(others) and not _has(path, name):
-            return f"`{name}`, which the others have, is missing"
-    return ""
+class Company:
+    """Which of the files that trainers write last the checkpoints of a series have.
+
+    Args:
+        members: The checkpoints, and of which series each is.
+    """
+
+    def __init__(self, members: Mapping[Path, str]) -> None:
+        self._series = dict(members)
+        self._have = {path: [name for name in COMPANIONS if _has(path, name)] for path in members}
+        self._count = Counter(members.values())
+        self._having = Counter(
+            (members[p], name) for p, names in self._have.items() for name in names
+        )
+
+    def lacking(self, path: Path) -> str:
+        """Return which file a member lacks that most others have, as a sentence; empty: none."""
+        series = self._series[path]
+        others = self._count[series] - 1
+        for name in COMPANIONS:
+            if name not in self._have[path] and self._having[series, name] * 2 > others:
+                return f"`{name}`, which the others have, is missing"
+        return ""
 
 
 def _has(folder: Path, name: str) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.errors import SourceNotFoundError, listed
-from ckptctl.ops.run_completeness import Health, health, lacking
+from ckptctl.ops.run_completeness import Company, Health, health
 from ckptctl.ops.run_entries import Entry, entries
 from ckptctl.ops.run_pointers import metrics, pins
 from ckptctl.planner.retention import Candidate, State, ordered
@@ -102,8 +102,10 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
     found = [one for one in entries(root) if series in (None, one.named.series)]
     real = [one for one in found if not one.staging]
     pinned = pins(root, [one.path.name for one in real])
+    company = _company(found)
     examined = [
-        _accompanied(examine(one, now, pinned.get(one.path.name, ())), found, now) for one in found
+        _accompanied(examine(one, now, pinned.get(one.path.name, ())), company, now)
+        for one in found
     ]
     known = {one.path.name for one in found}
     others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
@@ -124,10 +126,11 @@ def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, l
     skipped: list[Checkpoint] = []
     found: list[Checkpoint] = []
     waiting = sorted(entries(root), key=lambda one: (one.named.order, one.time), reverse=True)
+    company = _company(waiting)
     for one in waiting:
         if any(one.named.series == other.entry.named.series for other in found):
             continue
-        seen = _accompanied(examine(one, now), waiting, now)
+        seen = _accompanied(examine(one, now), company, now)
         (found if seen.complete else skipped).append(seen)
     if not found:
         raise SourceNotFoundError(
@@ -188,13 +191,15 @@ def _holder(entry: Entry) -> str | None:
     return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None
 
 
-def _accompanied(found: Checkpoint, all_entries: Sequence[Entry], now: float) -> Checkpoint:
+def _company(found: Sequence[Entry]) -> Company:
+    return Company({one.path: one.named.series for one in found if not one.staging})
+
+
+def _accompanied(found: Checkpoint, company: Company, now: float) -> Checkpoint:
     """Take it for incomplete if it lacks a file that the others of its series have."""
     if not found.complete:
         return found
-    same = [one for one in all_entries if one.named.series == found.entry.named.series]
-    others = [one.path for one in same if not one.staging and one.path != found.entry.path]
-    problem = lacking(found.entry.path, others)
+    problem = company.lacking(found.entry.path)
     return _broken(found, problem, now) if problem else found
 
 

@@ -56,22 +56,36 @@ def with_checks(
     checks: list[Check] = []
     numbers: dict[int, dict[int, int]] = {}
     for place, (crc32, name) in recorded.items():
-        gaps: list[tuple[int, int]] = []
-        end = place.offset
-        for part in sorted(parts.get(place, ())):
-            if part.offset < end or part.offset + part.nbytes > place.offset + place.nbytes:
-                continue
-            if part.offset > end:
-                gaps.append((end - place.offset, part.offset - end))
+        taken = _apart(place, parts.get(place, ()))
+        for part in taken:
             numbers.setdefault(part.transfer, {})[part.operand] = len(checks)
-            end = part.offset + part.nbytes
-        left = place.offset + place.nbytes - end
-        gaps += [(end - place.offset, left)] if left else []
-        checks.append(Check(*place, crc32=crc32, name=name, gaps=tuple(gaps)))
+        checks.append(Check(*place, crc32=crc32, name=name, gaps=tuple(_gaps(place, taken))))
     if not numbers:
         return transfers, tuple(checks)
     marked = (_marked(one, numbers.get(index)) for index, one in enumerate(transfers))
     return tuple(marked), tuple(checks)
+
+
+def _apart(place: _Place, parts: Iterable[_Part]) -> list[_Part]:
+    """Return those of *parts* that lie in *place* one after the other, in their order."""
+    taken: list[_Part] = []
+    end, last = place.offset, place.offset + place.nbytes
+    for part in sorted(parts):
+        if end <= part.offset and part.offset + part.nbytes <= last:
+            taken.append(part)
+            end = part.offset + part.nbytes
+    return taken
+
+
+def _gaps(place: _Place, taken: Iterable[_Part]) -> Iterator[tuple[int, int]]:
+    """Yield what of *place* lies between parts: first byte in it, and bytes."""
+    end = place.offset
+    for part in taken:
+        if part.offset > end:
+            yield end - place.offset, part.offset - end
+        end = part.offset + part.nbytes
+    if left := place.offset + place.nbytes - end:
+        yield end - place.offset, left
 
 
 def _recorded(

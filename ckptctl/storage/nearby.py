@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from ckptctl.errors import listed, nearest
-from ckptctl.storage.urls import is_url
+from ckptctl.storage.urls import HUB, PACKAGES, is_url
 from ckptctl.units import natural_key
 
 LOOKED_AT = 1000
@@ -27,6 +27,9 @@ def nearby(path: str | Path) -> str:
         return f"`{absolute}` is a file"
     there = next(one for one in absolute.parents if one.is_dir())
     wanted = absolute.relative_to(there).parts[0]
+    scheme, colon, _ = wanted.partition(":")
+    if colon and scheme in (HUB, *PACKAGES):
+        return f"a URL begins with `{scheme}://`"
     try:
         with os.scandir(there) as found:
             names = [one.name for one in islice(found, LOOKED_AT) if one.name[0] != "."]

@@ -35,19 +35,32 @@ class Outbox:
         self._waiting = 0
 
     def wait(self, stopped: Callable[[], bool]) -> None:
-        """Return once there is room for another file, or all is over."""
+        """Return once there is room for another file, or all is over.
+
+        Args:
+            stopped: Whether all is over.
+        """
         with self._changed:
             while self._waiting >= WAITING and not stopped():
                 self._changed.wait(0.1)
 
     def announce(self, name: str) -> None:
-        """Count a file that is going to be complete at once."""
+        """Count a file that is going to be complete at once.
+
+        Args:
+            name: Its name in the output.
+        """
         if name not in self._last:
             with self._changed:
                 self._waiting += 1
 
     def take(self, name: str, path: Path) -> None:
-        """Bring a complete file to its place, and free its disk."""
+        """Bring a complete file to its place, and free its disk.
+
+        Args:
+            name: Its name in the output; one of the last ones waits for :meth:`close`.
+            path: Where it is now.
+        """
         if name in self._last:
             return
         try:
@@ -60,6 +73,10 @@ class Outbox:
                 self._changed.notify_all()
 
     def close(self, root: Path) -> None:
-        """Bring the files that come last to their place, in their order."""
+        """Bring the files that come last to their place, in their order.
+
+        Args:
+            root: The folder of the output.
+        """
         for name in self._last:
             self._put(name, root / name)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from ckptctl.errors import SourceNotFoundError
-from ckptctl.storage.remote_store import system_of, told
+from ckptctl.storage.remote_store import store_errors, system_of
 from ckptctl.storage.urls import is_url, scheme_of
 
 
@@ -32,28 +32,49 @@ def exists(url: str, name: str) -> bool:
 
 
 def size(url: str, name: str) -> int:
-    """Return the size of *name* below *url*; -1: there is none."""
+    """Return the size of the file *name* below *url*; -1: there is none.
+
+    Raises:
+        StorageError: The place cannot be reached, or does not let us look.
+    """
     system, root = system_of(url)
-    with suppress(SourceNotFoundError), told(url, name, "look at"):
+    with suppress(SourceNotFoundError), store_errors(url, name, "look at"):
         system.invalidate_cache()
         return int(system.size(f"{root}/{name}"))
     return -1
 
 
 def write(url: str, name: str, content: bytes) -> None:
-    """Write a small file in one step."""
+    """Write a small file in one step.
+
+    Args:
+        url: A folder.
+        name: The file, relative to it.
+        content: All of its bytes.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
     system, root = system_of(url)
-    with told(url, name, "write"):
+    with store_errors(url, name, "write"):
         system.makedirs(root, exist_ok=True)
         system.pipe_file(f"{root}/{name}", content)
 
 
 @contextmanager
 def create(url: str, name: str) -> Iterator[IO[bytes]]:
-    """Write a file from front to back; after an error there is none."""
+    """Write a file from front to back; after an error there is none.
+
+    Args:
+        url: A folder.
+        name: The file, relative to it.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
     system, root = system_of(url)
     path = f"{root}/{name}"
-    with told(url, name, "write"):
+    with store_errors(url, name, "write"):
         system.makedirs(root, exist_ok=True)
         target = system.open(path, "wb")
         try:

@@ -17,12 +17,15 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.storage.remote_retries import retried
 from ckptctl.storage.remote_store import ITSELF, Stored
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
+_WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"
+"""Revisions that stand in a URL as they are."""
 _URL = re.compile(
     r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repository>[^/@]+/[^/@]+)"
-    r"(?:@(?P<revision>refs/(?:pr/\d+|convert/[^/]+)|[^/]+))?(?:/(?P<path>.*))?"
+    rf"(?:@(?P<revision>{_WITH_SLASHES}|[^/]+))?(?:/(?P<path>.*))?"
 )
 LOGIN = "`hf auth login`, or a token in HF_TOKEN; private and gated repositories need one"
 
@@ -45,7 +48,8 @@ class HubUrl:
 
     def __str__(self) -> str:
         prefix = "" if self.kind == "model" else f"{self.kind}s/"
-        revision = self.revision and quote(self.revision, safe="/" if _special(self) else "")
+        as_it_is = re.fullmatch(_WITH_SLASHES, self.revision or "")
+        revision = self.revision and quote(self.revision, safe="/" if as_it_is else "")
         parts = f"hf://{prefix}{self.repository}" + (f"@{revision}" if revision else "")
         return f"{parts}/{self.path}" if self.path else parts
 
@@ -157,7 +161,8 @@ def _look(at: HubUrl, url: str) -> tuple[str, dict[str, Stored], Path | None]:
         except OfflineModeIsEnabled:
             return _look_offline(at)
         time = int(found.last_modified.timestamp() * 1e9) if found.last_modified else 0
-        files = {one.rfilename: _stored(one, time) for one in found.siblings or ()}
+        siblings = (one for one in found.siblings or () if _inside(one.rfilename))
+        files = {one.rfilename: _stored(one, time) for one in siblings}
         return str(found.sha), files, None
 
 
@@ -177,6 +182,11 @@ def _look_offline(at: HubUrl) -> tuple[str, dict[str, Stored], Path | None]:
     return folder.name, files, folder
 
 
+def _inside(name: str) -> bool:
+    """Return whether a name stays in the repository, as all names of git do."""
+    return not {"", ".", ".."} & set(name.split("/"))
+
+
 def _stored(sibling: Any, time: int) -> Stored:
     lfs = sibling.lfs
     version = lfs["sha256"] if lfs else sibling.blob_id
@@ -184,7 +194,16 @@ def _stored(sibling: Any, time: int) -> Stored:
 
 
 def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes | bytearray:
-    """Return a range of a file; a server that sends the whole file is stopped."""
+    """Return a range of a file, in several requests where the connection breaks."""
+    return retried(lambda found: _append(found, at, name, commit, start + len(found), stop))
+
+
+def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:
+    """Append a range of a file; a server that sends the whole file is stopped.
+
+    Raises:
+        ConnectionError: The body ended too early; what there was of it is appended.
+    """
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
 
@@ -199,15 +218,29 @@ def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes 
     )
     with client.http_stream_backoff("GET", url, headers=headers) as response:
         client.hf_raise_for_status(response)
-        skip = start if response.status_code == 200 else 0
-        found = bytearray()
+        sent = response.headers.get("Content-Range", "").removeprefix("bytes ")
+        begins = sent.partition("-")[0] if response.status_code == 206 else "0"
+        if begins != str(start):
+            raise StorageError(f"the server does not send ranges of `{name}`", where=str(at))
+        end = len(found) + stop - start
+        broken = _append_body(found, response, end)
+    if broken:
+        raise ConnectionError(f"{type(broken).__name__}: {broken}") from broken
+
+
+def _append_body(found: bytearray, response: Any, end: int) -> Exception | None:
+    """Append a body until *end* bytes are there, and return what broke it off.
+
+    An error must not pass the client's own context, which would begin the request anew.
+    """
+    try:
         for part in response.iter_bytes(1 << 20):
-            if skip:
-                raise StorageError(f"the server does not send ranges of `{name}`", where=str(at))
-            found += part[: stop - start - len(found)]
-            if len(found) == stop - start:
+            found += part[: end - len(found)]
+            if len(found) == end:
                 break
-        return found
+    except Exception as error:
+        return error
+    return None
 
 
 def _read_local(path: Path, start: int, stop: int) -> bytes:
@@ -218,16 +251,25 @@ def _read_local(path: Path, start: int, stop: int) -> bytes:
 
 @contextmanager
 def hub_errors(url: str, what: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into errors of ours."""
+    """Turn what huggingface_hub raises into errors of ours.
+
+    Args:
+        url: The repository.
+        what: What is done with it, as in ``list it``.
+
+    Raises:
+        SourceNotFoundError: There is no such repository, revision or file, or not in the cache.
+        StorageError: It failed otherwise.
+    """
     try:
         yield
     except CkptError:
         raise
     except Exception as error:
-        raise _told(error, url, what) from error
+        raise _failure(error, url, what) from error
 
 
-def _told(error: Exception, url: str, what: str) -> CkptError:
+def _failure(error: Exception, url: str, what: str) -> CkptError:
     from huggingface_hub import errors as hub
 
     why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
@@ -249,7 +291,3 @@ def _told(error: Exception, url: str, what: str) -> CkptError:
     status = getattr(getattr(error, "response", None), "status_code", None)
     hint = LOGIN if status in (401, 403) else "check the network, HF_ENDPOINT and proxy settings"
     return StorageError(f"cannot {what}", where=url, why=why, hint=hint)
-
-
-def _special(at: HubUrl) -> bool:
-    return bool(at.revision and re.fullmatch(r"refs/(pr/\d+|convert/[^/]+)", at.revision))

@@ -79,6 +79,12 @@ class HubDestination:
                 revision=self._at.revision,
                 num_threads=1,
             )
+        if added._should_ignore:  # the commit would leave it out, and say nothing
+            raise RefusedError(
+                f"the repository's .gitignore names `{added.path_in_repo}`",
+                where=self._url,
+                hint="take it out of .gitignore, or name another repository or folder",
+            )
         with self._lock:
             self._added[added.path_in_repo] = added
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,12 @@ from dataclasses import replace
 
 from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.remote_blocks import SHARED
-from ckptctl.storage.remote_store import ITSELF, Store, Stored, open_store
-from ckptctl.storage.urls import masked, without_query
+from ckptctl.storage.remote_store import ITSELF, FsspecStore, Store, Stored
+from ckptctl.storage.urls import HUB, masked, scheme_of, without_query
 
 KNOWN = 64
+_numbers = itertools.count()
+"""What was read of one mount is never taken for what another one has."""
 
 
 class Mount:
@@ -39,6 +42,7 @@ class Mount:
         self._store = store
         self._known = dict(known or {})
         self._lenient = lenient or bool(known)
+        self._number = next(_numbers)
         self._lock = threading.RLock()
         self._folders: dict[str, dict[str, Stored]] = {}
         if listed:
@@ -116,7 +120,7 @@ class Mount:
                 )
             return data
 
-        key = (id(self), name, found.size, found.version, found.mtime_ns)
+        key = (self._number, name, found.size, found.version, found.mtime_ns)
         return SHARED.read(key, found.size, offset, nbytes, fetch)
 
     def above(self) -> Mount | None:
@@ -150,7 +154,7 @@ def mount(url: str) -> str:
         UsageError: No file system for it is known or installed.
         StorageError: The place cannot be reached, or does not let us look.
     """
-    store = open_store(secret_of(remember(url)))
+    store = _open(secret_of(remember(url)))
     listed = store.members("")
     if not listed:
         raise SourceNotFoundError("there is nothing at this URL", where=store.url)
@@ -165,6 +169,14 @@ def mount(url: str) -> str:
         while len(_mounts) > KNOWN:
             _mounts.popitem(last=False)
     return store.url
+
+
+def _open(url: str) -> Store:
+    if scheme_of(url) == HUB:
+        from ckptctl.storage.remote_hub import HubStore
+
+        return HubStore(url)
+    return FsspecStore(url)
 
 
 def _folder_of(store: Store) -> Store:

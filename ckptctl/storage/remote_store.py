@@ -15,7 +15,8 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage.urls import HUB, WEB, hide, install_hint, masked, scheme_of, without_query
+from ckptctl.storage.remote_retries import retried
+from ckptctl.storage.urls import WEB, hide, install_hint, masked, scheme_of, without_query
 
 VERSIONS = (
     "ETag",
@@ -83,19 +84,6 @@ class Store(Protocol):
         """Return the folder that it lies in; None: it is all there is."""
 
 
-def open_store(url: str) -> Store:
-    """Return the place behind *url*.
-
-    Raises:
-        UsageError: No file system for it is known or installed.
-    """
-    if scheme_of(url) == HUB:
-        from ckptctl.storage.remote_hub import HubStore
-
-        return HubStore(url)
-    return FsspecStore(url)
-
-
 class FsspecStore:
     """A folder or file of an fsspec file system.
 
@@ -119,27 +107,31 @@ class FsspecStore:
     def members(self, folder: str) -> list[Stored]:
         """See :class:`Store`."""
         path = self._path(folder)
-        with told(self._secret, folder, "list"):
+        with store_errors(self._secret, folder, "list"):
             try:
                 if self._web and not folder and not self._is_listing(path):
                     return [stored(self.system.info(path), ITSELF)]
                 found = self.system.ls(path, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                _raise_other(error)
                 return []
         own = self.root + f"/{folder}" * bool(folder)
         return [one for entry in found if (one := _member(entry, own)) is not None]
 
     def complete(self, name: str, found: Stored) -> Stored:
         """See :class:`Store`."""
-        with told(self._secret, name, "look at"):
+        with store_errors(self._secret, name, "look at"):
             return stored(self.system.info(self._path(name)), found.name)
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes:
         """See :class:`Store`."""
         del version
-        with told(self._secret, name, "read"):
+        with store_errors(self._secret, name, "read"):
             if self._web:
-                return self._read_web(self._path(name), start, stop)
+                place = self._path(name)
+                return bytes(
+                    retried(lambda found: found.extend(self._read_web(place, start, stop)))
+                )
             return bytes(self.system.cat_file(self._path(name), start=start, end=stop))
 
     def refresh(self) -> None:
@@ -208,8 +200,19 @@ def stored(info: Mapping[str, Any], name: str) -> Stored:
 
 
 @contextmanager
-def told(url: str, name: str, what: str) -> Iterator[None]:
-    """Turn whatever file systems raise into errors of ours, without the secrets of *url*."""
+def store_errors(url: str, name: str, what: str) -> Iterator[None]:
+    """Turn whatever file systems raise into errors of ours.
+
+    Args:
+        url: The place; what is secret in it is in no error.
+        name: What is worked on there; empty: the place itself.
+        what: What is done with it, as in ``list``.
+
+    Raises:
+        SourceNotFoundError: It is not there.
+        UsageError: A package is missing.
+        StorageError: It failed otherwise.
+    """
     try:
         yield
     except CkptError:
@@ -232,6 +235,20 @@ def _failure(error: Exception, url: str, name: str, what: str) -> CkptError:
     denied = denied or "Credentials" in type(error).__name__
     hint = CREDENTIALS if denied else NETWORK
     return StorageError(f"cannot {what} {subject}", where=where, why=why, hint=hint)
+
+
+def _raise_other(error: OSError) -> None:
+    """Raise what was wrong if it was not found for another reason than that it is not there.
+
+    ``HTTPFileSystem`` says "not found" of whatever goes wrong.
+    """
+    cause = error.__cause__
+    if isinstance(cause, Exception) and getattr(cause, "status", None) not in (None, 404, 410):
+        raise cause
+    if type(cause).__module__.startswith("aiohttp.client_exceptions") and not hasattr(
+        cause, "status"
+    ):
+        raise cause  # type: ignore[misc]
 
 
 def _member(entry: Mapping[str, Any], folder: str) -> Stored | None:

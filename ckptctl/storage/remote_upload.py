@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError
 from ckptctl.storage import remote_mounts
-from ckptctl.storage.remote_store import FsspecStore, told
+from ckptctl.storage.remote_store import FsspecStore, store_errors
 from ckptctl.storage.urls import HUB, masked, scheme_of
 
 PART = 8 << 20
@@ -79,7 +79,7 @@ class FsspecDestination:
     def put(self, name: str, path: Path) -> None:
         """See :class:`Destination`."""
         system, place = self._store.system, f"{self._store.root}/{name}"
-        with told(self._url, name, "write"):
+        with store_errors(self._url, name, "write"):
             self._began.append(place)
             system.makedirs(place.rpartition("/")[0], exist_ok=True)
             system.put_file(str(path), place, **self._options(path))

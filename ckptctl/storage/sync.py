@@ -12,6 +12,27 @@ _WRITE = 2
 """``SYNC_FILE_RANGE_WRITE`` (man 2 sync_file_range)."""
 
 
+def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
+    """Write a new file.
+
+    Args:
+        path: Where.
+        parts: What it holds, one after the other.
+        sync: Whether it has to be on the disk; its name is on the disk when the directory is.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    try:
+        with path.open("xb") as file:
+            file.writelines(parts)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError.from_os_error(error, "write", str(path)) from error
+
+
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory.
 

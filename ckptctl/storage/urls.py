@@ -76,6 +76,8 @@ def install_hint(scheme: str) -> str:
 def _secrets(url: str) -> list[str]:
     rest = url.partition("://")[2]
     user, sign, _ = rest.partition("/")[0].rpartition("@")
-    found = [user.partition(":")[2], user] if sign and ":" in user else []
+    # Without a password the name may be a token, where it is not the login of a machine.
+    secret = ":" in user or scheme_of(url) in WEB
+    found = [user.partition(":")[2], user] if sign and secret else []
     found.append(without_query(url)[1].removeprefix("?"))
     return sorted(filter(None, found), key=len, reverse=True)

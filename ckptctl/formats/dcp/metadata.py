@@ -15,6 +15,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.errors import CkptError, DamagedError, FormatError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
+from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage.files import contained
 from ckptctl.storage.pickle_reader import TORCH_TABLE, Builder, Global, Inert, loads
 
@@ -140,14 +141,8 @@ def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[
         DamagedError: See :func:`decode`.
         FormatError: See :func:`decode`.
     """
-    try:
+    with malformed("this is not the metadata of a DCP checkpoint", where):
         return _leaves(_state(root), where, scanner or Scanner())
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise DamagedError(
-            "this is not the metadata of a DCP checkpoint",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-        ) from error
 
 
 def _leaves(metadata: Mapping[str, object], where: str, scanner: Scanner) -> dict[str, Leaf]:

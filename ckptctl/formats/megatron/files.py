@@ -16,7 +16,6 @@ from ckptctl.formats.shared.tags import tag_folder, tags
 
 POINTER = "latest_checkpointed_iteration.txt"
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
-RELEASE = "release"
 _RANK = re.compile(r"mp_rank_(\d{2,7})((?:_\d{3,7}){0,2})", re.ASCII)
 _ITERATION = re.compile(r"\d{1,15}", re.ASCII)
 

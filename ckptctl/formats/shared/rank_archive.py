@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptctl.catalog import Blob, Path
-from ckptctl.errors import CkptError, DamagedError
+from ckptctl.errors import CkptError
 from ckptctl.formats.shared import dtensor, sharded_tensor
 from ckptctl.formats.shared.device_mesh import Meshes
 from ckptctl.formats.shared.dtensor import Sharded, read_dtensor
+from ckptctl.formats.shared.malformed import malformed
 from ckptctl.formats.shared.sharded_tensor import read_sharded_tensor, refuse_flat
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.shared.unknown_classes import require_known
@@ -72,18 +73,14 @@ def _sharded(node: object, key: str, where: str, meshes: Meshes) -> Sharded:
     assert isinstance(node, Inert)
     refuse_flat(key)
     _, kind, args, state = node.args
+    where = f"{where}, tensor `{key}`"
     try:
-        if isinstance(kind, Global) and kind.name == "DTensor":
-            return read_dtensor(args, state, meshes)
-        if isinstance(kind, Global) and kind.name == "ShardedTensor":
-            return read_sharded_tensor(args, state)
-        raise TypeError(f"`{kind}` is no class of sharded tensors")
+        with malformed(f"`{key}` is not a sharded tensor as torch writes it", where):
+            if isinstance(kind, Global) and kind.name == "DTensor":
+                return read_dtensor(args, state, meshes)
+            if isinstance(kind, Global) and kind.name == "ShardedTensor":
+                return read_sharded_tensor(args, state)
+            raise TypeError(f"`{kind}` is no class of sharded tensors")
     except CkptError as error:
-        error.where = f"{where}, tensor `{key}`"
+        error.where = where
         raise
-    except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
-        raise DamagedError(
-            f"`{key}` is not a sharded tensor as torch writes it",
-            where=f"{where}, tensor `{key}`",
-            why=f"{type(error).__name__}: {error}",
-        ) from error

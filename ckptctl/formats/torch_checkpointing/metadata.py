@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptctl.errors import DamagedError
+from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage import json_reader
 from ckptctl.storage.files import SourceFiles, contained
 from ckptctl.storage.pickle_reader import check_tree, loads
@@ -76,14 +77,8 @@ def read_metadata(files: SourceFiles) -> Metadata:
         raise DamagedError("the metadata is too large", where=where, why=f"{size:,} bytes")
     root = loads(files.read(METADATA, 0, size), where=where, table={})
     check_tree(root, limit=max(1_000_000, 8 * size), where=where)
-    try:
+    with malformed("this is not the metadata of torch_checkpointing", where):
         return _metadata(root, where)
-    except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
-        raise DamagedError(
-            "this is not the metadata of torch_checkpointing",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-        ) from error
 
 
 def _metadata(root: object, where: str) -> Metadata:

@@ -18,6 +18,7 @@ from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.dtensor import Piece, Sharded
 from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.formats.shared.malformed import malformed
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
@@ -79,18 +80,12 @@ class TorchSnapshotFormat(Format):
         with SourceFiles(path) as files:
             reader, merger = _Reader(files), RankMerger(files)
             lost = Lost({})
-            try:
+            with malformed("this is not the metadata of torchsnapshot", where):
                 entries = read_manifest(files)
                 if asked.partial:
                     lost = Lost(unfit(files, entries, where))
                 for entry in entries:
                     _add(reader, merger, entry, lost if asked.partial else None)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise DamagedError(
-                    "this is not the metadata of torchsnapshot",
-                    where=where,
-                    why=f"{type(error).__name__}: {error}",
-                ) from error
             plain = {one.file for one in reader.ranges}
             sizes = {file: size for file, size in reader.sizes.items() if file in plain}
             require_tiled(reader.ranges, sizes, where)

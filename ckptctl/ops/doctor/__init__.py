@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptctl.errors import SourceNotFoundError
+from ckptctl.ops.checks import require_path
 from ckptctl.ops.doctor.check import Check
 from ckptctl.storage.nearby import nearby
 
@@ -22,9 +23,11 @@ def doctor(directory: Path) -> tuple[Check, ...]:
 
     Raises:
         SourceNotFoundError: It is no directory.
+        UsageError: It is a URL.
     """
     place = directory.expanduser().absolute()
     if not place.is_dir():
+        require_path(directory)
         raise SourceNotFoundError("no such directory", where=str(directory), hint=nearby(place))
     return tuple(_checks(place))
 

@@ -68,7 +68,7 @@ def _home() -> Path:
     Importing that costs more than all the rest of the start.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")  # noqa: PTH118
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
     return Path(os.path.expandvars(home)).expanduser()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.conftest import DATA
 from tests.contract.test_docs import documented_fields, fields_of
 
 
@@ -81,6 +82,49 @@ def test_options_arrive(run, tmp_path, options):
     assert run("diff", *both, *options).exit_code == 0
     assert run("diff", *both, "--include", "y").exit_code == 0
     assert run("diff", *both, "--exclude", "x").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--weights-a", "module", "--weights-b", "module"], 0, ""),
+        (["--weights-a", "module"], 1, ""),
+        (["--weights-b", "module"], 1, ""),
+        (["--weights-a", "both"], 2, "neither `master` nor `module`"),
+        (["--tag-a", "global_step2"], 0, ""),
+        (["--tag-a", "nowhere"], 2, "there is no save `nowhere`"),
+        (["--tag-b", "nowhere"], 2, "there is no save `nowhere`"),
+        (["--root-a", "module.", "--root-b", "module."], 0, ""),
+        (["--root-a", "nowhere."], 2, "under `nowhere.`"),
+        (["--root-b", "nowhere."], 2, "under `nowhere.`"),
+        (["--rules", "megatron-core"], 2, "`--rules` has no meaning"),
+        (["--dequantize", "bf16"], 2, "quantised"),
+        (["--dequantize", "int4"], 2, "int4"),
+    ],
+)
+def test_what_is_said_of_a_side_arrives(run, options, code, said):
+    source = DATA / "deepspeed" / "z1_bf16" / "ckpt"
+    result = run("diff", source, source, "--only", "model", *options)
+    assert result.exit_code == code, result.output
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--weights", "module"], 0, "bfloat16"),
+        (["--weights", "master"], 0, "float32"),
+        (["--tag", "global_step2"], 0, "float32"),
+        (["--tag", "nowhere"], 2, "there is no save `nowhere`"),
+        (["--rules", "megatron-core"], 2, "`--rules` has no meaning"),
+        (["--dequantize", "bf16"], 2, "quantised"),
+    ],
+)
+def test_what_readers_offer_arrives(run, options, code, said):
+    source = DATA / "deepspeed" / "z1_bf16" / "ckpt"
+    result = run("extract", source, "module.fc1.weight", *options)
+    assert result.exit_code == code, result.output
+    assert said in result.output
 
 
 def test_what_is_missing(run, pair, tmp_path):

@@ -92,6 +92,19 @@ def test_json(run, root):
     }
 
 
+def test_nothing_to_do_is_done_and_no_dry_run(run, root):
+    before = snapshot(root)
+    for more in ((), ("--yes",)):
+        result = run("prune", root, "--keep-last", 9, *more)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.splitlines()[-2:] == ["removed\t0", "freed\t0"]
+        found = json.loads(run("prune", root, "--keep-last", 9, "--json", *more).stdout)
+        assert (found["dry_run"], found["done"], found["freed"]) == (False, [], 0)
+        assert run("prune", root, "--keep-last", 9, "-q", *more).stdout == ""
+    assert snapshot(root) == before
+    assert json.loads(run("prune", root, "--keep-last", 9, "--json", "-n").stdout)["dry_run"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -103,6 +116,7 @@ def test_json(run, root):
         (("--keep-within", "soon"), 2),
         (("--keep-best", "bleu"), 2),
         (("--keep-best", "bleu:max"), 2),
+        (("--keep", "stpe-*"), 6),
         (("--thin", "weights", "--keep-last", 1), 2),
         (("--min-age", "7", "--keep-last", 1), 2),
     ],

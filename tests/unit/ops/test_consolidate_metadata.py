@@ -13,6 +13,7 @@ from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, RefusedError, StorageError
 from ckptctl.ops import consolidate_metadata
 from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+from ckptctl.storage.sync import write_file
 from tests.checkpoints import differences, load_any_reference
 from tests.contract.support import snapshot
 
@@ -71,13 +72,13 @@ def test_metadata_that_appears_meanwhile_wins(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_metadata(source)
-    write = consolidate_metadata._write
+    write = write_file
 
     def slow(path: Path, content: bytes) -> None:
         write(path, content)
         (source / ".metadata").write_bytes(b"another")
 
-    monkeypatch.setattr(consolidate_metadata, "_write", slow)
+    monkeypatch.setattr(consolidate_metadata, "write_file", slow)
     with pytest.raises(RefusedError):
         run_metadata(plan)
     assert (source / ".metadata").read_bytes() == b"another"
@@ -109,13 +110,13 @@ def test_a_rank_that_writes_at_the_last_moment_is_noticed(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_metadata(source)
-    write = consolidate_metadata._write
+    write = write_file
 
     def slow(path: Path, content: bytes) -> None:
         write(path, content)
         os.utime(source / "__1.metadata")
 
-    monkeypatch.setattr(consolidate_metadata, "_write", slow)
+    monkeypatch.setattr(consolidate_metadata, "write_file", slow)
     with pytest.raises(DamagedError, match="changed"):
         run_metadata(plan)
     assert not (source / ".metadata").exists()

@@ -162,6 +162,18 @@ def test_young_ones_stay(run):
     assert prune(run, Policy(last=5, incomplete=True, min_age=600.0)).done == ("step-100",)
 
 
+def test_a_clock_that_is_ahead_of_the_file_systems(run):
+    """Else a save that goes on over there looks as old as the clocks are apart."""
+    tear(run / "step-100", time.time() - 60)
+    ahead = time.time() + 7200
+    plan = plan_prune(run, Policy(last=5, incomplete=True), now=ahead)
+    assert [one.name for one in plan.of("remove")] == ["step-100"]
+    result = run_prune(plan)
+    assert result.done == ()
+    assert "being written" in result.failed["step-100"].what
+    assert "step-100" in names(run)
+
+
 def test_other_things_stay(run, tmp_path):
     (run / "notes.txt").write_text("x")
     (run / "logs").mkdir()

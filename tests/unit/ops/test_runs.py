@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import FormatError, SourceNotFoundError
+from ckptctl.ops import run_completeness
 from ckptctl.ops.runs import newest_complete, read_run
 from tests.runs import START, age, save_step, tear
 
@@ -118,6 +119,25 @@ def test_what_the_others_have_must_be_there(tmp_path):
     found, skipped = newest_complete(tmp_path)
     assert found.entry.path.name == "checkpoint-2"
     assert "trainer_state.json" in skipped[0].candidate.problem
+
+
+def test_accelerates_last_file_too(tmp_path):
+    for step in (1, 2, 3):
+        path = save_step(tmp_path / f"checkpoint_{step}")
+        if step != 3:
+            (path / "random_states_0.pkl").write_bytes(b"x")
+            age(path, START + 60 * step)
+    assert states(tmp_path)["checkpoint_3"] == "incomplete"
+
+
+def test_work_grows_with_the_run_and_not_with_its_square(tmp_path, monkeypatch):
+    looked: list[str] = []
+    has = run_completeness._has
+    monkeypatch.setattr(run_completeness, "_has", lambda *a: looked.append(a[1]) or has(*a))
+    for step in range(30):
+        save_step(tmp_path / f"step-{step}")
+    read_run(tmp_path)
+    assert len(looked) == 30 * len(run_completeness.COMPANIONS)
 
 
 @pytest.mark.parametrize(

@@ -207,12 +207,13 @@ def statement(**changed: Any) -> Statement:
 
 
 def test_plans_hold_only_when_all_have_the_same() -> None:
-    said = [statement(), statement(key=b"other")]
+    said = [statement(), statement(nonce=b"other")]
     current = generation(said)
     held = [one._replace(generation=current, groups={1: b"v"}) for one in said]
     assert unchanged(held)
     assert not unchanged([held[0], held[1]._replace(generation=b"")])
-    assert not unchanged([held[0], held[1]._replace(key=b"changed")])
+    again = generation([held[0], held[1]._replace(nonce=b"another call")])
+    assert not unchanged([held[0], held[1]._replace(generation=again)])
     assert not unchanged([held[0], held[1]._replace(groups={1: b"w"})])
     assert unchanged([held[0], held[1]._replace(groups={1: b"v", -1: b"w"})])
     assert not unchanged(said)

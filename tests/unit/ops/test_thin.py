@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckptctl.errors import StorageError
+from ckptctl.ops import thin as thinning
 from ckptctl.ops.prune import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import rename
@@ -130,3 +131,21 @@ def test_a_failure_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     _, result = thin(tmp_path)
     assert isinstance(result.failed["step-1"], StorageError)
     assert not differences(load_any_reference(tmp_path / "step-1"), before)
+
+
+def test_what_is_added_while_it_is_written_anew_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        age(save_training_dcp(tmp_path / f"step-{step}", MODEL), START + step)
+    keep_time = thinning._keep_time
+
+    def added(target: Path, time: float) -> None:
+        (tmp_path / "step-1" / "eval.json").write_text("{}")
+        keep_time(target, time)
+
+    monkeypatch.setattr(thinning, "_keep_time", added)
+    _, result = thin(tmp_path)
+    assert "changed" in result.failed["step-1"].what
+    assert (tmp_path / "step-1" / "eval.json").exists()
+    assert any("optim" in name for name in load_any_reference(tmp_path / "step-1"))

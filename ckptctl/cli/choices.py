@@ -1,0 +1,47 @@
+"""What options take, by name: for the shell to offer, and for errors to list."""
+
+from __future__ import annotations
+
+
+def readable_formats() -> list[str]:
+    """Return what ``--from`` accepts."""
+    from ckptctl import formats
+
+    return [*formats.names(), *formats.added()]
+
+
+def writable_formats() -> list[str]:
+    """Return what ``--to`` accepts."""
+    from ckptctl import formats
+    from ckptctl.formats.base import WritableFormat
+
+    added = formats.added().items()
+    more = (name for name, found in added if isinstance(found, WritableFormat))
+    return [*formats.writable(), *more]
+
+
+def model_types() -> list[str]:
+    """Return what ``--model-type`` accepts."""
+    from ckptctl import families
+
+    return list(families.names())
+
+
+def layouts() -> list[str]:
+    """Return the layouts of all families."""
+    from ckptctl import families
+
+    return sorted({name for family in families.families().values() for name in family.layouts})
+
+
+def dtypes() -> list[str]:
+    """Return the dtypes that a cast may go to."""
+    from ckptctl.dtypes import BY_NAME
+
+    short = (dtype.short for dtype in BY_NAME.values() if dtype.floating)
+    return [f"fp{name[1:]}" if name[1:].isdigit() else name for name in short]
+
+
+def dequantized() -> list[str]:
+    """Return what ``--dequantize`` accepts."""
+    return ["bf16", "fp32"]
