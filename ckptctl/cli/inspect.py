@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -104,7 +105,8 @@ def inspect(
         else:
             output.table(tables.collapsed(output, shown, depth, cast("Order", sort)), right=[3])
         if found.dequantisable:
-            output.hint("`ckptctl convert --dequantize bf16` turns what is quantised into bf16")
+            start = shlex.join(["ckptctl", "convert", str(found.path)])
+            output.hint(f"`{start} DST --to hf --dequantize bf16` makes plain weights of them")
     if not found.complete:
         output.warning(f"incomplete: {_first(found.problems)}")
 

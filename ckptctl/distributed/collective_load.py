@@ -32,7 +32,7 @@ from ckptctl.ops.coordinator import Coordinator, on_first, telling, together
 from ckptctl.ops.holdings import digest
 from ckptctl.ops.leftovers import Comparison, compare
 from ckptctl.ops.load_options import LoadOptions, LoadReport
-from ckptctl.ops.loading import Reading, moved, prepare, same_places
+from ckptctl.ops.loading import Reading, plan_elsewhere, prepare, same_places
 from ckptctl.ops.nothing_lost import require_nothing_lost
 from ckptctl.ops.state_mapping import map_state
 from ckptctl.ops.wanted import Wanted
@@ -70,10 +70,16 @@ class CollectiveLoad:
         self._hosts: list[str] = []
         self._values: dict[str, object] | None = None
 
-    def into(self, state_dict: MutableMapping[str, Any], path: str | Path) -> LoadReport:
-        """Load the checkpoint at *path*."""
-        error: BaseException | None = None
+    def into(
+        self,
+        state_dict: MutableMapping[str, Any],
+        path: str | Path,
+        error: BaseException | None = None,
+    ) -> LoadReport:
+        """Load the checkpoint at *path*; *error* is why this rank cannot."""
         try:
+            if error is not None:
+                raise error
             here = (self._rank, self._ranks.world, self._every)
             self._asked = request(state_dict, path, self._how, here)
             self._kept = self._plans.get(self._asked.key) if self._asked.key else None
@@ -126,7 +132,7 @@ class CollectiveLoad:
         entries = reading.locate(wanted)
         checksum = self._options.checksum
         if known and known.turns is None and same_places(known.entries, entries, checksum):
-            plan = moved(known.plan, catalog.root)
+            plan = plan_elsewhere(known.plan, catalog.root)
         else:
             plan = reading.plan_of(wanted, entries)
         self._values = self._read_values(reading)

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from ckptctl.distributed.messages import gather_bytes, scatter_bytes
+from ckptctl.distributed.messages import broadcast_bytes, gather_bytes, scatter_bytes
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.ops.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import default_threads
@@ -56,6 +56,9 @@ class Group:
         """See :class:`Coordinator`."""
         found = [value]
         with reaching():
+            if self._on_host:
+                packed = dumps(value) if self.rank == 0 else None
+                return cast(T, loads(broadcast_bytes(packed, self.group)))
             dist.broadcast_object_list(found, group=self.group, group_src=0)
         return cast(T, found[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,9 +102,14 @@ def load(
         raise UsageError("`broadcast` is True, False or 'auto'", why=f"it is {broadcast!r}")
     group = coordinator(process_group)
     ranks = group if collectives else Alone()
-    with families.using(converter):
+    error: BaseException | None = None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(families.using(converter))
+        except BaseException as failure:  # the other ranks wait to be told
+            error = failure
         how = How(options, broadcast, converter)
-        return CollectiveLoad(ranks, group, how).into(state_dict, path)
+        return CollectiveLoad(ranks, group, how).into(state_dict, path, error)
 
 
 def _floating(dtype: str | None) -> str | None:

@@ -22,13 +22,15 @@ from ckptctl.distributed.save_future import SaveFuture
 from ckptctl.distributed.saving import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
-from ckptctl.ops.coordinator import on_first
+from ckptctl.ops.coordinator import on_first, together
 from ckptctl.ops.load_options import LoadReport
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.prune_safety import parse_best
 from ckptctl.ops.run_entries import is_run
 from ckptctl.ops.runs import Checkpoint, newest_complete
 from ckptctl.planner.retention import Policy
+from ckptctl.storage.publish import require_path
+from ckptctl.storage.urls import local_path
 from ckptctl.units import parse_bytes
 
 _log = logging.getLogger("ckptctl")
@@ -110,7 +112,8 @@ class CheckpointManager(Closing):
         rated = (keep_best,) if isinstance(keep_best, str) else tuple(keep_best)
         policy = Policy(keep_last, keep_every, best=tuple(map(parse_best, rated)))
         hooks = (on_published,) if callable(on_published) else tuple(on_published)
-        self.root = Path(root).expanduser().absolute()
+        require_path(root)
+        self.root = Path(local_path(root)).expanduser().absolute()
         self._group = process_group
         self._save_every = save_every
         self._final = (final_format or "hf", model_type)
@@ -145,7 +148,7 @@ class CheckpointManager(Closing):
             raise UsageError(f"{step!r} is not the number of a step")
         path = self.root / f"{SERIES}{step}"
         ranks = coordinator(self._group)
-        rated = {name: float(value) for name, value in (metrics or {}).items()}
+        rated = together(ranks, lambda: _rated(metrics or {}))
         told = partial(self._keeper.published, rated=rated) if ranks.rank == 0 else None
         if self._saver is not None:
             return self._saver.save(state, path, on_published=told, **self._options)
@@ -169,8 +172,7 @@ class CheckpointManager(Closing):
         """
         self.wait()
         if coordinator(self._group).rank == 0:
-            rated = {name: float(value) for name, value in metrics.items()}
-            self._keeper.rate(self.root / f"{SERIES}{step}", rated)
+            self._keeper.rate(self.root / f"{SERIES}{step}", _rated(metrics))
 
     def load_latest(self, state: MutableMapping[str, Any], **options: Any) -> Resumed | None:
         """Fill *state* from the newest complete checkpoint of the run, whoever wrote it.
@@ -305,6 +307,13 @@ class CheckpointManager(Closing):
 def _loaded(found: Checkpoint) -> Path:
     """Return what of a checkpoint is loaded: itself, or the one part that it consists of."""
     return found.parts[0] if len(found.parts) == 1 else found.entry.path
+
+
+def _rated(metrics: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError("a metric is not a number", where="metrics", why=str(error)) from error
 
 
 def _floating(dtype: str | None) -> str | None:

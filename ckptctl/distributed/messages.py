@@ -2,7 +2,8 @@
 
 torch's object collectives first exchange lengths, which doubles what small ones cost. Here the
 first exchange holds the length and as much as fits behind it; only longer messages take a second
-one. All ranks learn the longest length, so they agree whether there is one.
+one. All ranks learn the longest length, so they agree whether there is one. NumPy, which torch's
+need, is not.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def gather_bytes(
         The messages; where the answer is not needed, it may be empty.
     """
     world = dist.get_world_size(group)
-    found = torch.zeros(world * SHORT, dtype=torch.uint8)
-    _all_gather(found, _padded(_first(own, len(own)), SHORT), group=group)
-    heads = [bytes(row) for row in found.view(world, SHORT).numpy()]
+    found, tensor = _room(world * SHORT)
+    _all_gather(tensor, _padded(_first(own, len(own)), SHORT), group=group)
+    heads = [bytes(found[at : at + SHORT]) for at in range(0, len(found), SHORT)]
     lengths = [_length(head) for head in heads]
     longest = max(lengths)
     if longest <= SHORT - HEAD:
@@ -60,6 +61,20 @@ def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | N
     return _scatter(messages, longest, group)
 
 
+def broadcast_bytes(message: bytes | None, group: dist.ProcessGroup | None) -> bytes:
+    """Return the message that rank 0 has, on all ranks.
+
+    Args:
+        message: None on the other ranks.
+        group: The ranks.
+    """
+    head = _broadcast(_first(message, len(message)) if message is not None else b"", SHORT, group)
+    longest = _length(head)
+    if longest <= SHORT - HEAD:
+        return head[HEAD : HEAD + longest]
+    return _broadcast(message or b"", longest, group)
+
+
 def _first(message: bytes, length: int) -> bytes:
     return length.to_bytes(HEAD, "little") + message[: SHORT - HEAD]
 
@@ -68,10 +83,15 @@ def _length(head: bytes) -> int:
     return int.from_bytes(head[:HEAD], "little")
 
 
+def _room(nbytes: int) -> tuple[bytearray, torch.Tensor]:
+    """Return zeroed memory, as bytes and as a tensor."""
+    memory = bytearray(nbytes)
+    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def _padded(message: bytes, nbytes: int) -> torch.Tensor:
-    tensor = torch.zeros(nbytes, dtype=torch.uint8)
-    if message:
-        tensor[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    memory, tensor = _room(nbytes)
+    memory[: len(message)] = message
     return tensor
 
 
@@ -83,20 +103,28 @@ def _gather_long(
     own: torch.Tensor, world: int, group: dist.ProcessGroup | None, everywhere: bool
 ) -> list[bytes]:
     mine = everywhere or dist.get_rank(group) == 0
-    parts = [torch.zeros_like(own) for _ in range(world)] if mine else None
+    parts = [_room(own.numel()) for _ in range(world if mine else 0)]
+    tensors = [tensor for _, tensor in parts]
     if everywhere:
-        assert parts is not None
-        dist.all_gather(parts, own, group=group)
+        dist.all_gather(tensors, own, group=group)
     else:
-        dist.gather(own, parts, group=group, group_dst=0)
-    return [bytes(part.numpy()) for part in parts or ()]
+        dist.gather(own, tensors if mine else None, group=group, group_dst=0)
+    return [bytes(memory) for memory, _ in parts]
 
 
 def _scatter(
     messages: Sequence[bytes] | None, nbytes: int, group: dist.ProcessGroup | None
 ) -> bytes:
     """Return this rank's message, with what pads it behind it: a pickle ends by itself."""
-    own = torch.zeros(nbytes, dtype=torch.uint8)
+    own, tensor = _room(nbytes)
     given = None if messages is None else [_padded(one, nbytes) for one in messages]
-    dist.scatter(own, given, group=group, group_src=0)
-    return bytes(own.numpy())
+    dist.scatter(tensor, given, group=group, group_src=0)
+    return bytes(own)
+
+
+def _broadcast(message: bytes, nbytes: int, group: dist.ProcessGroup | None) -> bytes:
+    """Return what rank 0 sends."""
+    memory, tensor = _room(nbytes)
+    memory[: len(message)] = message
+    dist.broadcast(tensor, group=group, group_src=0)
+    return bytes(memory)

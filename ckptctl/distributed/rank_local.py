@@ -15,8 +15,7 @@ from ckptctl.catalog import Blob
 from ckptctl.distributed.rank_output import Held, SaveOptions, add_file, fill, held
 from ckptctl.distributed.state import State
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.formats.dcp.metadata import METADATA
-from ckptctl.formats.dcp_rank_local import metadata_name
+from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.holdings import pack
 from ckptctl.ops.save_decision import all_of
 from ckptctl.ops.saving import RankItems, metadata, rank_files

@@ -26,7 +26,7 @@ class SaveFuture(Future[Path | None]):
         self.path = path
         self.skipped = False
         self.staged = threading.Event()
-        self.callback_errors: list[Exception] = []
+        self.callback_errors: list[BaseException] = []
         self.set_running_or_notify_cancel()
 
     def skip(self) -> Self:

@@ -129,6 +129,6 @@ class SaveThread:
             return
         try:
             callback(self.future.path)
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too: others wait for the future
             self.future.callback_errors.append(error)
             _log.exception("%s of %s failed", name, self.future.path)

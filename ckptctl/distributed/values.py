@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pathlib
 import pickle
+import re
 from collections.abc import Collection, MutableMapping, MutableSequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -21,6 +22,7 @@ from ckptctl.storage.files import SourceFiles
 NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 TEXT_AND_TIMES = ("U1", "S1", "datetime64", "timedelta64")
+FORBIDDEN = re.compile(r"(Unsupported global:|Trying to load unsupported) GLOBAL \S+")
 PATH_MODULES = ("pathlib", "pathlib._local")
 PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 
@@ -87,9 +89,15 @@ def unpickled(content: io.BytesIO, name: str, where: str, *, trusted: bool) -> o
         raise UnsafePickleError(
             f"`{name}` holds objects that are not known to be harmless",
             where=where,
-            why=str(error).partition("\n")[0],
+            why=_reason(str(error)),
             hint="`trusted=True` loads it all the same, which can run any code",
         ) from None
+
+
+def _reason(message: str) -> str:
+    """Return what torch says is wrong, without what it advises to do about that."""
+    found = FORBIDDEN.search(message)
+    return found[0] if found else message.partition("\n")[0]
 
 
 def _harmless() -> list[Any]:

@@ -17,7 +17,7 @@ from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp.metadata import METADATA, Leaf, decode
+from ckptctl.formats.dcp.metadata import METADATA, Leaf, decode, metadata_name
 from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.dcp.union import Union
 from ckptctl.formats.dcp.values import Values
@@ -182,11 +182,6 @@ def rank_files(path: Path) -> list[str]:
         FormatError: There are none.
     """
     return [metadata_name(rank) for rank in _ranks(path)]
-
-
-def metadata_name(rank: int) -> str:
-    """Return the name of the metadata of *rank*."""
-    return f"__{rank}{METADATA}"
 
 
 def _ranks(path: Path) -> list[int]:

@@ -17,7 +17,7 @@ from ckptctl.storage import publish
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.remote_path import path_at
-from ckptctl.storage.urls import SCHEME, is_url
+from ckptctl.storage.urls import is_url
 
 WINDOW = 4 << 20
 
@@ -77,7 +77,6 @@ def destination(
     """
     if is_url(target):
         return _remote_destination(source, target)
-    require_path(target)
     found = publish.destination(target.expanduser().absolute())
     real, origin = found.resolve(), source.resolve()
     if real == origin:
@@ -93,22 +92,6 @@ def destination(
     publish.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
     publish.require_writable(found)
     return found
-
-
-def require_path(target: Path) -> None:
-    """Refuse a path that was meant as a URL: ``s3:/a`` for ``s3://a``, a URL where none is taken.
-
-    Raises:
-        UsageError: It begins with the name of a scheme, and no such folder is there.
-    """
-    first = Path(target.parts[0]) if len(target.parts) > 1 else target
-    if first != target and SCHEME.match(f"{first}//") and not first.is_dir():
-        raise UsageError(
-            "this looks like a URL, and is a path",
-            where=str(target),
-            why=f"there is no folder `{first}` here",
-            hint="a checkpoint goes to a URL with `://`, a single tensor or a report to a path",
-        )
 
 
 def _remote_destination(source: Path, target: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
@@ -94,27 +95,17 @@ def compare(
         values: Path of each other leaf likewise.
     """
     catalog, offered = mapping.catalog, mapping.offered
-    used = {
-        view.key
-        for one in mapping.tensors
-        if any(view.key in tensors for view in one.targets)
-        for view in one.sources
-    }
-    used |= {moved(name, mapping.prefix, mapping.root) for name in values}
     missing = [name for name in tensors if name not in offered]
     missing += [name for name in values if not held_as(mapping, name, 0)]
-    beside = {_container(keys) for keys in (*tensors.values(), *values.values())}
     paths = {name: one.path for name, one in catalog.tensors.items()}
     paths |= {name: one.path for name, one in catalog.blobs.items()}
-    beside |= {_container(keys) for name, keys in paths.items() if name in used}
-    heads = {str(keys[0]) for keys in (*tensors.values(), *values.values())}
-    apart = kept_apart(catalog)
+    taken = _taken(mapping, paths, tensors, values)
     unexpected: list[str] = []
-    left_out = {name: why for name, why in mapping.dropped.items() if name not in used}
+    left_out = {name: why for name, why in mapping.dropped.items() if name not in taken.names}
     for name, keys in paths.items():
-        if name in used or name in left_out or is_computed(name):
+        if name in taken.names or name in left_out or is_computed(name):
             continue
-        why = _excused(catalog, name, keys, used, beside, heads, apart)
+        why = _excused(catalog, name, keys, taken)
         if why:
             left_out[name] = why
         else:
@@ -122,24 +113,52 @@ def compare(
     return Comparison(tuple(missing), tuple(unexpected), left_out)
 
 
-def _excused(
-    catalog: Catalog,
-    name: str,
-    keys: Keys,
-    used: Collection[str],
-    beside: Collection[str],
-    heads: Collection[str],
-    apart: Collection[str],
-) -> str | None:
+class _Taken(NamedTuple):
+    """What a state takes of a checkpoint.
+
+    Attributes:
+        names: What it reads.
+        containers: First keys of that, and of all that the state has.
+        heads: What the first keys of what the state has begin with.
+        apart: What :func:`kept_apart` says of the checkpoint.
+    """
+
+    names: Collection[str]
+    containers: Collection[str]
+    heads: Collection[str]
+    apart: Collection[str]
+
+
+def _taken(
+    mapping: StateMapping,
+    paths: Mapping[str, Keys],
+    tensors: Mapping[str, Keys],
+    values: Mapping[str, Keys],
+) -> _Taken:
+    names = {
+        view.key
+        for one in mapping.tensors
+        if any(view.key in tensors for view in one.targets)
+        for view in one.sources
+    }
+    names |= {moved(name, mapping.prefix, mapping.root) for name in values}
+    own = (*tensors.values(), *values.values())
+    containers = {_container(keys) for keys in own}
+    containers |= {_container(keys) for name, keys in paths.items() if name in names}
+    heads = {_head(keys) for keys in own}
+    return _Taken(names, containers, heads, kept_apart(mapping.catalog))
+
+
+def _excused(catalog: Catalog, name: str, keys: Keys, taken: _Taken) -> str | None:
     """Return why a name may be left over, if it may."""
-    if name in apart:
+    if name in taken.apart:
         return "it is one rank's own"
     entry = catalog.tensors.get(name)
-    if entry and entry.alias_of in used:
+    if entry and entry.alias_of in taken.names:
         return f"it shares its memory with `{entry.alias_of}`, which is read"
-    if _container(keys) not in beside:
+    if _container(keys) not in taken.containers:
         return "the state has nothing beside it"
-    if is_training(name) and str(keys[0]).partition(".")[0] not in heads:
+    if is_training(name) and _head(keys) not in taken.heads:
         return "the state has a model only"
     return None
 
@@ -184,3 +203,8 @@ def kept_apart(catalog: Catalog) -> set[str]:
 
 def _container(keys: Keys) -> str:
     return str(keys[0]) if len(keys) > 1 else ""
+
+
+def _head(keys: Keys) -> str:
+    """Return the first name of a path, also where dots divide names instead of dictionaries."""
+    return str(keys[0]).partition(".")[0]

@@ -148,7 +148,7 @@ def _place(extent: Extent) -> Extent:
     return extent if extent.crc32 is None else replace(extent, crc32=0)
 
 
-def moved(plan: Plan, root: str) -> Plan:
+def plan_elsewhere(plan: Plan, root: str) -> Plan:
     """Return *plan* for files that hold the same in the same places below another directory."""
     return replace(plan, source_root=root, sources=_identities(root, plan.sources))
 

@@ -11,6 +11,7 @@ from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.ops.verification import Verification
 from ckptctl.ops.verify import VerifyOptions, verify
+from ckptctl.storage.remote_path import require_answers
 
 BUILT_IN_RULES = Path("megatron-core")
 COMPANIONS = (
@@ -41,11 +42,17 @@ class Health:
 
 
 def health(path: Path) -> Health:
-    """Return what is known of the checkpoint at *path*; every part of it has to be whole."""
+    """Return what is known of the checkpoint at *path*; every part of it has to be whole.
+
+    Raises:
+        StorageError: What is behind a URL did not answer.
+    """
     try:
-        return _health(path)
+        found = _health(path)
     except OSError as error:
         return Health(None, (), StorageError.from_os_error(error, "look into it", str(path)).what)
+    require_answers(path)
+    return found
 
 
 def _health(path: Path) -> Health:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ckptctl import dtypes
 from ckptctl.catalog import Box, memory_name
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.dcp import DataFiles
+from ckptctl.formats.dcp.data_files import DataFiles
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_tensors
 from ckptctl.ops.holdings import Chunk, Holding

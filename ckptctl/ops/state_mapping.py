@@ -97,7 +97,7 @@ def map_state(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions)
     """
     named = options.layout or options.from_layout
     same = _renamed(catalog, state, options)
-    if not named and (not state or all(name in same.offered for name in state)):
+    if not named and state.keys() <= same.offered:
         return same
     try:
         changed = _changed(catalog, state, options)

@@ -25,7 +25,7 @@ from ckptctl.ops.verification import LEVELS, Level, Verification, of_error
 from ckptctl.ops.verify_structure import root_of, structure
 from ckptctl.ops.verify_surroundings import surroundings
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.storage.remote_path import path_at, shown
+from ckptctl.storage.remote_path import path_at, require_answers, shown
 from ckptctl.storage.urls import is_url
 
 UNUSED = f"{MANIFEST} describes other tensors"
@@ -103,6 +103,9 @@ def examine(
 ) -> tuple[Verification, Catalog | None]:
     """Verify as :func:`verify` does, and return also what could be read of the index, if any.
 
+    Raises:
+        StorageError: What is behind a URL did not answer.
+
     The catalog of a checkpoint that is not whole holds what is left of it.
     """
     start = time.monotonic()
@@ -112,6 +115,7 @@ def examine(
     if state.catalog is not None:
         _verify(state, state.catalog, options, progress, ranks)
     state.findings += surroundings(state.path, state.catalog)
+    require_answers(state.path)
     if options.manifest:
         _add_list(state, options.jobs, progress, ranks)
     return _result(shown(path), state, options, time.monotonic() - start), state.catalog

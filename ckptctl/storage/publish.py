@@ -21,9 +21,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from types import FrameType
 
-from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 from ckptctl.storage import lock, rename, trash
 from ckptctl.storage.sync import sync_directory
+from ckptctl.storage.urls import SCHEME, is_url, masked
 
 Recognise = Callable[[Path], bool]
 
@@ -190,7 +191,9 @@ def destination(target: Path) -> Path:
 
     Raises:
         RefusedError: It has no name of its own (``/``, ``.``, ``..``).
+        UsageError: It was meant as a URL.
     """
+    require_path(target)
     if target.name in ("", ".", ".."):
         raise RefusedError(
             "the destination needs a name of its own",
@@ -198,6 +201,24 @@ def destination(target: Path) -> Path:
             hint="give the path of a directory that does not exist yet",
         )
     return target.parent.resolve() / target.name
+
+
+def require_path(path: str | os.PathLike[str]) -> None:
+    """Refuse a URL, and what was one: ``Path("s3://a")`` is ``s3:/a``, a folder of this machine.
+
+    Raises:
+        UsageError: It is a URL, or has a folder with a scheme as its name that does not exist.
+    """
+    if is_url(path):
+        raise UsageError("a URL is not taken here", where=masked(str(path)), hint="name a path")
+    for folder in Path(path).parents:
+        if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
+            raise UsageError(
+                "this looks like a URL, and is a path",
+                where=str(path),
+                why=f"there is no folder `{folder.name}`",
+                hint="only checkpoints go to URLs, which have `://`; in Python they are text",
+            )
 
 
 def staging_directory(target: Path) -> Path:

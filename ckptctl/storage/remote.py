@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
 from ckptctl.errors import SourceNotFoundError
-from ckptctl.storage.remote_store import store_errors, system_of
+from ckptctl.storage.remote_store import make_folder, store_errors, system_of
 from ckptctl.storage.urls import is_url, scheme_of
 
 
@@ -57,7 +57,7 @@ def write(url: str, name: str, content: bytes) -> None:
     """
     system, root = system_of(url)
     with store_errors(url, name, "write"):
-        system.makedirs(root, exist_ok=True)
+        make_folder(system, root)
         system.pipe_file(f"{root}/{name}", content)
 
 
@@ -75,7 +75,7 @@ def create(url: str, name: str) -> Iterator[IO[bytes]]:
     system, root = system_of(url)
     path = f"{root}/{name}"
     with store_errors(url, name, "write"):
-        system.makedirs(root, exist_ok=True)
+        make_folder(system, root)
         target = system.open(path, "wb")
         try:
             yield cast(IO[bytes], target)

@@ -27,6 +27,7 @@ _URL = re.compile(
     r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repository>[^/@]+/[^/@]+)"
     rf"(?:@(?P<revision>{_WITH_SLASHES}|[^/]+))?(?:/(?P<path>.*))?"
 )
+CHANGED = 412
 LOGIN = "`hf auth login`, or a token in HF_TOKEN; private and gated repositories need one"
 
 
@@ -277,7 +278,10 @@ def _failure(error: Exception, url: str, what: str) -> CkptError:
         hint = "ask for access on its page on the Hub, then log in: `hf auth login` or HF_TOKEN"
         return StorageError("the repository is gated", where=url, why=why, hint=hint)
     if isinstance(error, hub.RevisionNotFoundError):
-        return SourceNotFoundError("the repository has no such revision", where=url, why=why)
+        hint = "a `/` in the name of a branch is written as %2F"
+        return SourceNotFoundError(
+            "the repository has no such revision", where=url, why=why, hint=hint
+        )
     if isinstance(error, hub.RepositoryNotFoundError):
         return SourceNotFoundError("no such repository", where=url, why=why, hint=LOGIN)
     if isinstance(error, hub.EntryNotFoundError):
@@ -289,5 +293,8 @@ def _failure(error: Exception, url: str, what: str) -> CkptError:
         hint = "unset HF_HUB_OFFLINE"
         return StorageError(f"cannot {what}: offline mode is on", where=url, why=why, hint=hint)
     status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == CHANGED:
+        hint = "somebody else pushed: look at what is there now, and run it again"
+        return StorageError("the repository changed meanwhile", where=url, why=why, hint=hint)
     hint = LOGIN if status in (401, 403) else "check the network, HF_ENDPOINT and proxy settings"
     return StorageError(f"cannot {what}", where=url, why=why, hint=hint)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.remote_blocks import SHARED
 from ckptctl.storage.remote_store import ITSELF, FsspecStore, Store, Stored
 from ckptctl.storage.urls import HUB, masked, scheme_of, without_query
@@ -29,6 +29,7 @@ class Mount:
 
     Attributes:
         url: The URL of the folder that names are relative to, as it may be shown.
+        failure: Why the place did not answer, the last time that it did not; None: it always has.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Mount:
         self._number = next(_numbers)
         self._lock = threading.RLock()
         self._folders: dict[str, dict[str, Stored]] = {}
+        self.failure: StorageError | None = None
         if listed:
             self._folders[""] = {one.name: one for one in listed}
 
@@ -111,7 +113,11 @@ class Mount:
             return bytearray()
 
         def fetch(start: int, stop: int) -> bytes | bytearray:
-            data = self._store.read(name, found.version, start, stop)
+            try:
+                data = self._store.read(name, found.version, start, stop)
+            except StorageError as error:
+                self._note(error)
+                raise
             if len(data) > stop - start:
                 raise StorageError(
                     f"the server does not send ranges of `{name}`",
@@ -135,11 +141,16 @@ class Mount:
             self._store.refresh()
             self._known = {n: self._store.complete(n, one) for n, one in self._known.items()}
 
+    def _note(self, error: CkptError) -> None:
+        if isinstance(error, StorageError):
+            self.failure = error
+
     def _listed(self, folder: str) -> dict[str, Stored]:
         try:
             listed = self._store.members(folder)
-        except (SourceNotFoundError, StorageError):
+        except (SourceNotFoundError, StorageError) as error:
             if not self._lenient or folder:
+                self._note(error)
                 raise
             listed = []
         found = {one.name: one for one in listed if one.name != ITSELF}
@@ -190,7 +201,8 @@ def remember(url: str) -> str:
     """Return *url* as it may be shown; :func:`mount` knows what is secret in it."""
     shown = masked(url := url.rstrip("/"))
     if shown != url:
-        _secrets[shown] = url
+        with _lock:
+            _secrets[shown] = url
     return shown
 
 
@@ -204,10 +216,11 @@ def drop(url: str) -> None:
 def secret_of(url: str) -> str:
     """Return *url* with the secrets that :func:`remember` took from it."""
     url = url.rstrip("/")
-    found = next((shown for shown in _secrets if _inside(url, shown)), None)
-    if found is None:
-        return url
-    plain, query = without_query(_secrets[found])
+    with _lock:
+        found = next((shown for shown in _secrets if _inside(url, shown)), None)
+        if found is None:
+            return url
+        plain, query = without_query(_secrets[found])
     return plain + url[len(found) :] + query
 
 

@@ -58,6 +58,20 @@ def path_at(text: str | os.PathLike[str]) -> Path:
     return RemotePath(text) if is_url(text) else Path(text)
 
 
+def require_answers(path: Path) -> None:
+    """Prove that what is behind a URL has answered whenever it was asked.
+
+    Readers take a file that cannot be read for a damaged one, which is right on this machine only.
+
+    Raises:
+        StorageError: It has not: nothing that was found out since says what is there.
+    """
+    if isinstance(path, RemotePath):
+        mounted, _ = remote_mounts.place(str(path))
+        if mounted is not None and mounted.failure is not None:
+            raise mounted.failure
+
+
 class RemotePath(PosixPath):
     """A path behind a URL.
 

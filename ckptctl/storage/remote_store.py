@@ -34,6 +34,8 @@ CREDENTIALS = "check the credentials that the file system reads, and what they a
 NETWORK = "check the URL, the network, and the endpoint that the file system is told to use"
 NOISY = ("fsspec", "s3fs", "gcsfs", "adlfs", "asyncio")
 DENIED = (401, 403)
+BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
+"""File systems without folders."""
 ITSELF = ""
 
 
@@ -186,6 +188,18 @@ def system_of(url: str) -> tuple[Any, str]:
     return system, str(root).rstrip("/")
 
 
+def make_folder(system: Any, path: str) -> None:
+    """Make a folder where there are folders; an object store would make a bucket of its first part.
+
+    Args:
+        system: The fsspec file system.
+        path: The folder in it.
+    """
+    protocols = {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
+    if not protocols & BUCKETS:
+        system.makedirs(path, exist_ok=True)
+
+
 def stored(info: Mapping[str, Any], name: str) -> Stored:
     """Return what fsspec's *info* says."""
     size = info.get("size")
@@ -226,7 +240,11 @@ def _failure(error: Exception, url: str, name: str, what: str) -> CkptError:
     said = next(iter(str(error).strip().splitlines()), "")
     where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
     status = getattr(error, "status", None)
-    if isinstance(error, FileNotFoundError) or status == 404:
+    missing = isinstance(error, FileNotFoundError) or status == 404
+    if missing and what == "write":
+        hint = f"a bucket is not made by itself: {NETWORK}"
+        return StorageError(f"cannot write {subject}", where=where, why=why, hint=hint)
+    if missing:
         return SourceNotFoundError(f"{subject} is missing" if name else "not found", where=where)
     if isinstance(error, ImportError):
         hint = install_hint(scheme_of(url))

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError
 from ckptctl.storage import remote_mounts
-from ckptctl.storage.remote_store import FsspecStore, store_errors
+from ckptctl.storage.remote_store import FsspecStore, make_folder, store_errors
 from ckptctl.storage.urls import HUB, masked, scheme_of
 
 PART = 8 << 20
@@ -63,6 +63,7 @@ class FsspecDestination:
     def __init__(self, url: str, *, single: str | None, overwrite: bool) -> None:
         self._url = url
         self._store = FsspecStore(url)
+        self._single = single
         self._began: list[str] = []
         self._sizes: dict[str, int] = {}
         with suppress(SourceNotFoundError):
@@ -81,7 +82,7 @@ class FsspecDestination:
         system, place = self._store.system, f"{self._store.root}/{name}"
         with store_errors(self._url, name, "write"):
             self._began.append(place)
-            system.makedirs(place.rpartition("/")[0], exist_ok=True)
+            make_folder(system, place.rpartition("/")[0])
             system.put_file(str(path), place, **self._options(path))
         self._sizes[name] = path.stat().st_size
 
@@ -89,6 +90,13 @@ class FsspecDestination:
         """Make sure that all files are there: the last ones made them a checkpoint."""
         self._store.refresh()
         mount = remote_mounts.Mount(self._store)
+        others = mount.members("").keys() - {name.partition("/")[0] for name in names}
+        if others and not self._single:
+            raise StorageError(
+                "another run writes to the same place",
+                where=masked(self._url),
+                why=f"`{min(others)}` is there, and is not of this run",
+            )
         for name in names:
             found = mount.find(name)
             if found is None or found.size != self._sizes[name]:

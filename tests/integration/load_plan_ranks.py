@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +11,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from ckptctl.distributed import collective_load
 from ckptctl.distributed.loading import load
+from ckptctl.distributed.saving import save
+from ckptctl.ops.checkpoint_identity import identity
 from ckptctl.ops.load_options import LoadOptions
+
+
+def settled(folder: Path) -> Path:
+    """Wait until the clock of the file system has ticked."""
+    until = time.monotonic() + 5
+    while identity([folder]) is None and time.monotonic() < until:
+        time.sleep(0.02)
+    return folder
 
 
 def again_on_ranks(rank: int, world: int, folder: str, truth: str) -> None:
@@ -55,3 +68,28 @@ def once(full: dict[str, Any], folder: str, *, less: bool = False, **options: An
     assert torch.equal(r.to_local(), full["r"] * (not less))
     assert state["at"] == full["at"]
     return report
+
+
+def two_groups(rank: int, world: int, folder: str) -> None:
+    """Plans of two groups that share one rank, which hold the same and decide differently."""
+    groups = {members: dist.new_group(list(members)) for members in ((0, 1), (0, 2))}
+    full = torch.arange(2000.0)
+    decided: list[bool] = []
+    setattr(collective_load, "pays", lambda hosts, speeds: decided[-1])  # noqa: B010
+    save({"w": full}, f"{folder}/first")
+    settled(Path(f"{folder}/first"))
+    for members, broadcast in (((0, 1), True), ((0, 2), False), ((0, 1), True)):
+        if rank in members:
+            decided.append(broadcast)
+            state = {"w": torch.zeros(2000)}
+            load(state, f"{folder}/first", process_group=groups[members])
+            assert torch.equal(state["w"], full)
+    for members, name in (((0, 1), "same"), ((0, 2), "apart"), ((0, 1), "again")):
+        if rank in members:
+            own = b"all" if name == "same" else bytes([rank])
+            save({"w": full, "own": own}, f"{folder}/{name}", process_group=groups[members])
+    dist.barrier()
+    if rank < 2:
+        kept: dict[str, Any] = {"w": torch.zeros(2000), "own": None}
+        load(kept, f"{folder}/again", process_group=groups[0, 1])
+        assert kept["own"] == bytes([rank])

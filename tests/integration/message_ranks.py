@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+import torch
 import torch.distributed as dist
 
 from ckptctl.distributed.group import Group
@@ -12,7 +15,12 @@ SIZES = (1, 2, EDGE - 1, EDGE, EDGE + 1, 100_000)
 
 
 def exchanged(rank: int, world: int) -> None:
-    """Send messages of all lengths, each rank another one, in every way."""
+    """Send messages of all lengths, each rank another one, in every way; without NumPy."""
+    with patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
+        _exchanged(rank, world)
+
+
+def _exchanged(rank: int, world: int) -> None:
     ranks = Group()
     for size in SIZES:
         whole = [bytes([one + 1]) * (size - one % 2) for one in range(world)]

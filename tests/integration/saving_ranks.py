@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed import collective_save, host_memory
+from ckptctl.distributed import collective_save, host_memory, save_place
 from ckptctl.distributed.group import Group
 from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
 from ckptctl.distributed.rank_output import SaveOptions
@@ -236,7 +236,7 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     fails("cannot be saved", state={"w": (lambda: 0) if rank == last else 0})
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(collective_save, "fill", _disk_full)
+            patch.setattr(save_place, "fill", _disk_full)
         fails("No space left|ENOSPC")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
@@ -252,7 +252,7 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(collective_save, "staging_directory", lambda path: root.parent / "away")
+            patch.setattr(save_place, "staging_directory", lambda path: root.parent / "away")
         fails("is not there")
     save(state, old, overwrite=True, sync=False)
     check(old, tensors(4), rank)

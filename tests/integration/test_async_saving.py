@@ -113,7 +113,13 @@ def test_what_callbacks_raise_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert future.result() == tmp_path / "a"
     assert [str(error) for error in future.callback_errors] == ["no upload"] * 2
     assert "on_published" in capsys.readouterr().err
-    assert async_save({"a": torch.ones(3)}, tmp_path / "b").result()
+
+    def exits(_: Path) -> None:
+        raise SystemExit(3)
+
+    future = async_save({"a": torch.ones(3)}, tmp_path / "b", on_staged=exits, on_published=exits)
+    assert future.result(timeout=60) and len(future.callback_errors) == 2
+    assert async_save({"a": torch.ones(3)}, tmp_path / "c").result()
 
 
 def test_a_callback_cannot_wait_for_its_own_save(tmp_path: Path) -> None:

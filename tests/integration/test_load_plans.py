@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ckptctl.ops.load_options import LoadOptions
 from ckptctl.ops.loading import Reading
 from tests.checkpoints import save_dcp
 from tests.gloo import run_on_ranks
-from tests.integration.load_plan_ranks import again_on_ranks
+from tests.integration.load_plan_ranks import again_on_ranks, settled, two_groups
 
 Calls = list[str]
 
@@ -52,14 +51,6 @@ def saved(folder: Path, fill: float) -> Path:
     """Save a model and a step, both of *fill*, long enough ago to have an identity."""
     state = {"model": {"w": torch.full((31, 7), fill), "b": torch.full((5,), fill)}, "at": fill}
     return settled(Path(save_dcp(folder, state)))
-
-
-def settled(folder: Path) -> Path:
-    """Wait until the clock of the file system has ticked."""
-    until = time.monotonic() + 5
-    while identity([folder]) is None and time.monotonic() < until:
-        time.sleep(0.02)
-    return folder
 
 
 def loaded(folder: Path, **options: Any) -> float:
@@ -179,3 +170,7 @@ def test_on_ranks(tmp_path: Path) -> None:
     folder = settled(Path(save_dcp(tmp_path / "a", state)))
     torch.save(state, tmp_path / "truth.pt")
     run_on_ranks(again_on_ranks, (2,), str(folder), str(tmp_path / "truth.pt"))
+
+
+def test_groups_with_a_rank_in_common(tmp_path: Path) -> None:
+    run_on_ranks(two_groups, (3,), str(tmp_path), timeout=60)

@@ -213,6 +213,17 @@ def test_hooks_run_before_removals_and_cannot_fail_a_save(tmp_path: Path, log: i
     assert "ZeroDivisionError" in log.getvalue()
 
 
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_metric_that_is_no_number(tmp_path: Path, async_: bool) -> None:
+    with CheckpointManager(tmp_path / "run", async_=async_, sync=False) as manager:
+        for wrong in ("low", None, torch.ones(2)):
+            with pytest.raises(UsageError, match="metric"):
+                manager.save(1, plain(), {"loss": wrong})  # type: ignore[dict-item]
+        manager.save(1, plain(), {"loss": torch.tensor(0.5)})  # type: ignore[dict-item]
+        with pytest.raises(UsageError, match="metric"):
+            manager.rate(1, {"loss": "low"})  # type: ignore[dict-item]
+
+
 def test_a_run_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "run").symlink_to("scratch")

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ import torch
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UsageError
 from ckptctl.ops import runs
-from ckptctl.storage import outbox
+from ckptctl.storage import outbox, remote_retries, remote_store
 from ckptctl.storage.executor import execute
-from ckptctl.storage.remote_store import FsspecStore
 from tests.contract.samples import SAMPLES
+from tests.remote_reads import counted
 
 DATA = Path("tests/data")
 TINY = DATA / "tiny-llama3-hf"
@@ -131,6 +131,19 @@ def test_an_upload_that_fails_leaves_no_checkpoint(
     assert ckptctl.verify(url, level="full").findings == ()
 
 
+def test_two_runs_to_one_place(tiny: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, name = type(MEMORY).put_file, url.removeprefix("memory://")
+
+    def put(self: Any, *args: Any, **options: Any) -> None:
+        MEMORY.pipe_file(f"/{name}/__0_0.distcp", b"of the other run")
+        original(self, *args, **options)
+
+    monkeypatch.setattr(type(MEMORY), "put_file", put)
+    with pytest.raises(StorageError, match="another run"):
+        ckptctl.convert(tiny, url, to="hf")
+    assert MEMORY.find(f"/{name}") == [f"/{name}/__0_0.distcp"]
+
+
 def test_the_index_is_uploaded_last(tiny: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original, names = type(MEMORY).put_file, []
 
@@ -210,18 +223,40 @@ def test_what_changes_a_checkpoint_is_refused(tiny: str, url: str) -> None:
         ckptctl.verify(tiny, level="full", manifest=True)
 
 
+@pytest.mark.parametrize("place", ["memory://run/x.html", "s3:/run/x.html", "hf:/org/x.html"])
+def test_nothing_is_written_into_a_folder_named_like_a_url(
+    tiny: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = TINY.absolute()
+    monkeypatch.chdir(tmp_path)
+    path = Path(place)  # with one slash, as the command line has the outputs of these
+    calls: list[Callable[[], object]] = [
+        lambda: ckptctl.report(source, path),
+        lambda: ckptctl.extract(source, "model.norm.weight", path.with_suffix(".safetensors")),
+        lambda: ckptctl.convert(source, path, to="dcp"),
+        lambda: ckptctl.save({"w": torch.ones(2)}, path),
+        lambda: ckptctl.CheckpointManager(path),
+        lambda: ckptctl.CheckpointManager("s3://bucket/run"),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="URL"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_may_be_named_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = TINY.absolute()
+    monkeypatch.chdir(tmp_path)
+    Path("s3:").mkdir()
+    ckptctl.convert(source, "s3:/x", to="dcp")
+    assert Path("s3:/x/.metadata").exists()
+
+
 def test_a_tensor_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"a": torch.arange(8 << 20, dtype=torch.int32), "b": torch.ones(4)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     url = _uploaded(tmp_path / "model.safetensors", f"{tmp_path.name}/model.safetensors")
-    read: list[int] = []
-    original = FsspecStore.read
-
-    def counting(self: Any, name: str, version: str, start: int, stop: int) -> bytes:
-        read.append(stop - start)
-        return original(self, name, version, start, stop)
-
-    monkeypatch.setattr(FsspecStore, "read", counting)
+    read = counted(monkeypatch)
     ckptctl.extract(url, "a[4000000:4000004]", tmp_path / "a.safetensors")
     (found,) = safetensors.torch.load_file(tmp_path / "a.safetensors").values()
     assert found.tolist() == [4000000, 4000001, 4000002, 4000003]
@@ -269,6 +304,17 @@ def test_s3(bucket: str, tmp_path: Path) -> None:
     found = {"w": torch.zeros(6), "step": 0}
     ckptctl.load(found, f"{bucket}/saved")
     assert torch.equal(found["w"], state["w"]) and found["step"] == 3  # type: ignore[arg-type]
+
+
+@S3
+def test_no_bucket_is_made(bucket: str) -> None:
+    for call in (
+        lambda: ckptctl.convert(TINY, "s3://typing-error/x", to="dcp"),
+        lambda: ckptctl.save({"w": torch.ones(2)}, "s3://typing-error/x"),
+    ):
+        with pytest.raises(StorageError, match="cannot write"):
+            call()
+    assert fsspec.filesystem("s3").ls("") == ["bucket"]
 
 
 @S3
@@ -342,6 +388,8 @@ class _Ranges(http.server.SimpleHTTPRequestHandler):
     """Python's own server, which lists folders, with ranges."""
 
     ranges = True
+    busy = 0
+    """How many ranges of weights are answered with 503."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -351,6 +399,9 @@ class _Ranges(http.server.SimpleHTTPRequestHandler):
         path = Path(self.translate_path(self.path))
         if not found or not self.ranges or not path.is_file():
             return super().do_GET()
+        if type(self).busy and path.suffix == ".safetensors":
+            type(self).busy -= 1
+            return self.send_error(503)
         data = path.read_bytes()[int(found[1]) : int(found[2]) + 1]
         self.send_response(206)
         self.send_header("Content-Length", str(len(data)))
@@ -382,6 +433,23 @@ def test_the_web(web: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_web_server_that_is_busy(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_retries, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(_Ranges, "busy", 2)
+    assert ckptctl.verify(f"{web}/tiny-llama3-hf", level="full").findings == ()
+    monkeypatch.setattr(_Ranges, "busy", 999)
+    with pytest.raises(StorageError, match="cannot read") as caught:
+        ckptctl.inspect(f"{web}/tiny-llama3-hf")
+    assert "503" in str(caught.value.why)
+
+
+def test_a_web_server_that_is_not_there() -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(StorageError, match="cannot list it"):
+        ckptctl.inspect("http://127.0.0.1:9/x")
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("web", [None], indirect=True)
 def test_a_web_server_without_ranges(
     web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -392,3 +460,24 @@ def test_a_web_server_without_ranges(
     assert ckptctl.inspect(f"{web}/model.safetensors").parameters == (1 << 20) + (1 << 10)
     with pytest.raises(StorageError, match="cannot read"):
         ckptctl.convert(f"{web}/model.safetensors", tmp_path / "out.pt", to="torch")
+
+
+@pytest.mark.parametrize("shard", ["ckpt", "step-20"])
+def test_a_place_that_does_not_answer_is_not_a_damaged_checkpoint(
+    url: str, tiny: str, monkeypatch: pytest.MonkeyPatch, shard: str
+) -> None:
+    for step in (10, 20):
+        _uploaded(TINY, f"{url.removeprefix('memory://')}/step-{step}")
+    plain = remote_store.FsspecStore.read
+
+    def read(store: Any, name: str, *rest: Any) -> bytes:
+        if name.endswith(".safetensors") and "step-10" not in f"{store.url}/{name}":
+            raise StorageError("cannot read it", where=store.url, why="503")
+        return bytes(plain(store, name, *rest))
+
+    monkeypatch.setattr(remote_store.FsspecStore, "read", read)
+    with pytest.raises(StorageError, match="cannot read it"):
+        if shard == "ckpt":
+            ckptctl.verify(tiny)
+        else:
+            runs.newest_complete(url)  # type: ignore[arg-type]

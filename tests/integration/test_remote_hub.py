@@ -17,6 +17,9 @@ from huggingface_hub import constants
 
 import ckptctl
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.storage import remote_retries
+from ckptctl.storage.remote_hub import HubStore
+from ckptctl.storage.remote_hub_upload import HubDestination
 from tests import hub_server
 from tests.hub_server import Hub, Repository
 
@@ -235,6 +238,46 @@ def test_a_push_to_nowhere(hub: Hub) -> None:
         _push(resume=True)
     with pytest.raises(RefusedError, match="each other"):
         ckptctl.convert("hf://org/tiny", "hf://org/tiny/out", to="dcp")
+
+
+def test_answers_that_end_too_early(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_retries, "WAITS", (0.0, 0.0))
+    hub.cut = 2
+    assert ckptctl.verify("hf://org/tiny", level="full").findings == ()
+    assert not hub.cut
+    hub.cut = 99
+    with pytest.raises(StorageError, match="cannot read") as caught:
+        ckptctl.convert("hf://org/tiny", "hf://org/new", to="dcp")
+    assert "peer closed" in str(caught.value.why)
+
+
+def test_what_gitignore_names_is_not_left_out(hub: Hub) -> None:
+    hub.ignored = "model-00002-of-00005.safetensors"
+    with pytest.raises(RefusedError, match="gitignore names `model-00002-of-00005"):
+        _push()
+    assert list(hub.repositories["org/new"].files) == ["README.md"]
+
+
+def test_a_push_beside_another_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = HubDestination.put
+
+    def put(self: HubDestination, name: str, path: Path) -> None:
+        hub.repositories["org/new"].commit({"README.md": name.encode()})
+        original(self, name, path)
+
+    monkeypatch.setattr(HubDestination, "put", put)
+    with pytest.raises(StorageError, match="changed meanwhile"):
+        _push()
+    assert list(hub.repositories["org/new"].files) == ["README.md"]
+
+
+def test_names_that_leave_the_repository(hub: Hub) -> None:
+    files = hub.repositories["org/tiny"].files
+    strange = dict.fromkeys(("../x.safetensors", "/y.safetensors", "a/../../z"), b"x")
+    hub.repositories["org/tiny"].commit({**files, **strange})
+    store = HubStore("hf://org/tiny")
+    assert {one.name for one in store.members("")} == set(files)
+    assert ckptctl.verify("hf://org/tiny").findings == ()
 
 
 # The command

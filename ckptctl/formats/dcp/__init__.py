@@ -7,41 +7,32 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import (
     AS_IT_IS,
-    SPLIT_BYTES,
     Output,
     OutputRequest,
     OutputTensor,
-    Place,
     ReadOptions,
     Sniff,
     WritableFormat,
     document,
 )
 from ckptctl.formats.dcp.companions import with_companions
-from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Item, Leaf, decode
+from ckptctl.formats.dcp.data_files import DataFiles, shards
+from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Leaf, decode
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp.partial import Usable, usable
-from ckptctl.formats.torch_file import ZipFrame, extent_of, is_stored
-from ckptctl.planner.boxes import split_rows
-from ckptctl.planner.plan import OutputFile, RawCopy, Record
-from ckptctl.planner.shards import fill, grouped
-from ckptctl.storage.compare import row_major
+from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickle_writer import StorageTensor, dump_state
 from ckptctl.storage.torch_zip import read_archive, read_item_tensor
-from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
 
 BYTECHECKPOINT = b"bytecheckpoint."
 
@@ -102,7 +93,7 @@ class DcpFormat(WritableFormat):
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""
         writer = DataFiles()
-        for position, shard in enumerate(_shards(request)):
+        for position, shard in enumerate(shards(request)):
             writer.begin(f"__0_{position}.distcp")
             if not position:
                 for blob in request.blobs:
@@ -200,106 +191,6 @@ def _renamed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
     numbered = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
     if numbered:
         yield f"DCP knows no integer keys: they become strings, as in {listed(numbered)}"
-
-
-class DataFiles:
-    """Appends items to data files and remembers where they lie.
-
-    Attributes:
-        files: The finished files.
-        records: The bytes of tensors in them.
-        boxes: For each tensor its boxes.
-        items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
-        raw_copies: Leaves that are copied as they are.
-    """
-
-    def __init__(self) -> None:
-        self.files: list[OutputFile] = []
-        self.records: list[Record] = []
-        self.boxes: dict[str, list[Place]] = {}
-        self.items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
-        self.raw_copies: list[RawCopy] = []
-
-    def begin(self, file: str) -> None:
-        """Start a file; what is added next lies in it."""
-        self.file = file
-        self.size = 0
-        self.zips: list[tuple[ZipLayout, int, int]] = []
-
-    def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
-        """Append a box of a tensor, as one record of a zip of its own."""
-        nbytes = _nbytes(tensor, box)
-        content = _pickled(tensor.dtype, box.sizes, nbytes, tensor.requires_grad)
-        layout = lay_out(content, [("0", nbytes)], base=self.size)
-        record = len(self.records)
-        self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
-        self.boxes.setdefault(tensor.name, []).append(Place(box, record))
-        self._append((tensor.name, box.offsets), layout, record, 1)
-
-    def add_blob(self, blob: Blob) -> None:
-        """Append a leaf that is no tensor."""
-        if blob.file is None:
-            layout = lay_out(dump_state(blob.value), [], base=self.size)
-            self._append((blob.name, None), layout, 0, 0)
-            return
-        self.raw_copies.append(RawCopy(blob.file, blob.offset, blob.nbytes, self.file, self.size))
-        self.items[blob.name, None] = Item(self.file, self.size, blob.nbytes)
-        self.size += blob.nbytes
-
-    def finish(self) -> None:
-        """End the file."""
-        self.files.append(OutputFile(self.file, self.size, ZipFrame(self.zips)))
-
-    def _append(
-        self, key: tuple[str, tuple[int, ...] | None], layout: ZipLayout, first: int, count: int
-    ) -> None:
-        self.zips.append((layout, first, count))
-        self.items[key] = Item(self.file, self.size, layout.size)
-        self.size += layout.size
-
-
-@lru_cache(maxsize=1024)
-def _pickled(dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: bool) -> bytes:
-    """Return the ``data.pkl`` of an item; experts have the same by the thousand."""
-    stored = StorageTensor(
-        storage_key="0",
-        storage_nbytes=nbytes,
-        dtype=dtype,
-        offset=0,
-        shape=sizes,
-        strides=row_major(sizes),
-        requires_grad=requires_grad,
-    )
-    return dump_state(stored)
-
-
-def _shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
-    chunks = {
-        (tensor.name, box.offsets): (tensor, box)
-        for tensor in request.tensors
-        for box in _boxes(tensor)
-    }
-    keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
-    if request.like is not None:
-        file_of = {key: request.like[tensor.name] for key, (tensor, _) in keys.items()}
-        names = grouped(keys, file_of, len(request.like_files))
-    else:
-        names = fill(
-            ((key, _nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
-        )
-    return [[keys[key] for key in shard] for shard in names]
-
-
-def _boxes(tensor: OutputTensor) -> Iterator[Box]:
-    pieces = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
-    if pieces <= 1:
-        yield Box.whole(tensor.shape)
-    else:
-        yield from split_rows(tensor.shape, pieces)
-
-
-def _nbytes(tensor: OutputTensor, box: Box) -> int:
-    return box.numel * (tensor.nbytes // max(math.prod(tensor.shape), 1))
 
 
 def _metadata(files: SourceFiles) -> bytes:

@@ -114,6 +114,11 @@ TABLE: Mapping[tuple[str, str], object] = {
 }
 
 
+def metadata_name(rank: int) -> str:
+    """Return the name of the metadata of *rank*, where each rank writes its own."""
+    return f"__{rank}{METADATA}"
+
+
 def decode(raw: bytes, where: str) -> dict[str, Leaf]:
     """Return the leaves that a ``.metadata`` file lists, by name and in its order.
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Box
 from ckptctl.errors import CoverageError, DamagedError, listed
-from ckptctl.formats.dcp.metadata import METADATA, Item, Leaf, refuse_twins
+from ckptctl.formats.dcp.metadata import Item, Leaf, metadata_name, refuse_twins
 from ckptctl.planner.boxes import coverage
 
 _Offsets = tuple[int, ...]
@@ -149,11 +149,12 @@ class Union:
         found = coverage(leaf.shape, boxes)
         there = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
         if found.holes and not found.overlaps:
+            next_one = metadata_name(self.ranks)
             return CoverageError(
                 f"no rank has all of `{leaf.name}`",
                 where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
                 why=f"{there} are there; none of them has {listed([str(b) for b in found.holes])}",
-                hint=f"more ranks took part: copy their files, such as `__{self.ranks}{METADATA}`",
+                hint=f"more ranks took part: copy their files, such as `{next_one}`",
             )
         wrong = found.outside or found.overlaps
         return CoverageError(
@@ -174,14 +175,14 @@ class Union:
 
     def _foreign(self, rank: int, name: str, item: Item) -> DamagedError:
         return DamagedError(
-            f"`__{rank}{METADATA}` is not the metadata of rank {rank}",
+            f"`{metadata_name(rank)}` is not the metadata of rank {rank}",
             where=self._file(rank),
             why=f"it says that `{name}` lies in `{item.file}`",
             hint="files were renamed or copied over one another; restore the original names",
         )
 
     def _file(self, rank: int) -> str:
-        return f"{self._where}/__{rank}{METADATA}"
+        return f"{self._where}/{metadata_name(rank)}"
 
 
 def _described(leaf: Leaf) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptctl.errors import SourceNotFoundError
-from ckptctl.ops.checks import require_path
 from ckptctl.ops.doctor.check import Check
 from ckptctl.storage.nearby import nearby
+from ckptctl.storage.publish import require_path
 
 
 def doctor(directory: Path) -> tuple[Check, ...]:

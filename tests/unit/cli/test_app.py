@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -217,3 +218,16 @@ def test_completion_of_formats(run, fake):
 
 def test_module_name_is_not_shadowed():
     assert command.register.__module__ == "ckptctl.cli.inspect"
+
+
+def test_ctrl_c_at_a_question(run, monkeypatch):
+    failing(monkeypatch, typer.Abort())
+    result = run("inspect", "x")
+    assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
+
+
+@pytest.mark.parametrize("line", ["prune '' --keep-last 1", "inspect ''", "convert x '' --to hf"])
+def test_an_empty_path_is_not_the_working_directory(run, line):
+    result = run(*shlex.split(line))
+    assert result.exit_code == 2
+    assert "it is empty" in result.stderr

@@ -24,7 +24,7 @@ from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer, compat
 from ckptctl.errors import CkptError, StorageError
 from ckptctl.storage import remote
 from ckptctl.storage.remote_blocks import BLOCK
-from ckptctl.storage.remote_store import FsspecStore
+from tests.remote_reads import counted
 
 
 @pytest.fixture(autouse=True)
@@ -333,14 +333,7 @@ def test_a_part_is_read_by_ranges_below_a_url(
     url = f"memory://{tmp_path.name}/parts"
     full = torch.arange(1 << 22, dtype=torch.float32).view(4096, 1024)
     save({"w": full, "unwanted": torch.ones(1 << 20)}, url)
-    read: list[int] = []
-    original = FsspecStore.read
-
-    def counting(self: Any, name: str, version: str, start: int, stop: int) -> bytes:
-        read.append(stop - start)
-        return original(self, name, version, start, stop)
-
-    monkeypatch.setattr(FsspecStore, "read", counting)
+    read = counted(monkeypatch)
     reader = Reader(url)
     metadata = reader.read_metadata()
     boxes = (((1024, 0), (512, 1024)), ((0, 1000), (4, 3)))

@@ -71,6 +71,7 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
     ("url", "shown"),
     [
         ("https://user:hunter2@host/x", "https://***@host/x"),
+        ("https://token@host/y", "https://***@host/y"),
         ("https://host/x?X-Amz-Signature=abc", "https://host/x"),
         ("s3://bucket/x?y", "s3://bucket/x?y"),
         ("sftp://user@host/x", "sftp://user@host/x"),

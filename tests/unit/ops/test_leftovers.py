@@ -1,0 +1,38 @@
+"""What a state may leave in a checkpoint without being told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import MappingError
+
+FLAT = {
+    "w": torch.ones(2),
+    "optimizer.w.exp_avg": torch.zeros(2),
+    "optimizer.w.step": torch.ones(1),
+}
+
+
+@pytest.fixture
+def flat(tmp_path: Path) -> Path:
+    """A trainer's state whose names have dots instead of dictionaries."""
+    torch.save(FLAT, tmp_path / "flat.pt")
+    return tmp_path / "flat.pt"
+
+
+def test_a_model_alone_leaves_a_flat_optimizer(flat: Path) -> None:
+    state = {"w": torch.zeros(2)}
+    report = ckptctl.load(state, flat)
+    assert torch.equal(state["w"], FLAT["w"])
+    assert report.left_out.keys() == FLAT.keys() - {"w"} and not report.unexpected
+
+
+def test_a_part_of_a_flat_optimizer_does_not(flat: Path) -> None:
+    part = [name for name in FLAT if name != "optimizer.w.step"]
+    with pytest.raises(MappingError) as caught:
+        ckptctl.load({name: torch.zeros_like(FLAT[name]) for name in part}, flat)
+    assert "optimizer.w.step" in str(caught.value.why)
