@@ -245,7 +245,15 @@ def trainer(script: str, root: Path, mode: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise SystemExit(3)", "1 / 0"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        pytest.param("sys.exit(3)", marks=pytest.mark.slow),
+        pytest.param("raise SystemExit(3)", marks=pytest.mark.slow),
+        "1 / 0",
+    ],
+)
 def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str) -> None:
     if mode == "process" and end not in ("", "1 / 0"):
         pytest.skip("the same as in a thread")

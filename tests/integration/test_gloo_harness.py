@@ -21,6 +21,7 @@ from tests.gloo import RankFailure
 from tests.integration.dcp_ranks import check_on_ranks
 
 
+@pytest.mark.slow
 def test_stock_outputs_load_on_every_world(tmp_path: Path) -> None:
     model, _ = tiny_llama(layers=1)
     uneven = {"w": torch.arange(7 * 5.0).reshape(7, 5), "v": torch.arange(3), "s": torch.tensor(2)}
@@ -56,6 +57,7 @@ def test_wrong_values_are_caught(tmp_path: Path) -> None:
         check_on_ranks([(folder, wrong)], [1])
 
 
+@pytest.mark.slow
 def test_holes_are_caught(tmp_path: Path) -> None:
     model, _ = tiny_llama()
     folder = save_dcp_ranks(tmp_path / "x", model, 2, "S0")

@@ -42,7 +42,13 @@ def convert(source, target, to, *options):
     return subprocess.Popen([*command, "-q", *options], stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(("to", "options"), [("meta", ["--mp", "2"]), ("dcp", ["--resume"])])
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        pytest.param("meta", ["--mp", "2"], marks=pytest.mark.slow),
+        ("dcp", ["--resume"]),
+    ],
+)
 def test_killed_at_random(source, tmp_path, to, options):
     torch.manual_seed(0)
     rng = random.Random(0)
