@@ -23,7 +23,7 @@ _DIMS = rb"(?:%b\x85\x94|%b{2}\x86\x94|%b{3}\x87\x94|\(%b{4,8}t\x94)" % (_INT, _
 _STATE = rb"%b\)\x81\x94\}\x94\(" % _REF
 _MADE = rb"\x85\x94R\x94"
 _TENSOR = re.compile(
-    rb"(%b%b%b\)\x81\x94\(%b%b[\x88\x89]%b[\x88\x89]t\x94b%b%b)(%b)%b(%b\]\x94)(\()?"
+    rb"(%b%b%b\)\x81\x94\(%b%b[\x88\x89]%b[\x88\x89]t\x94b%b)(%b)(?:(%b)%b)?(%b\]\x94)(\()?"
     % (_STATE, _REF, _REF, _REF, _REF, _REF, _REF, _REF, _DIMS, _MADE, _REF),
     re.DOTALL,
 )
@@ -111,20 +111,27 @@ class Scanner:
         found = _TENSOR.match(data, end + 1)
         if found is None or data[end] != _MEMOIZE:
             return pos
-        head, dims, chunks, several = found.groups()
+        head, size_ref, dims, chunks, several = found.groups()
         facts = self._heads.get(head) or self._facts(head, memo)
         if facts is None or not self._is(chunks, ("chunks",), memo):
+            return pos
+        if dims is not None and not self._is(size_ref, ("Size",), memo):
+            return pos
+        shape = memo[_number(size_ref)] if dims is None else _sizes(dims)
+        if type(shape) is not Size:
             return pos
         boxes: list[tuple[Size, Size]] = []
         at = self._chunks(data, found.end(), several is not None, boxes, memo)
         if at < 0:
             return pos
         name = str(data[pos + 2 : end], "utf-8", "surrogatepass")
-        shape = _sizes(dims)
-        first, after = len(memo), len(memo) + 9 + 8 * len(boxes)
-        memo[first], memo[first + 7] = name, shape
-        for number, (offsets, sizes) in enumerate(boxes):
-            memo[first + 13 + 8 * number], memo[first + 16 + 8 * number] = offsets, sizes
+        made = 3 * (dims is not None)
+        first, after = len(memo), len(memo) + 6 + made + 8 * len(boxes)
+        memo[first] = name
+        if made:
+            memo[first + 7] = shape
+        for place, (offsets, sizes) in zip(range(first + 10 + made, after, 8), boxes, strict=True):
+            memo[place], memo[place + 3] = offsets, sizes
         memo.update(dict.fromkeys(range(-after, -len(memo))))
         stack += (name, Scanned(*facts, tuple(shape), [_box(*box) for box in boxes]))
         return at
@@ -218,9 +225,9 @@ class Scanner:
         """Return dtype and ``requires_grad`` of the tensors that begin with *raw*."""
         values = _referred(raw, memo)
         names = [_name(value) for value in values]
-        fixed = ["TensorStorageMetadata", "properties", "TensorProperties", "size", "Size"]
+        fixed = ["TensorStorageMetadata", "properties", "TensorProperties", "size"]
         dtype = values[3]
-        if names[:3] + names[-2:] != fixed or type(dtype) is not Global or dtype.module != "torch":
+        if names[:3] + names[-1:] != fixed or type(dtype) is not Global or dtype.module != "torch":
             return None
         if dtype.name not in dtypes.BY_NAME:
             return None

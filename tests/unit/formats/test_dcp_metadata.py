@@ -24,7 +24,19 @@ from ckptctl.formats.dcp.metadata_scan import Scanner
 from ckptctl.formats.dcp.metadata_writer import encode, encode_tensors
 from ckptctl.storage.pickle_reader import loads
 
-FILES = ("dcp-rank-local/w2/ckpt/__1.metadata", "dcp/dcp_2d/ckpt/.metadata")
+SHARED = "sizes are shared"
+FILES = ("dcp-rank-local/w2/ckpt/__1.metadata", "dcp/dcp_2d/ckpt/.metadata", SHARED)
+
+
+def pickle_of(data: Path, name: str) -> bytes:
+    if name != SHARED:
+        return (data / name).read_bytes()
+    metadata = pickle.loads((data / FILES[0]).read_bytes())
+    sizes: dict[torch.Size, torch.Size] = {}
+    for leaf in metadata.state_dict_metadata.values():
+        if isinstance(leaf, TensorStorageMetadata):
+            leaf.size = sizes.setdefault(leaf.size, leaf.size)
+    return pickle.dumps(metadata, protocol=4)
 
 
 def slowly(raw: bytes) -> object:
@@ -41,7 +53,7 @@ def outcome(read: Any, *arguments: Any) -> object:
 
 @pytest.mark.parametrize("name", FILES)
 def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str) -> None:
-    raw = (data / name).read_bytes()
+    raw = pickle_of(data, name)
     scanner = Scanner()
     loads(raw, where="here", table=TABLE, hook=scanner)
     assert sum(map(len, scanner.stored.values())) > 30
@@ -50,7 +62,7 @@ def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str)
 
 @pytest.mark.parametrize("name", FILES)
 def test_damage_has_the_same_outcome_either_way(data: Path, name: str) -> None:
-    raw = (data / name).read_bytes()
+    raw = pickle_of(data, name)
     chance = random.Random(5)
     for _ in range(400):
         broken = bytearray(raw)
@@ -61,7 +73,7 @@ def test_damage_has_the_same_outcome_either_way(data: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_entries_out_of_place_have_the_same_outcome_either_way(data: Path, name: str) -> None:
-    raw = (data / name).read_bytes()
+    raw = pickle_of(data, name)
     ends = [at + 2 for at in range(len(raw)) if raw[at : at + 2] == b"ub"]
     chance = random.Random(6)
     for _ in range(100):
@@ -73,7 +85,7 @@ def test_entries_out_of_place_have_the_same_outcome_either_way(data: Path, name:
 
 @pytest.mark.parametrize("name", FILES)
 def test_storage_that_is_there_twice_is_refused_either_way(data: Path, name: str) -> None:
-    raw = (data / name).read_bytes()
+    raw = pickle_of(data, name)
     ends = [at + 2 for at in range(len(raw)) if raw[at : at + 2] == b"ub"]
     refused = 0
     for start, end in zip(ends[-30:-2], ends[-28:], strict=True):
