@@ -96,28 +96,12 @@ def _explain(error: BaseException) -> CkptError:
     )
 
 
-app = typer.Typer(
-    name="ckptctl",
-    cls=CkptGroup,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=examples(
-        "ckptctl inspect tests/data/tiny-llama3-hf",
-        "ckptctl convert tests/data/tiny-llama3-hf out-dcp --to dcp",
-        "ckptctl convert out-dcp out-meta --to meta --dry-run",
-    ),
-)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         Output().line(f"ckptctl {__version__}")
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: Annotated[
         bool,
@@ -131,15 +115,43 @@ def root(
     """Inspect and convert deep-learning checkpoints: streaming, atomic, bit for bit."""
 
 
-def _register_commands() -> None:
-    for module in pkgutil.iter_modules(cli.__path__, f"{cli.__name__}."):
-        if module.name != __name__:
-            register = getattr(importlib.import_module(module.name), "register", None)
-            if register:
-                register(app)
+def program(only: str = "") -> typer.Typer:
+    """Return the program with all its commands.
+
+    Args:
+        only: The name of a command: where there is such a one, no other is imported.
+    """
+    made = typer.Typer(
+        name="ckptctl",
+        cls=CkptGroup,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=examples(
+            "ckptctl inspect tests/data/tiny-llama3-hf",
+            "ckptctl convert tests/data/tiny-llama3-hf out-dcp --to dcp",
+            "ckptctl convert out-dcp out-meta --to meta --dry-run",
+        ),
+    )
+    made.callback()(root)
+    modules = {
+        module.name: f"{cli.__name__}.{module.name}"
+        for module in pkgutil.iter_modules(cli.__path__)
+    }
+    for name in [only] if only in modules else modules:
+        register = getattr(importlib.import_module(modules[name]), "register", None)
+        if register:
+            register(made)
+    return made if made.registered_commands else program()
 
 
-_register_commands()
+def __getattr__(name: str) -> typer.Typer:
+    """Return the program with all its commands as ``app``."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = program()
+    return found
 
 
 def main() -> None:
@@ -149,4 +161,5 @@ def main() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
     # torch says so at import where NumPy, which nothing here needs, is not installed.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-    app(prog_name="ckptctl")
+    only = "" if completion.wanted() else "".join(sys.argv[1:2])
+    program(only)(prog_name="ckptctl")

@@ -16,13 +16,16 @@ from typing import Generic, TypeVar
 _INDEX = re.compile(r"\{([a-z]+)\}\Z")
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
 
+KEYS = 1 << 16
+"""Keys that are remembered: each is looked up in every layout that may be theirs."""
 T = TypeVar("T")
 
 
-def _skeleton(parts: Iterable[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the parts joined with ``#`` for each number, and the numbers."""
+@lru_cache(maxsize=KEYS)
+def _skeleton(key: str) -> tuple[str, tuple[str, ...]]:
+    """Return the key with ``#`` for each number, and the numbers."""
     shown, numbers = [], []
-    for part in parts:
+    for part in key.split("."):
         # Few parts are numbers: the cheap question comes first.
         if part.isdecimal() and _NUMBER.match(part):
             numbers.append(part)
@@ -91,7 +94,7 @@ def _parse(text: str) -> Template:
 
 def skeleton(key: str) -> str:
     """Return *key* with ``#`` for each number in it: what a template is looked up by."""
-    return _skeleton(key.split("."))[0]
+    return _skeleton(key)[0]
 
 
 class TemplateTable(Generic[T]):
@@ -116,7 +119,7 @@ class TemplateTable(Generic[T]):
 
     def all(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
         """Yield everything that *key* may stand for, with its indices."""
-        skeleton, numbers = _skeleton(key.split("."))
+        skeleton, numbers = _skeleton(key)
         for template, meaning in self._by_skeleton.get(skeleton, ()):
             values = template.read(numbers)
             if values is not None:
