@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.inspection import Inspection as Inspection
     from ckptctl.ops.load_options import LoadReport as LoadReport
     from ckptctl.ops.merge import MergePlan as MergePlan
-    from ckptctl.ops.report_data import Report as Report
+    from ckptctl.ops.report.data import Report as Report
     from ckptctl.ops.verification import Verification as Verification
 
 __version__ = "0.1.0"
@@ -51,7 +51,7 @@ _HOME = {
     "Inspection": "ckptctl.ops.inspection",
     "LoadReport": "ckptctl.ops.load_options",
     "MergePlan": "ckptctl.ops.merge",
-    "Report": "ckptctl.ops.report_data",
+    "Report": "ckptctl.ops.report.data",
     "Resumed": "ckptctl.distributed.manager",
     "SaveFuture": "ckptctl.distributed.async_saving",
     "Verification": "ckptctl.ops.verification",

@@ -183,6 +183,12 @@ def either(names: Sequence[str], word: str = "or") -> str:
     return f" {word} ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
+def possible(model_types: Sequence[str]) -> str:
+    """Return what a model may be: its types where they are few, or else their number."""
+    count = len(model_types)
+    return either(model_types) if count <= ALTERNATIVES else f"one of {count:,} model types"
+
+
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the known name closest to *name*, or None when none is close."""
     import difflib

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptctl import installed
 from ckptctl.errors import CkptError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ def _built_in() -> tuple[str, ...]:
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points
-
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    return installed.entry_points(GROUP)
 
 
 @cache

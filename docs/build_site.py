@@ -69,8 +69,8 @@ def _whole(code: str) -> str:
 
 
 def navigation() -> list[object]:
-    """Return the navigation, as Zensical has it: its titles are those of the pages."""
-    top: list[object] = ["index.md", "contents.md"]
+    """Return the navigation, as Zensical has it; below the first two, titles are those of pages."""
+    top: list[object] = [{"Home": "index.md"}, {"All pages": "contents.md"}]
     sections: list[list[object]] = [top]
     for title, level, page in _entries():
         if title:

@@ -43,7 +43,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
     yield "```text"
-    yield " ".join([name, *(p.metavar for p in arguments), "[OPTIONS]"])
+    yield " ".join([name, *map(_argument, arguments), "[OPTIONS]"])
     yield "```\n"
     if arguments:
         yield from _table("argument", ((f"`{p.metavar}`", "", p) for p in arguments))
@@ -51,6 +51,10 @@ def _command(name: str, command: Any) -> Iterator[str]:
         yield from _table("option", ((_spelling(p), _default(p), p) for p in options))
     examples = re.findall(r"^ +(ckptctl .*)$", command.epilog or "", re.MULTILINE)
     yield from ("Examples:\n", "```text", *examples, "```\n")
+
+
+def _argument(argument: Any) -> str:
+    return str(argument.metavar if argument.required else f"[{argument.metavar}]")
 
 
 def _table(kind: str, rows: Iterator[tuple[str, str, Any]]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-API = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<rev>[^/]+))?")
-RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<path>.+)")
-PREUPLOAD = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<rev>[^/]+)")
-TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<rev>[^/]+)")
-COMMIT = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<rev>[^/]+)")
-BATCH = re.compile(r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
+REPO = r"(?P<repo>(?:datasets/|spaces/)?[^/]+/[^/]+)"
+MODEL = rf"/api/(?:models/|(?=datasets/|spaces/)){REPO}"
+API = re.compile(rf"{MODEL}(?:/revision/(?P<rev>[^/]+))?")
+RESOLVE = re.compile(rf"/{REPO}/resolve/(?P<rev>[^/]+)/(?P<path>.+)")
+PREUPLOAD = re.compile(rf"{MODEL}/preupload/(?P<rev>[^/]+)")
+TREE = re.compile(rf"{MODEL}/tree/(?P<rev>[^/]+)")
+COMMIT = re.compile(rf"{MODEL}/commit/(?P<rev>[^/]+)")
+BATCH = re.compile(rf"/{REPO}\.git/info/lfs/objects/batch")
+CDN = re.compile(r"/cdn/(?P<digest>[0-9a-f]+)")
 TIME = "2026-01-02T03:04:05.000Z"
 
 
@@ -65,8 +69,22 @@ class Hub:
     fail_after: int | None = None
     cut: int = 0
     """How many answers of more than some KiB end in the middle."""
+    lost: int = 0
+    """How many commits are made whose answer is an error."""
     ignored: str = ""
     """The name that .gitignore has."""
+    cdn: Hub | None = None
+    """Where requests for files are sent on to, as the real one does with those in LFS."""
+    content: dict[str, bytes] = field(default_factory=dict)
+    """What it has as a CDN, by digest."""
+    tokens: list[str | None] = field(default_factory=list)
+    """What was sent along with each request."""
+    wait: float = 0.0
+    """Seconds that each answer takes."""
+    busy: int = 0
+    most: int = 0
+    """How many answers were on their way at a time, at most."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name: str, folder: Path, gated: bool = False) -> str:
         files = {
@@ -91,7 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._note()
         path = unquote(urlsplit(self.path).path)
-        if found := RESOLVE.fullmatch(path):
+        if found := CDN.fullmatch(path):
+            self._range(self.hub.content[found["digest"]], {})
+        elif found := RESOLVE.fullmatch(path):
             self._resolve(found["repo"], unquote(found["rev"]), found["path"])
         elif found := TREE.fullmatch(path):
             self._tree(found["repo"], found["rev"])
@@ -138,6 +158,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _note(self) -> None:
         self.hub.requests.append((self.command, self.path))
+        self.hub.tokens.append(self.headers.get("Authorization"))
+        with self.hub.lock:
+            self.hub.busy += 1
+            self.hub.most = max(self.hub.most, self.hub.busy)
+        time.sleep(self.hub.wait)
+        with self.hub.lock:
+            self.hub.busy -= 1
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -191,9 +218,17 @@ class _Handler(BaseHTTPRequestHandler):
         data = found and found[1].get(path)
         if data is None:
             return self._fail(404, "EntryNotFound")
+        about = {"ETag": f'"{_etag(path, data)}"', "X-Repo-Commit": found[0] if found else ""}
+        if self.hub.cdn is not None:
+            self.hub.cdn.content[_etag(path, data)] = data
+            self._send(b"", 302, {"Location": f"{self.hub.cdn.url}/cdn/{_etag(path, data)}"})
+        else:
+            self._range(data, about)
+        return None
+
+    def _range(self, data: bytes, about: dict[str, str]) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not asked or not self.hub.ranges:
-            about = {"ETag": f'"{_etag(path, data)}"', "X-Repo-Commit": found[0] if found else ""}
             return self._send(data, 200, about)
         first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
         extra = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
@@ -236,6 +271,9 @@ class _Handler(BaseHTTPRequestHandler):
                 del files[value["path"]]
         self.hub.order.append("commit")
         commit = repository.commit(files)
+        if self.hub.lost:
+            self.hub.lost -= 1
+            return self._fail(504)
         url = f"{self.hub.url}/{repo}/commit/{commit}"
         return self._json(
             {"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptctl.storage.remote_store import FsspecStore
+from ckptctl.storage.remote.store import FsspecStore
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -14,7 +14,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read: list[int] = []
     original = FsspecStore.read
 
-    def counting(self: Any, name: str, version: str, start: int, stop: int) -> bytes:
+    def counting(self: Any, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         read.append(stop - start)
         return original(self, name, version, start, stop)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import traceback
 import warnings
@@ -13,16 +14,19 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ckptctl import __version__, cli
 from ckptctl.cli import completion
 from ckptctl.cli.options import examples
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import told
+from ckptctl.cli.values import plain
 from ckptctl.errors import CkptError, StorageError, UsageError
+from ckptctl.storage.termination import terminable
 
 RAW_ARGUMENTS = "ckptctl.arguments"
+TYPE = re.compile(r" <\w+>$")
 
 
 class StoppedError(CkptError):
@@ -48,13 +52,35 @@ class CkptGroup(TyperGroup):
         with _told(ctx, args):
             return super().parse_args(ctx, args)
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, none of which waits for pydantic without need."""
+        return plain(super().get_params(ctx))
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with _told(ctx, ctx.meta[RAW_ARGUMENTS]):
+        with _told(ctx, ctx.meta[RAW_ARGUMENTS]), terminable():
             result = super().invoke(ctx)
             # A reader that went away is noticed here, not while the interpreter shuts down.
             sys.stdout.flush()
         return result
+
+
+class CkptCommand(TyperCommand):
+    """A command whose help names arguments alone, as in ``convert [OPTIONS] SRC DST``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, none of which waits for pydantic without need."""
+        return plain(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the usage line without Typer's braces."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options without the Python types of arguments."""
+        write = formatter.write_dl
+        formatter.write_dl = lambda rows: write([(TYPE.sub("", name), text) for name, text in rows])
+        super().format_options(ctx=ctx, formatter=formatter)
 
 
 @contextmanager
@@ -112,7 +138,7 @@ def root(
         typer.Option("--debug", envvar="CKPTCTL_DEBUG", help="Show tracebacks of errors."),
     ] = False,
 ) -> None:
-    """Inspect and convert deep-learning checkpoints: streaming, atomic, bit for bit."""
+    """Convert, inspect, verify, compare and prune deep-learning checkpoints."""
 
 
 def program(only: str = "") -> typer.Typer:
@@ -129,20 +155,19 @@ def program(only: str = "") -> typer.Typer:
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
         epilog=examples(
-            "ckptctl inspect tests/data/tiny-llama3-hf",
-            "ckptctl convert tests/data/tiny-llama3-hf out-dcp --to dcp",
+            "ckptctl inspect llama-3-8b",
+            "ckptctl convert llama-3-8b out-dcp --to dcp",
             "ckptctl convert out-dcp out-meta --to meta --dry-run",
         ),
     )
     made.callback()(root)
-    modules = {
-        module.name: f"{cli.__name__}.{module.name}"
-        for module in pkgutil.iter_modules(cli.__path__)
-    }
+    modules = [module.name for module in pkgutil.iter_modules(cli.__path__)]
     for name in [only] if only in modules else modules:
-        register = getattr(importlib.import_module(modules[name]), "register", None)
+        register = getattr(importlib.import_module(f"{cli.__name__}.{name}"), "register", None)
         if register:
             register(made)
+    for command in made.registered_commands:
+        command.cls = CkptCommand
     return made if made.registered_commands else program()
 
 

@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+FORMATS_ELSEWHERE = {
+    "fsdp": "dcp",
+    "fsdp2": "dcp",
+    "huggingface": "hf",
+    "llama": "meta",
+    "lora": "peft",
+    "pt": "torch",
+    "pth": "torch",
+    "pytorch": "torch",
+    "safetensors": "hf",
+    "torchtitan": "dcp",
+    "transformers": "hf",
+    "vllm": "hf",
+    "zero": "deepspeed",
+}
+"""Formats by what else they are called, or by the program that reads or writes them."""
+
 
 def readable_formats() -> list[str]:
     """Return what ``--from`` accepts."""

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from ckptctl.cli import checks
 from ckptctl.cli import options as opt
-from ckptctl.cli.convert import Published, carry_out
+from ckptctl.cli.conversions import Published
+from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
 from ckptctl.errors import UsageError
-from ckptctl.ops.coordinator import on_first, together
+from ckptctl.ops.coordinator import on_first
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def consolidate(
     dst: Annotated[
         Path | None,
         typer.Argument(
-            parser=opt.place,
+            parser=checks.place,
             metavar="DST",
             show_default=False,
             help="What to write; none with --metadata-only.",
@@ -95,7 +97,7 @@ def consolidate(
         return
     if dst is None:
         raise UsageError("DST is missing", hint="only --metadata-only needs none")
-    plan = together(
+    plan = planned(
         ranks,
         lambda: api.plan_conversion(
             src,
@@ -123,6 +125,7 @@ def consolidate(
             jobs=jobs,
             memory=memory,
         ),
+        None if dry_run else dst,
     )
     carry_out(context, output, plan, dst, dry_run, Published(SCHEMA), ranks)
 

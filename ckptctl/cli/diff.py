@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from ckptctl.cli import choices
+from ckptctl.cli import checks, choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.differences import show
 from ckptctl.cli.output import Output
@@ -20,49 +20,35 @@ WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
 ROOT = "What stands before the model's names in {}, if not detected."
 EPILOG = opt.examples(
     "ckptctl diff step-1000 step-2000",
-    "ckptctl diff out-dcp tests/data/tiny-llama3-hf --only model",
+    "ckptctl diff out-dcp llama-3-8b --only model",
     "ckptctl diff bf16 fp32 --ignore-dtype --atol 1e-3",
     "ckptctl diff zero zero --weights-a master --weights-b module --ignore-dtype --atol 1e-2",
     "ckptctl diff a b --structure --json | jq .a.only",
 )
 
 
-def check_tolerance(value: float | None) -> float | None:
-    """Refuse what is no finite number of 0 or more."""
-    if value is not None and not 0 <= value < float("inf"):
-        raise typer.BadParameter(f"{value} is not a tolerance")
-    return value
-
-
 def diff(
     a: Annotated[
-        Path, typer.Argument(parser=opt.place, metavar="A", show_default=False, help="Checkpoint.")
+        Path,
+        typer.Argument(parser=checks.place, metavar="A", show_default=False, help="Checkpoint."),
     ],
     b: Annotated[
         Path,
         typer.Argument(
-            parser=opt.place, metavar="B", show_default=False, help="Checkpoint, mapped to A."
+            parser=checks.place, metavar="B", show_default=False, help="Checkpoint, mapped to A."
         ),
     ],
     structure: Annotated[
         bool, typer.Option("--structure", help="Compare names, shapes and dtypes alone.")
     ] = False,
-    atol: Annotated[
-        float | None,
-        typer.Option(metavar="X", callback=check_tolerance, help="Let |a - b| be up to X."),
-    ] = None,
-    rtol: Annotated[
-        float | None,
-        typer.Option(metavar="X", callback=check_tolerance, help="Let |a - b| be up to X |b|."),
-    ] = None,
-    ignore_dtype: Annotated[
-        bool, typer.Option("--ignore-dtype", help="Other dtypes with equal numbers are the same.")
-    ] = False,
+    atol: opt.ATol = None,
+    rtol: opt.RTol = None,
+    ignore_dtype: opt.IgnoreDType = False,
     include: opt.Include = None,
     exclude: opt.Exclude = None,
     only: Annotated[
         str,
-        typer.Option(metavar="PART", callback=opt.check_only, help="all, or model alone."),
+        typer.Option(metavar="PART", callback=checks.only, help="all, or model alone."),
     ] = "all",
     read_all: Annotated[
         bool, typer.Option("--read-all", help="Compare bytes even where checksums are equal.")
@@ -71,7 +57,7 @@ def diff(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            callback=opt.check_readable,
+            callback=checks.readable,
             autocompletion=choices.readable_formats,
             help="Format of A, if not detected.",
         ),
@@ -80,7 +66,7 @@ def diff(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            callback=opt.check_readable,
+            callback=checks.readable,
             autocompletion=choices.readable_formats,
             help="Format of B, if not detected.",
         ),
@@ -93,11 +79,11 @@ def diff(
     ] = None,
     weights_a: Annotated[
         str | None,
-        typer.Option(metavar="KIND", callback=opt.check_weights, help=WEIGHTS.format("A")),
+        typer.Option(metavar="KIND", callback=checks.weights, help=WEIGHTS.format("A")),
     ] = None,
     weights_b: Annotated[
         str | None,
-        typer.Option(metavar="KIND", callback=opt.check_weights, help=WEIGHTS.format("B")),
+        typer.Option(metavar="KIND", callback=checks.weights, help=WEIGHTS.format("B")),
     ] = None,
     tag_a: Annotated[
         str | None, typer.Option(metavar="NAME", help="Which save, where A holds several.")
@@ -114,7 +100,7 @@ def diff(
     sizes: opt.Set = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", metavar="N", callback=opt.check_positive, help="Threads that read."),
+        typer.Option("--jobs", metavar="N", callback=checks.positive, help="Threads that read."),
     ] = None,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -152,7 +138,7 @@ def diff(
         rules=rules,
         dequantize=dtypes.parse(dequantize) if dequantize else None,
         model_type=model_type,
-        sizes=opt.sizes_of(sizes),
+        sizes=checks.sizes_of(sizes),
         jobs=jobs or 0,
     )
     found = op.diff(a, b, asked, partial(progress, output, "comparing"))

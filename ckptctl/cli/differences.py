@@ -130,5 +130,6 @@ def _told(found: Difference) -> Iterator[str]:
         reasons = dict.fromkeys(side.left_out.values())
         for reason in reasons:
             count = sum(why == reason for why in side.left_out.values())
-            yield f"left out of {letter}: {count:,}: {reason}"
+            verb = "is" if count == 1 else "are"
+            yield f"{counted(count, 'name')} in {letter} {verb} not compared: {reason}"
     yield from found.notes

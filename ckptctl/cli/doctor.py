@@ -28,9 +28,7 @@ EPILOG = opt.examples(
 def doctor(
     directory: Annotated[
         Path,
-        typer.Argument(
-            metavar="[DIR]", show_default=False, help="Where checkpoints are; else here."
-        ),
+        typer.Argument(metavar="DIR", show_default=False, help="Where checkpoints are; else here."),
     ] = Path(),
     json: opt.Json = False,
     quiet: Annotated[

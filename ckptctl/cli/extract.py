@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from ckptctl.cli import completion
+from ckptctl.cli import checks, completion
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
+    from ckptctl.formats.base import Weights
     from ckptctl.ops.extraction import Extracted, Extraction
 
 SCHEMA = "ckptctl.extract/1"
 EPILOG = opt.examples(
-    "ckptctl extract tests/data/tiny-llama3-hf model.norm.weight",
+    "ckptctl extract llama-3-8b model.norm.weight",
     "ckptctl extract step-2000 'model.norm.weight[0:8]' -o norm.npy --dtype fp32",
     "ckptctl extract step-2000 lm_head.weight --slice '[:, 5]' -o column.pt",
     "ckptctl extract step-2000 'model.layers.0.*' -o layer.safetensors",
@@ -29,7 +30,7 @@ EPILOG = opt.examples(
 def extract(
     path: Annotated[
         Path,
-        typer.Argument(parser=opt.place, metavar="PATH", show_default=False, help="Checkpoint."),
+        typer.Argument(parser=checks.place, metavar="PATH", show_default=False, help="Checkpoint."),
     ],
     tensor: Annotated[
         str,
@@ -96,12 +97,12 @@ def extract(
         layout=layout,
         from_layout=from_layout,
         format=from_format,
-        weights=weights,
+        weights=cast("Weights | None", weights),
         tag=tag,
         rules=rules,
         dequantize=dequantize,
         model_type=model_type,
-        sizes=opt.sizes_of(sizes),
+        sizes=checks.sizes_of(sizes),
         overwrite=overwrite,
         jobs=jobs,
     )

@@ -29,7 +29,7 @@ def formats(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]",
+            metavar="NAME",
             autocompletion=choices.readable_formats,
             show_default=False,
             help="Show all about this format.",

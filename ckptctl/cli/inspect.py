@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from ckptctl.cli import checks, tables
 from ckptctl.cli import options as opt
-from ckptctl.cli import tables
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
-from ckptctl.errors import SHOWN, listed
+from ckptctl.errors import ALTERNATIVES, SHOWN, UsageError, listed
 from ckptctl.units import format_count
 
 if TYPE_CHECKING:
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from ckptctl.ops.tree import Order
 
 SCHEMA = "ckptctl.inspect/1"
+CANDIDATES = 12
+"""Possible model types that a terminal shows."""
 EPILOG = opt.examples(
-    "ckptctl inspect tests/data/tiny-llama3-hf",
+    "ckptctl inspect llama-3-8b",
     "ckptctl inspect runs/llama                    (lists the checkpoints of a run)",
     "ckptctl inspect step-2000 --depth 2 --sort size",
-    "ckptctl inspect step-2000 --tensors --include '*.wq.weight' --stats",
+    "ckptctl inspect step-2000 --tensors --include '*.q_proj.weight' --stats",
     "ckptctl inspect hf://org/model@main           (reads headers alone, like all URLs)",
     "ckptctl inspect step-2000 --json | jq .parameters",
 )
@@ -37,7 +39,7 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            parser=opt.place,
+            parser=checks.place,
             metavar="PATH",
             show_default=False,
             help="Checkpoint, or a folder of checkpoints: path or URL.",
@@ -54,12 +56,12 @@ def inspect(
     depth: Annotated[
         int | None,
         typer.Option(
-            metavar="N", callback=opt.check_positive, help="Sum up below N parts of the names."
+            metavar="N", callback=checks.positive, help="Sum up below N parts of the names."
         ),
     ] = None,
     sort: Annotated[
         str,
-        typer.Option(metavar="ORDER", callback=opt.check_sort, help="name, or size: largest."),
+        typer.Option(metavar="ORDER", callback=checks.sort, help="name, or size: largest."),
     ] = "name",
     stats: Annotated[
         bool,
@@ -82,6 +84,8 @@ def inspect(
     globs = include or []
     watch = partial(progress, output, "reading")
     found = op.inspect(path, from_format, stats, globs, watch, model_type, rules)
+    asked = {"--stats": stats, "--tensors": tensors, "--include": include, "--markdown": markdown}
+    _require_one(found, [name for name, given in asked.items() if given])
     shown = op.select(found.tensors, globs)
     if json:
         output.document(SCHEMA, {**found.to_json(), "tensors": [t.to_json() for t in shown]})
@@ -111,6 +115,16 @@ def inspect(
         output.warning(f"incomplete: {_first(found.problems)}")
 
 
+def _require_one(found: Inspection, asked: Sequence[str]) -> None:
+    """Refuse a folder of checkpoints where something is asked that is said of one alone."""
+    if found.checkpoints and asked:
+        raise UsageError(
+            f"`{asked[0]}` wants one checkpoint, and this folder holds several",
+            where=found.path,
+            hint=f"name one of them, such as `{found.checkpoints[-1].path}`",
+        )
+
+
 def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo]) -> None:
     for name in [member.path for member in found.checkpoints] or [t.name for t in shown]:
         output.line(name)
@@ -125,12 +139,14 @@ def _print_run(output: Output, found: Inspection) -> None:
         (
             member.path,
             member.format or "unreadable",
-            tables.size(output, member.nbytes),
+            tables.size(output, member.nbytes) if member.format else "",
             "complete" if member.complete else f"incomplete: {_first(member.problems)}",
         )
         for member in found.checkpoints
     ]
     output.table(rows, right=[2])
+    path = shlex.quote(str(found.path))
+    output.hint(f"`ckptctl latest {path}` names the newest complete one, `ckptctl ls` their steps")
 
 
 def _print_summary(output: Output, found: Inspection) -> None:
@@ -143,6 +159,10 @@ def _print_summary(output: Output, found: Inspection) -> None:
         output.line(f"  {problem}", "red")
     if len(found.problems) > SHOWN:
         output.line(f"  and {len(found.problems) - SHOWN:,} more")
+    if len(found.candidates) > ALTERNATIVES:
+        more = len(found.candidates) - CANDIDATES
+        names = ", ".join(found.candidates[:CANDIDATES]) + (f" and {more} more" if more > 0 else "")
+        output.line(f"  model type: {names}; `-m NAME` decides", "dim")
     for note in (*_quantised(found), *found.notes):
         output.line(f"  {note}", "dim")
     if found.blobs:
@@ -168,7 +188,7 @@ def _headline(found: Inspection) -> str:
 def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
     yield "path", found.path
     yield "format", found.format
-    yield "model_type", tables.model(found)
+    yield "model_type", found.model_type or ",".join(found.candidates) or "unknown model type"
     yield "layout", found.layout or "unknown"
     yield "root", found.root
     yield "parameters", found.parameters

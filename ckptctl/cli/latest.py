@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ckptctl.cli import checks
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 
@@ -22,7 +23,7 @@ def latest(
     root: Annotated[
         Path,
         typer.Argument(
-            parser=opt.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
+            parser=checks.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
         ),
     ],
     json: opt.Json = False,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptctl.cli import checks
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.units import format_bytes
@@ -27,7 +28,7 @@ def ls(
     root: Annotated[
         Path,
         typer.Argument(
-            parser=opt.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
+            parser=checks.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
         ),
     ],
     json: opt.Json = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli import choices
+from ckptctl.cli import checks, choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 
@@ -40,7 +40,7 @@ def map_(
             "--model-type",
             "-m",
             metavar="NAME",
-            callback=opt.check_model_type,
+            callback=checks.model_type,
             autocompletion=choices.model_types,
             show_default=False,
             help="Model type; `ckptctl models` lists them.",
@@ -67,7 +67,9 @@ def map_(
     config: Annotated[
         Path | None,
         typer.Option(
-            parser=opt.place, metavar="DIR", help="Its config.json or params.json states the sizes."
+            parser=checks.place,
+            metavar="DIR",
+            help="Its config.json or params.json states the sizes.",
         ),
     ] = None,
     converter: opt.Converter = None,
@@ -83,7 +85,7 @@ def map_(
 
     del converter  # known while the command runs
     output = Output(json, quiet)
-    found = map_key(key, model_type, from_layout, to_layout, opt.sizes_of(sizes), config)
+    found = map_key(key, model_type, from_layout, to_layout, checks.sizes_of(sizes), config)
     if output.mode == "json":
         output.document(SCHEMA, found.to_json())
     elif output.mode == "quiet":

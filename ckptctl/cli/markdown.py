@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ckptctl.cli.tables import counted, files, model, short
-from ckptctl.ops import tree
-from ckptctl.ops.inspection import Inspection, TensorInfo
 from ckptctl.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from ckptctl.ops.inspection import Inspection, TensorInfo
+    from ckptctl.ops.tree import Order
 
 
 def markdown(
-    found: Inspection, shown: Sequence[TensorInfo], depth: int | None, sort: tree.Order
+    found: Inspection, shown: Sequence[TensorInfo], depth: int | None, sort: Order
 ) -> Iterator[str]:
     """Yield the lines of a list of facts and of a table of *shown*."""
+    from ckptctl.ops import tree
+
     for name, value in (
         ("Format", found.format),
         ("Model type", model(found)),

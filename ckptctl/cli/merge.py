@@ -7,18 +7,19 @@ from typing import Annotated
 
 import typer
 
+from ckptctl.cli import checks
 from ckptctl.cli import options as opt
-from ckptctl.cli.convert import Published, carry_out
+from ckptctl.cli.conversions import Published
+from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
-from ckptctl.ops.coordinator import together
 
 SCHEMA = "ckptctl.merge/1"
 EPILOG = opt.examples(
-    "ckptctl merge tests/data/tiny-llama3-hf adapter merged",
-    "ckptctl merge tests/data/tiny-llama3-hf adapter merged.pt --to torch --to-layout torchtune",
+    "ckptctl merge llama-3-8b adapter merged",
+    "ckptctl merge llama-3-8b adapter merged.pt --to torch --to-layout torchtune",
     "ckptctl merge base-dcp adapter_model.pt merged --to hf --lora-alpha 16 --dtype bf16",
-    "ckptctl merge base lora.safetensors merged --scaling 2.0 --dry-run",
+    "ckptctl merge mistral-7b lora.safetensors merged --scaling 2.0 --dry-run",
 )
 
 
@@ -27,13 +28,13 @@ def merge(
     base: Annotated[
         Path,
         typer.Argument(
-            parser=opt.place, metavar="BASE", show_default=False, help="The model's checkpoint."
+            parser=checks.place, metavar="BASE", show_default=False, help="The model's checkpoint."
         ),
     ],
     adapter: Annotated[
         Path,
         typer.Argument(
-            parser=opt.place,
+            parser=checks.place,
             metavar="ADAPTER",
             show_default=False,
             help="LoRA or DoRA adapter: PEFT's directory, torchtune's or Mistral's file.",
@@ -49,7 +50,7 @@ def merge(
         float | None,
         typer.Option(
             metavar="FACTOR",
-            callback=opt.check_factor,
+            callback=checks.factor,
             help="Factor of the change itself, instead of alpha / rank.",
         ),
     ] = None,
@@ -88,7 +89,7 @@ def merge(
     del converter  # known while the command runs
     ranks = coordinator()
     output = output_of(ranks, json, quiet)
-    plan = together(
+    plan = planned(
         ranks,
         lambda: api.plan_merge(
             base,
@@ -99,7 +100,7 @@ def merge(
             lora_alpha=lora_alpha,
             from_format=from_format,
             model_type=model_type,
-            sizes=opt.sizes_of(sizes),
+            sizes=checks.sizes_of(sizes),
             from_layout=from_layout,
             to_layout=to_layout,
             dtype=dtype,
@@ -117,6 +118,7 @@ def merge(
             jobs=jobs,
             memory=memory,
         ),
+        None if dry_run else dst,
     )
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)
     output.statement(

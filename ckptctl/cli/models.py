@@ -28,7 +28,7 @@ def models(
     family: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FAMILY]",
+            metavar="FAMILY",
             autocompletion=choices.model_types,
             show_default=False,
             help="Show the tables of this model type.",

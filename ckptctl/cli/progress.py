@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
 QUIET_SECONDS = 0.5
 """What ends sooner needs no bar, and does not pay for importing one."""
 LINE_SECONDS = 10.0
+WINDOW_SECONDS = 15.0
+"""What the speed is measured over, or the last few steps where they take longer."""
+STEPS = 4
+SAMPLE_SECONDS = 0.2
+SETTLING_SECONDS = 1.0
+"""What is told in the beginning is mostly what was there already; it says nothing about speed."""
+NARROW = 64
+"""Columns of a terminal below which a bar shows how far it is and nothing else."""
 Advance = Callable[[int], None]
 
 
@@ -44,6 +54,30 @@ def progress(
         yield shown.advance
 
 
+class _Speed:
+    """Bytes per second of late: what an earlier run did, or a cache held, is soon forgotten."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.samples: deque[tuple[float, int]] = deque()
+
+    def note(self, now: float, done: int) -> None:
+        """Take note that *done* bytes are done in all."""
+        self.first = now if self.first is None else self.first
+        if now - self.first < SETTLING_SECONDS:
+            self.samples.clear()
+        elif now - self.samples[-1][0] < SAMPLE_SECONDS:
+            return
+        self.samples.append((now, done))
+        while len(self.samples) > STEPS and now - self.samples[1][0] >= WINDOW_SECONDS:
+            self.samples.popleft()
+
+    def at(self, now: float, done: int) -> float:
+        """Return bytes per second since the first sample; 0: that cannot be said yet."""
+        start, before = self.samples[0] if self.samples else (now, done)
+        return (done - before) / (now - start) if now - start >= SETTLING_SECONDS else 0.0
+
+
 class _Lines:
     """One line now and then."""
 
@@ -55,6 +89,7 @@ class _Lines:
         self.done = 0
         self.start = time.monotonic()
         self.shown = self.start
+        self.speed = _Speed()
         self.lock = threading.Lock()
 
     def __enter__(self) -> _Lines:
@@ -72,17 +107,32 @@ class _Lines:
         with self.lock:
             self.done += nbytes
             now = time.monotonic()
-            if now - self.shown >= LINE_SECONDS:
-                self.shown = now
-                self.output.report(self.text(now - self.start))
+            self.speed.note(now, self.done)
+            self.show(now)
 
-    def text(self, seconds: float) -> str:
-        rate = self.done / seconds
-        left = format_seconds(max(0, self.total - self.done) / rate) if rate else "unknown"
-        return (
-            f"{self.verb}: {format_bytes(self.done)} of {format_bytes(self.total)} "
-            f"({100 * self.done // self.total} %), {format_bytes(int(rate))}/s, {left} left"
-        )
+    def show(self, now: float) -> None:
+        if now - self.shown >= LINE_SECONDS:
+            self.shown = now
+            self.output.report(f"{self.doing}: {', '.join((self.part, *self.pace(now)))}")
+
+    @property
+    def doing(self) -> str:
+        return self.ending if self.done >= self.total else self.verb
+
+    @property
+    def percent(self) -> str:
+        return f"{100 * min(self.done, self.total) // self.total} %"
+
+    @property
+    def part(self) -> str:
+        return f"{format_bytes(self.done)} of {format_bytes(self.total)} ({self.percent})"
+
+    def pace(self, now: float) -> tuple[str, ...]:
+        """Return speed and time left, as far as there is something to say about them."""
+        rate = self.speed.at(now, self.done)
+        if rate < 1 or self.done >= self.total:
+            return ()
+        return f"{format_bytes(int(rate))}/s", f"{_whole((self.total - self.done) / rate)} left"
 
 
 class _Bar(_Lines):
@@ -90,6 +140,14 @@ class _Bar(_Lines):
 
     bar: Progress | None = None
     task: TaskID
+    over = False
+
+    def __enter__(self) -> _Bar:
+        # The first step may take long: the bar is not to wait for it.
+        self.timer = threading.Timer(QUIET_SECONDS, self.late)
+        self.timer.daemon = True
+        self.timer.start()
+        return self
 
     def __exit__(
         self,
@@ -97,41 +155,55 @@ class _Bar(_Lines):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def advance(self, nbytes: int) -> None:
+        self.timer.cancel()
         with self.lock:
-            self.done += nbytes
-            if self.bar is None and time.monotonic() - self.start >= QUIET_SECONDS:
-                self.begin()
+            self.over = True
             if self.bar:
-                verb = self.ending if self.done >= self.total else self.verb
-                self.bar.update(self.task, completed=self.done, description=verb)
+                self.bar.stop()
+
+    def late(self) -> None:
+        with self.lock:
+            if self.bar is None and not self.over:
+                self.begin()
+
+    def show(self, now: float) -> None:
+        if self.bar is None and now - self.start >= QUIET_SECONDS:
+            self.begin()
+        if self.bar:
+            self.bar.update(self.task, completed=min(self.done, self.total), description=self.doing)
+
+    def said(self, columns: int) -> str:
+        """Return what stands beside the bar; called while it is drawn, so takes no lock."""
+        if columns < NARROW:
+            return self.percent
+        return "  ".join((self.part, *self.pace(time.monotonic())))
 
     def begin(self) -> None:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+        from rich.table import Column
+        from rich.text import Text
 
         plain = bool(os.environ.get("NO_COLOR"))
         console = Console(
             stderr=True, markup=False, highlight=False, color_system=None if plain else "auto"
         )
+        said = self.said
+
+        class Said(ProgressColumn):
+            def render(self, task: Task) -> Text:  # noqa: ARG002
+                return Text(said(console.width))
+
         self.bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=20),
+            Said(Column(no_wrap=True)),
             console=console,
             transient=True,
         )
         self.bar.start()
-        self.task = self.bar.add_task(self.verb, total=self.total)
+        self.task = self.bar.add_task(self.doing, total=self.total, completed=self.done)
+
+
+def _whole(seconds: float) -> str:
+    return f"{math.ceil(seconds)} s" if seconds < 59.5 else format_seconds(seconds)

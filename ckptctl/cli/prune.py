@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptctl.cli import checks
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
+from ckptctl.cli.retyped import retyped
 from ckptctl.cli.tables import counted
 from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, UsageError, listed
 from ckptctl.units import format_bytes, parse_seconds
@@ -43,7 +44,7 @@ def _check_duration(value: str | None) -> str | None:
 
 def _check_thin(value: str | None) -> str | None:
     """Refuse to take out anything but optimizer state."""
-    return opt.among(value, "part", [OPTIMIZER])
+    return checks.among(value, "part", [OPTIMIZER])
 
 
 def _parts() -> list[str]:
@@ -55,7 +56,7 @@ def prune(
     root: Annotated[
         Path,
         typer.Argument(
-            parser=opt.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
+            parser=checks.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
         ),
     ],
     keep_last: Annotated[
@@ -143,7 +144,7 @@ def prune(
     if dry_run or (plan.idle and output.mode == "human"):
         _print_plan(output, plan)
         if dry_run and not plan.idle:
-            output.hint(f"run it with `{_retyped(context)}`")
+            output.hint(f"run it with `{retyped(context)}`")
         return
     if plan.idle:
         if output.mode == "plain":
@@ -164,7 +165,7 @@ def _ask(context: typer.Context, output: Output, plan: PrunePlan) -> None:
         _print_plan(output, plan)
         raise RefusedError(
             "nothing was removed: nobody can be asked here",
-            hint=f"do it with `{_retyped(context, '--yes')}`",
+            hint=f"do it with `{retyped(context, '--yes')}`",
         )
     _print_table(output, plan)
     question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"
@@ -275,15 +276,6 @@ def _failure(result: PruneResult) -> CkptError:
         why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
         hint="what was begun lies in `.ckptctl-trash`, which the next run empties",
     )
-
-
-def _retyped(context: typer.Context, *more: str) -> str:
-    """Return the command line as it was typed, without asking for a plan, and *more*."""
-    from ckptctl.cli.app import RAW_ARGUMENTS
-
-    typed: list[str] = context.meta.get(RAW_ARGUMENTS, [])
-    kept = (word for word in typed if word not in ("-n", "--dry-run"))
-    return shlex.join(["ckptctl", *kept, *more])
 
 
 def register(app: typer.Typer) -> None:

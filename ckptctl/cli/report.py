@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from ckptctl.cli import choices
+from ckptctl.cli import checks, choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import counted
 from ckptctl.errors import DamagedError, UsageError
+from ckptctl.ops.report.options import MAX_TENSORS
 
 if TYPE_CHECKING:
-    from ckptctl.ops.report import Report
+    from ckptctl.formats.base import Weights
+    from ckptctl.ops.report.data import Report
 
-SCHEMA = "ckptctl.report/1"
 STDOUT = "-"
 EPILOG = opt.examples(
-    "ckptctl report tests/data/tiny-llama3-hf -o report.html",
+    "ckptctl report llama-3-8b -o report.html",
     "ckptctl report step-2000 -o report.html --stats",
     "ckptctl report step-1000 step-2000 -o changes.html",
     "ckptctl report step-2000 -o - > report.html",
@@ -32,12 +33,12 @@ EPILOG = opt.examples(
 def report(
     path: Annotated[
         Path,
-        typer.Argument(parser=opt.place, metavar="PATH", show_default=False, help="Checkpoint."),
+        typer.Argument(parser=checks.place, metavar="PATH", show_default=False, help="Checkpoint."),
     ],
     other: Annotated[
         Path | None,
         typer.Argument(
-            parser=opt.place,
+            parser=checks.place,
             metavar="OTHER",
             show_default=False,
             help="Show where it differs from this one.",
@@ -55,25 +56,37 @@ def report(
     structure: Annotated[
         bool, typer.Option("--structure", help="Compare names, shapes and dtypes alone.")
     ] = False,
+    atol: opt.ATol = None,
+    rtol: opt.RTol = None,
+    ignore_dtype: opt.IgnoreDType = False,
     include: opt.Include = None,
     max_tensors: Annotated[
         int,
         typer.Option(
             metavar="N",
-            callback=opt.check_positive,
+            callback=checks.positive,
             help="List N at most: those with findings, then the largest.",
         ),
-    ] = 20_000,
+    ] = MAX_TENSORS,
     from_format: opt.From = None,
     from_other: Annotated[
         str | None,
         typer.Option(
             "--from-other",
             metavar="FORMAT",
-            callback=opt.check_readable,
+            callback=checks.readable,
             autocompletion=choices.readable_formats,
             help="Format of OTHER, if not detected.",
         ),
+    ] = None,
+    weights: opt.Weights = None,
+    weights_other: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", callback=checks.weights, help="Likewise of OTHER."),
+    ] = None,
+    tag: opt.Tag = None,
+    tag_other: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Likewise of OTHER.")
     ] = None,
     model_type: opt.ModelType = None,
     converter: opt.Converter = None,
@@ -91,6 +104,7 @@ def report(
     only if nothing of it can be read.
     """
     from ckptctl import api
+    from ckptctl.ops.report.page import SCHEMA, page
 
     del converter  # known while the command runs
     output = Output(json, quiet or target == STDOUT)
@@ -101,10 +115,17 @@ def report(
         other=other,
         stats=stats,
         structure=structure,
+        atol=atol,
+        rtol=rtol,
+        ignore_dtype=ignore_dtype,
         include=include or (),
         max_tensors=max_tensors,
         format=from_format,
         format_other=from_other,
+        weights=cast("Weights | None", weights),
+        weights_other=cast("Weights | None", weights_other),
+        tag=tag,
+        tag_other=tag_other,
         model_type=model_type,
         rules=rules,
         overwrite=overwrite,
@@ -113,8 +134,6 @@ def report(
     if json:
         output.document(SCHEMA, found.to_json())
     elif target == STDOUT:
-        from ckptctl.ops.report_page import page
-
         output.text(page(found.to_json()))
     else:
         _print(output, found)

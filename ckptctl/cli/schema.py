@@ -26,7 +26,7 @@ def schema(
     command: Annotated[
         str | None,
         typer.Argument(
-            metavar="[COMMAND]",
+            metavar="COMMAND",
             autocompletion=_names,
             show_default=False,
             help="Print the schema of what it prints; error: of errors.",
@@ -37,7 +37,8 @@ def schema(
 ) -> None:
     """List the schemas of what --json prints, or print one.
 
-    With COMMAND: the JSON Schema (2020-12) of what that command prints with --json.
+    With COMMAND: the JSON Schema (2020-12) of what that command prints with --json. It is JSON
+    already, so it is the same with and without --json here.
     """
     output = Output(json, quiet)
     if command is not None:

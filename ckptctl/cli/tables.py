@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckptctl.dtypes import BY_NAME
-from ckptctl.errors import either
-from ckptctl.ops import tree
+from ckptctl.errors import possible
 from ckptctl.units import format_bytes, natural_key
 
 if TYPE_CHECKING:
@@ -24,6 +22,8 @@ def collapsed(
     output: Output, shown: Sequence[TensorInfo], depth: int | None, sort: Order
 ) -> list[tuple[str, ...]]:
     """Return the tree: nested on a terminal, elsewhere a row per leaf with its full name."""
+    from ckptctl.ops import tree
+
     branches = tree.walk(tree.build(shown, sort, depth))
     if output.mode == "human":
         return [_indented(nesting, branch) for nesting, _, _, branch in branches]
@@ -97,6 +97,8 @@ def bars(histogram: Sequence[int]) -> str:
 
 def short(dtype: str) -> str:
     """Return what tables call *dtype*."""
+    from ckptctl.dtypes import BY_NAME
+
     return BY_NAME[dtype].short if dtype in BY_NAME else dtype
 
 
@@ -112,7 +114,7 @@ def size(output: Output, nbytes: int) -> str:
 
 def model(found: Inspection) -> str:
     """Return the model type, or those that are possible."""
-    return found.model_type or either(found.candidates) or "unknown model type"
+    return found.model_type or possible(found.candidates) or "unknown model type"
 
 
 def files(found: Inspection) -> str:

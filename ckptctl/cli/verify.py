@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from ckptctl.cli import checks
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
@@ -25,7 +27,7 @@ SCHEMA = "ckptctl.verify/1"
 SHOWN = 10
 LEVELS = ["fast", "headers", "full"]
 EPILOG = opt.examples(
-    "ckptctl verify tests/data/tiny-llama3-hf",
+    "ckptctl verify llama-3-8b",
     "ckptctl verify step-2000 --level full --nan",
     "ckptctl verify s3://models/step-2000",
     "ckptctl verify step-2000 --level fast --quiet || echo not whole",
@@ -36,7 +38,7 @@ EPILOG = opt.examples(
 
 def _check_level(value: str) -> str:
     """Refuse what is no level."""
-    return opt.among(value, "level", LEVELS) or value
+    return checks.among(value, "level", LEVELS) or value
 
 
 def _levels() -> list[str]:
@@ -46,7 +48,7 @@ def _levels() -> list[str]:
 def verify(
     path: Annotated[
         Path,
-        typer.Argument(parser=opt.place, metavar="PATH", show_default=False, help="Checkpoint."),
+        typer.Argument(parser=checks.place, metavar="PATH", show_default=False, help="Checkpoint."),
     ],
     from_format: opt.From = None,
     level: Annotated[
@@ -73,7 +75,7 @@ def verify(
     converter: opt.Converter = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", metavar="N", callback=opt.check_positive, help="Threads that read."),
+        typer.Option("--jobs", metavar="N", callback=checks.positive, help="Threads that read."),
     ] = None,
     json: opt.Json = False,
     quiet: Annotated[
@@ -125,15 +127,36 @@ def _print(output: Output, found: Verification) -> None:
 
 def _print_for_people(output: Output, found: Verification) -> None:
     output.line(f"{found.path}   {_headline(found)}", "bold")
-    for one in found.findings[:SHOWN]:
-        output.line(f"  {one.severity}: {one.what}", "red" if one.severity == "error" else "yellow")
-        for label, text in (("where: ", one.where), ("why:   ", one.why)):
+    alike = _alike(found.findings)
+    for one, *others in alike[:SHOWN]:
+        times = f" ({1 + len(others):,} times)" if others else ""
+        what = f"  {one.severity}: {one.what}{times}"
+        output.line(what, "red" if one.severity == "error" else "yellow")
+        for label, text in (("where: ", _where(one, len(others))), ("why:   ", one.why)):
             if text:
                 output.line(f"    {label}{text}")
-    if len(found.findings) > SHOWN:
-        output.line(f"  and {len(found.findings) - SHOWN:,} more; `--json` lists all")
+    rest = sum(map(len, alike[SHOWN:]))
+    if rest:
+        output.line(f"  and {rest:,} more; `--json` lists all")
     for line in _data(found):
         output.line(f"  {line}", "dim")
+
+
+def _alike(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Return the findings, those together that say the same of one file: the values in it, say."""
+    found: dict[object, list[Finding]] = {}
+    for number, one in enumerate(findings):
+        said = (one.severity, one.what, one.why, one.file) if one.file else number
+        found.setdefault(said, []).append(one)
+    return list(found.values())
+
+
+def _where(finding: Finding, others: int) -> str:
+    """Return where a finding is, and how many others that say the same of its file there are."""
+    inside = replace(finding, file=None).where
+    if not others or not inside:
+        return finding.where
+    return f"{inside} and {others:,} more, {finding.file}"
 
 
 def _headline(found: Verification) -> str:

@@ -26,7 +26,7 @@ from ckptctl.distributed.staging import Staged, stage
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops.coordinator import Alone, Coordinator
-from ckptctl.storage.remote_path import named
+from ckptctl.storage.remote.path import named
 
 __all__ = ["AsyncSaver", "Mode", "SaveKeywords", "WhenBusy"]
 

@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.planner.plan import CrcOf, Plan
-from ckptctl.storage.executor import Execution, ExecutionOptions
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
 Place = tuple[int, int, int]
 """Number of a region, first byte in it, length."""
@@ -75,7 +75,7 @@ class WriterProcess:
         *,
         regions: Sequence[Shared],
     ) -> Execution:
-        """Do what :func:`ckptctl.storage.executor.execute` does, in the child.
+        """Do what :func:`ckptctl.storage.execution.executor.execute` does, in the child.
 
         Args:
             plan: What to do.

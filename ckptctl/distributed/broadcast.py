@@ -23,7 +23,7 @@ from ckptctl.distributed.group import Group, reaching
 from ckptctl.distributed.targets import Place
 from ckptctl.ops.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
-from ckptctl.storage.urls import is_url
+from ckptctl.storage.remote.urls import is_url
 
 SLOW = 1 << 30
 SAMPLE = 1 << 20

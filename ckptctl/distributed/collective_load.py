@@ -38,7 +38,8 @@ from ckptctl.ops.state_mapping import map_state
 from ckptctl.ops.wanted import Wanted
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.collection import no_collection
-from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
 
 
 class CollectiveLoad:

@@ -15,7 +15,7 @@ from ckptctl.ops.convert import plan_conversion, run_conversion
 from ckptctl.ops.coordinator import on_first
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.storage import trash
-from ckptctl.storage.publish import check_target, destination
+from ckptctl.storage.destinations import check_target, destination
 
 MODEL = "model"
 

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from ckptctl import dtypes, families
+from ckptctl import families
 from ckptctl.distributed.collective_load import CollectiveLoad
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.load_agreement import Broadcast, How
 from ckptctl.errors import UsageError
+from ckptctl.ops import option_checks
 from ckptctl.ops.coordinator import Alone
 from ckptctl.ops.load_options import LoadOptions, LoadReport
 
@@ -88,10 +89,10 @@ def load(
         root=root,
         weights=weights,
         tag=tag,
-        rules=None if rules is None else Path(rules),
+        rules=option_checks.path(rules),
         sizes=sizes or {},
-        assets=None if assets is None else Path(assets),
-        dequantize=_floating(dequantize),
+        assets=option_checks.path(assets),
+        dequantize=option_checks.floating(dequantize, "dequantize"),
         strict=strict,
         cast=cast,
         trusted=trusted,
@@ -110,12 +111,3 @@ def load(
             error = failure
         how = How(options, broadcast, converter)
         return CollectiveLoad(ranks, group, how).into(state_dict, path, error)
-
-
-def _floating(dtype: str | None) -> str | None:
-    if dtype is None:
-        return None
-    name = dtypes.parse(dtype)
-    if name is None or not dtypes.BY_NAME[name].floating:
-        raise UsageError(f"`{dtype}` is not a floating dtype", where="dequantize")
-    return name

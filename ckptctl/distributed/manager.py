@@ -11,7 +11,6 @@ from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
-from ckptctl import dtypes
 from ckptctl.distributed.async_saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
 from ckptctl.distributed.closing import Closing
 from ckptctl.distributed.final_save import save_converted
@@ -22,6 +21,7 @@ from ckptctl.distributed.save_future import SaveFuture
 from ckptctl.distributed.saving import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
+from ckptctl.ops import option_checks
 from ckptctl.ops.coordinator import on_first, together
 from ckptctl.ops.load_options import LoadReport
 from ckptctl.ops.options import ConversionOptions
@@ -29,8 +29,8 @@ from ckptctl.ops.prune_safety import parse_best
 from ckptctl.ops.run_entries import is_run
 from ckptctl.ops.runs import Checkpoint, newest_complete
 from ckptctl.planner.retention import Policy
-from ckptctl.storage.publish import require_path
-from ckptctl.storage.urls import local_path
+from ckptctl.storage.destinations import require_path
+from ckptctl.storage.remote.urls import local_path
 from ckptctl.units import parse_bytes
 
 _log = logging.getLogger("ckptctl")
@@ -249,10 +249,10 @@ class CheckpointManager(Closing):
             to=to or self._final[0],
             model_type=model_type or self._final[1],
             only=only,
-            dtype=_floating(dtype),
+            dtype=option_checks.floating(dtype),
             max_shard_size=parse_bytes(max_shard_size),
             mp=mp,
-            assets=None if assets is None else Path(assets),
+            assets=option_checks.path(assets),
             overwrite=overwrite,
             verify=verify,
         )
@@ -314,10 +314,3 @@ def _rated(metrics: Mapping[str, Any]) -> dict[str, float]:
         return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError("a metric is not a number", where="metrics", why=str(error)) from error
-
-
-def _floating(dtype: str | None) -> str | None:
-    name = None if dtype is None else dtypes.parse(dtype)
-    if dtype is not None and (name is None or not dtypes.BY_NAME[name].floating):
-        raise UsageError(f"`{dtype}` is not a floating dtype", where="dtype")
-    return name

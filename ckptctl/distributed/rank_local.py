@@ -20,7 +20,7 @@ from ckptctl.ops.holdings import pack
 from ckptctl.ops.save_decision import all_of
 from ckptctl.ops.saving import RankItems, metadata, rank_files
 from ckptctl.storage import rename
-from ckptctl.storage.publish import destination
+from ckptctl.storage.destinations import destination
 from ckptctl.storage.sync import sync_directory
 
 NOTHING = RankItems((), (), (), ())

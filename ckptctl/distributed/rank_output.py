@@ -16,11 +16,12 @@ from ckptctl.distributed.host_memory import host_views
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.holdings import DIGEST, Chunk, Holding
-from ckptctl.planner.copies import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.executor import Execution, ExecutionOptions, execute
+from ckptctl.planner.tile import MIB
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.remote.urls import is_url, masked
 from ckptctl.storage.sync import sync_directory, write_file
-from ckptctl.storage.urls import is_url, masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class SaveOptions:
         sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
             can leave a checkpoint whose data is not there.
         checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
-        execute: What carries out a rank's plan: :func:`ckptctl.storage.executor.execute`, or
-            something that has another process do that.
+        execute: What carries out a rank's plan: the function of
+            :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
     """
 
     overwrite: bool = False

@@ -30,8 +30,9 @@ from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.ops.wanted import Target, Wanted
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapped import stored_shapes
-from ckptctl.storage import remote
-from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.remote import direct
 
 
 class Reader(StorageReader):
@@ -195,7 +196,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this reader may read *checkpoint_id*."""
-        return remote.known(checkpoint_id)
+        return direct.known(checkpoint_id)
 
     def _open(self) -> Catalog:
         return self._options.open(os.fspath(self.checkpoint_id))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -11,13 +12,21 @@ import torch
 
 from ckptctl.distributed.rank_output import SaveOptions, add_file, fill
 from ckptctl.distributed.streams import stream
-from ckptctl.errors import RefusedError
+from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.ops.overwrite import replaceable
 from ckptctl.planner.plan import Plan
-from ckptctl.storage import remote, remote_mounts
-from ckptctl.storage.publish import Staging, destination, staging, staging_directory
-from ckptctl.storage.urls import HUB, is_url, scheme_of
+from ckptctl.storage.destinations import destination, staging_directory
+from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.remote import direct, mounts
+from ckptctl.storage.remote.lock import RemoteLock
+from ckptctl.storage.remote.objects import Objects
+from ckptctl.storage.remote.store import system_of
+from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
+from ckptctl.storage.remote.writing import NAME, Writing
+
+DATA = re.compile(r"__\d+_\d+\.distcp")
+"""The files of ranks."""
 
 
 class Place(Protocol):
@@ -77,25 +86,33 @@ class Folder:
 
 
 class Url:
-    """A folder behind a URL: ranks upload their files as streams, the metadata is uploaded last."""
+    """A folder behind a URL: ranks upload their files as streams, the metadata is uploaded last.
+
+    Rank 0 holds the lock of the folder meanwhile.
+    """
+
+    _lock: RemoteLock
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.target = path
         self._options = options
-        self._url = remote_mounts.secret_of(str(path))
+        self._url = mounts.secret_of(str(path))
 
     def make_room(self, stack: ExitStack) -> None:
         """See :class:`Place`."""
-        del stack
-        hub = scheme_of(self._url) == HUB
-        if hub or remote.exists(self._url, METADATA):
+        if scheme_of(self._url) == HUB:
             raise RefusedError(
-                "training cannot save to the Hub" if hub else "the destination exists",
+                "training cannot save to the Hub",
                 where=str(self.target),
-                hint="save to a disk or an object store, and `ckptctl convert` to hf://"
-                if hub
-                else "objects cannot be replaced in one step: save under a name of its own",
+                hint="save to a disk or an object store, and `ckptctl convert` to hf://",
             )
+        self._require_none()
+        self._lock = RemoteLock(self._url, *system_of(self._url), NAME, [METADATA])
+        left = self._lock.take()
+        stack.callback(self._let_go)
+        self._require_none()  # another run may have been at its end
+        if left is not None:
+            self._clear(left)
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`Place`."""
@@ -103,8 +120,35 @@ class Url:
 
     def size(self, name: str) -> int:
         """See :class:`Place`."""
-        return remote.size(self._url, name)
+        return direct.size(self._url, name)
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`Place`."""
-        remote.write(self._url, METADATA, b"".join(metadata))
+        self._lock.require()
+        direct.write(self._url, METADATA, b"".join(metadata))
+
+    def _require_none(self) -> None:
+        """Refuse a place with a checkpoint.
+
+        Raises:
+            RefusedError: There is one.
+        """
+        if direct.exists(self._url, METADATA):
+            raise RefusedError(
+                "the destination exists",
+                where=str(self.target),
+                hint="objects cannot be replaced in one step: save under a name of its own",
+            )
+
+    def _clear(self, left: Writing) -> None:
+        """Remove what a dead run has left, of which the new ones would not replace everything."""
+        place = Objects(self._url, None)
+        found = place.look()
+        data = [name for name in found if DATA.fullmatch(name)]
+        if not left.is_all(found):
+            data += [name for name in found if name in left.names]
+        place.remove(data, found, self._lock.still)
+
+    def _let_go(self) -> None:
+        with suppress(CkptError):  # the next run removes a lock that nobody holds
+            self._lock.drop()

@@ -14,8 +14,8 @@ from ckptctl.distributed.rank_local import write_alone
 from ckptctl.distributed.rank_output import Held, SaveOptions, require_local
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.ops.coordinator import Coordinator
-from ckptctl.planner.copies import MIB
-from ckptctl.storage.remote_path import named
+from ckptctl.planner.tile import MIB
+from ckptctl.storage.remote.path import named
 
 __all__ = ["SaveOptions", "save", "write"]
 

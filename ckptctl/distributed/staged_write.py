@@ -18,7 +18,8 @@ from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.holdings import pack
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.executor import Execution, ExecutionOptions, Progress, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions, Progress
 
 
 class SaveKeywords(TypedDict, total=False):

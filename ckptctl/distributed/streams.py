@@ -12,10 +12,10 @@ import torch
 from ckptctl import dtypes
 from ckptctl.catalog import memory_key
 from ckptctl.distributed.state import memory
-from ckptctl.planner.copies import MIB
 from ckptctl.planner.plan import OutputFile, Plan, Transfer
-from ckptctl.storage import remote
+from ckptctl.planner.tile import MIB
 from ckptctl.storage.crc import crc32
+from ckptctl.storage.remote import direct
 
 BLOCK = 16 * MIB
 
@@ -36,7 +36,7 @@ def stream(plan: Plan, pieces: Sequence[torch.Tensor], url: str, *, checksum: bo
     for file in plan.files:
         inside = (n for n, record in enumerate(plan.records) if record.file == file.path)
         records = sorted(inside, key=lambda number: plan.records[number].offset)
-        with remote.create(url, file.path) as target:
+        with direct.create(url, file.path) as target:
             _write(file, [sources[number] for number in records], records, target, checksum)
 
 

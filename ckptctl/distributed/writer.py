@@ -6,7 +6,7 @@ import dataclasses
 import os
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.noted import noted
 from ckptctl.distributed.rank_local import make_room, publish
 from ckptctl.distributed.rank_output import SaveOptions, add_file, fill
@@ -30,10 +31,11 @@ from ckptctl.distributed.written_metadata import encoded
 from ckptctl.errors import RefusedError, StorageError, listed
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.ops.overwrite import replaceable
-from ckptctl.planner.copies import MIB
-from ckptctl.storage import remote
-from ckptctl.storage.publish import Staging, destination, staging, staging_directory
-from ckptctl.storage.urls import local_path
+from ckptctl.planner.tile import MIB
+from ckptctl.storage.destinations import destination, staging_directory
+from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.remote import direct
+from ckptctl.storage.remote.urls import local_path
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
@@ -85,7 +87,7 @@ class Writer(StorageWriter):
         self._save_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
-            self._url = remote.url_of(checkpoint_id)
+            self._url = direct.url_of(checkpoint_id)
 
     @noted
     def set_up_storage_writer(
@@ -176,7 +178,7 @@ class Writer(StorageWriter):
         content = encoded(metadata)
         self._require_files(stored.values())
         if self._url:
-            remote.write(self._url, METADATA, b"".join(content))
+            direct.write(self._url, METADATA, b"".join(content))
         elif self._apart:
             publish(Path(self._target), self._rank, content, sync=self._options.sync)
         else:
@@ -189,7 +191,7 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this writer can write to *checkpoint_id*."""
-        return remote.known(checkpoint_id)
+        return direct.known(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """Return what planners and metadata are told of this save."""
@@ -201,7 +203,7 @@ class Writer(StorageWriter):
         return target if self._apart else staging_directory(target) / "data"
 
     def _require_new(self, url: str) -> None:
-        if remote.exists(url, METADATA):
+        if direct.exists(url, METADATA):
             raise RefusedError(
                 "the destination exists",
                 where=url,
@@ -221,7 +223,7 @@ class Writer(StorageWriter):
         _OPEN[self._target] = self
         weakref.finalize(self, _close, stack)
 
-    def _require_files(self, places: Any) -> None:
+    def _require_files(self, places: Iterable[StorageInfo]) -> None:
         """Make sure that the coordinator sees what the others wrote."""
         ends: dict[str, int] = {}
         for place in places:
@@ -239,7 +241,7 @@ class Writer(StorageWriter):
 
     def _size(self, name: str) -> int:
         if self._url:
-            return remote.size(self._url, name)
+            return direct.size(self._url, name)
         path = self._data / name
         return path.stat().st_size if path.is_file() else -1
 
@@ -258,7 +260,7 @@ def _destination(path: str | os.PathLike[str]) -> Path:
     return destination(Path(local_path(path)).expanduser().absolute())
 
 
-def _require_all(metadata: Metadata, stored: Any, where: str) -> None:
+def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:
     lacking = [str(index.fqn) for index in _planned(metadata) if index not in stored]
     if lacking:
         raise StorageError(

@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
@@ -17,9 +17,12 @@ from typing import Any
 
 from ckptctl.errors import CkptError
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan
-from ckptctl.storage.executor import Execution, ExecutionOptions, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
 Regions = dict[int, memoryview]
+Ask = Callable[[int, Mapping[int, int]], list[tuple[int, bytes]]]
+"""Takes the number of a file and its records' CRCs; returns positions and bytes of its frame."""
 
 
 def main(descriptor: int) -> None:
@@ -98,7 +101,7 @@ def _done(
         return CkptError(f"{type(error).__name__}: {error}")
 
 
-def _asking(plan: Plan, number: int, ask: Any) -> OutputFile:
+def _asking(plan: Plan, number: int, ask: Ask) -> OutputFile:
     """Return a file whose frame the trainer makes, who has what it is made of."""
     file = plan.files[number]
     own = [index for index, record in enumerate(plan.records) if record.file == file.path]

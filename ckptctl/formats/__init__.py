@@ -7,20 +7,23 @@ A module in this package that defines a :class:`~ckptctl.formats.base.Format` un
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import re
+import shlex
 from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, listed, nearest
 from ckptctl.formats import checksums, foreign, plugins
-from ckptctl.formats.base import Format, ReadOptions, Sniff, WritableFormat
+from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
 from ckptctl.storage.nearby import nearby
-from ckptctl.storage.remote_path import path_of
+from ckptctl.storage.remote.path import path_of
+from ckptctl.storage.remote.unfinished import unfinished
+from ckptctl.storage.remote.writing import NAME
 from ckptctl.units import natural_key
 
 LOOKED_AT = 200
@@ -74,8 +77,8 @@ def get(name: str) -> Format:
         close = nearest(name, names())
         raise UsageError(
             f"unknown format `{name}`",
-            why=f"known: {', '.join(names())}",
-            hint=f"did you mean `{close}`?" if close else "`ckptctl formats` lists them",
+            why=f"none of the {len(names())} known ones is called so",
+            hint=(f"did you mean `{close}`? " if close else "") + "`ckptctl formats` lists them",
         )
     return found
 
@@ -122,9 +125,10 @@ def detect(path: str | Path) -> Format:
             f"this folder holds {len(inside)} checkpoints and is none itself",
             where=str(path),
             why=listed([item.name for item in inside]),
-            hint=f"name one of them, such as `{inside[-1]}`",
+            hint=f"name one of them; `{shlex.join(['ckptctl', 'latest', str(path)])}` prints the "
+            "newest complete one",
         )
-    raise foreign.unrecognised(path, names(), below(path))
+    raise unfinished(path) or foreign.unrecognised(path, names(), below(path))
 
 
 def open_checkpoint(
@@ -132,11 +136,12 @@ def open_checkpoint(
     format: str | None = None,
     model_type: str | None = None,
     *,
-    weights: Literal["master", "module"] | None = None,
+    weights: Weights | None = None,
     tag: str | None = None,
     rules: Path | None = None,
     partial: bool = False,
     replicas: bool = False,
+    manifest: bool = True,
 ) -> Catalog:
     """Recognise *path* and read its index.
 
@@ -149,6 +154,7 @@ def open_checkpoint(
         rules: See :class:`ReadOptions`.
         partial: See :class:`ReadOptions`.
         replicas: See :class:`ReadOptions`.
+        manifest: Whether to take checksums from the manifest beside it.
 
     Raises:
         UsageError: The format knows no such choice.
@@ -156,6 +162,9 @@ def open_checkpoint(
     """
     path = existing(path)
     inside = None if format or sniff(path) else only_inside(path)
+    problem = unfinished(path)
+    if problem and not partial:
+        raise problem
     path = inside or path
     known = get(format) if format else detect(path)
     chosen = {"weights": weights, "tag": tag, "rules": rules}
@@ -167,7 +176,12 @@ def open_checkpoint(
             hint=f"`ckptctl formats {known.name}` shows what can be chosen",
         )
     asked = ReadOptions(model_type, weights, tag, rules, partial, replicas)
-    found = checksums.attach(known.read(path, asked))
+    found = known.read(path, asked)
+    if manifest:
+        found = checksums.attach(found)
+    if problem:
+        finding = Finding(problem.what, problem.why, file=NAME)
+        found = replace(found, findings=(finding, *found.findings))
     if inside:
         note = f"read from `{inside.name}`, the one checkpoint of a model in this folder"
         found = replace(found, notes=(note, *found.notes))
@@ -197,7 +211,15 @@ def below(path: Path) -> list[Path]:
     """Return checkpoints of models two levels below a folder, as far as a short look finds them."""
     first = _folders(path)[:LOOKED_AT]
     deeper = islice((item for one in first for item in _folders(one)), LOOKED_AT)
-    return [item for item in deeper if not NO_MODEL.fullmatch(item.name) and sniff(item)]
+    return [item for item in deeper if not NO_MODEL.fullmatch(item.name) and _sniffed(item)]
+
+
+def _sniffed(path: Path) -> bool:
+    """Return whether *path* is recognised; what cannot be read is not."""
+    try:
+        return bool(sniff(path))
+    except OSError:
+        return False
 
 
 def _folders(path: Path) -> list[Path]:
@@ -223,11 +245,14 @@ def existing(path: str | Path) -> Path:
     """Return *path* made absolute.
 
     Raises:
+        UsageError: It is empty, as a variable of a script that was not set.
         SourceNotFoundError: There is nothing there.
     """
+    if not os.fspath(path):
+        raise UsageError("the path is empty", hint="`.` is the working directory")
     absolute = path_of(path).expanduser().absolute()
     if not absolute.exists():
         raise SourceNotFoundError(
-            "no such file or directory", where=str(path), hint=nearby(absolute)
+            "no such file or directory", where=str(path), hint=nearby(path_of(path))
         )
     return absolute

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024
+Weights = Literal["master", "module"]
+"""The optimizer's fp32 copies, or the weights that the model computes with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class ReadOptions:
     """
 
     model_type: str | None = None
-    weights: Literal["master", "module"] | None = None
+    weights: Weights | None = None
     tag: str | None = None
     rules: Path | None = None
     partial: bool = False

@@ -23,8 +23,8 @@ from ckptctl.formats.shared.inert_fields import attributes
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Table, loads
-from ckptctl.storage.torch_globals import StorageRef, TensorView, storage_id
+from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Table, loads
+from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")

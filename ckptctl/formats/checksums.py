@@ -9,7 +9,7 @@ from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.remote.path import path_at
 
 MANIFEST = "ckptctl.manifest.json"
 SCHEMA = "ckptctl.manifest/1"

@@ -26,6 +26,7 @@ from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.own_values import kept_apart
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import ahead
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
@@ -148,7 +149,7 @@ def _union(files: SourceFiles, values: Values, *, repeated: bool) -> Union:
     """Read the metadata of every rank, one at a time."""
     ranks = _ranks(files.root)
     found = Union(str(files.root), len(ranks), repeated=repeated)
-    for rank in ranks:
+    for rank in ahead(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
         leaves = _leaves(files, rank)
         found.add(rank, leaves)
         if len(ranks) > 1:

@@ -27,6 +27,7 @@ from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf.shards import read_shard
 from ckptctl.formats.shared.rank_files import in_order, lay_out
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import heads_ahead
 
 
 class DeepSeekFormat(WritableFormat):
@@ -67,7 +68,7 @@ class DeepSeekFormat(WritableFormat):
         root = path if path.is_dir() else path.parent
         names = _ranks(root)
         with SourceFiles(root) as files:
-            read = [read_shard(files, name) for name in names]
+            read = [read_shard(files, name) for name in heads_ahead(files, names)]
             shards = [tensors for tensors, _ in read]
             joined = Joined(shards, names, self.name, documents(root), asked.model_type)
             tensors = joined.tensors(files)

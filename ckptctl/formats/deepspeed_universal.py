@@ -11,9 +11,8 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError
 from ckptctl.formats import deepspeed, hf
-from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.deepspeed.files import FP32, SCRIPTS, ZERO
+from ckptctl.formats.deepspeed.files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, tag_folder, tags
 from ckptctl.storage.files import SourceFiles
 
@@ -62,9 +61,10 @@ class DeepSpeedUniversalFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.deepspeed.parameters import UniversalSave
+        from ckptctl.formats.deepspeed.assembly import catalog_of
         from ckptctl.formats.deepspeed.replicas import Replicas, of_models
-        from ckptctl.formats.shared.unknown_classes import unknown_notes
+        from ckptctl.formats.deepspeed.universal import UniversalSave
+        from ckptctl.formats.deepspeed.universal_optimizer import surroundings
 
         if not path.is_dir():
             raise FormatError("this is a file", where=str(path), why="expected the whole folder")
@@ -72,31 +72,22 @@ class DeepSpeedUniversalFormat(Format):
         with SourceFiles(path) as files:
             save = UniversalSave.of(files, f"{folder}/" if folder else "", asked.partial)
             model = save.weights(asked)
-            others = save.surroundings()
-            tensors, lost = save.faults.usable({**model.tensors, **others.tensors})
+            others = surroundings(save)
+            usable = save.faults.usable({**model.tensors, **others.tensors})
             replicas = Replicas(files, asked.replicas)
-            replicas.take(tensors, save.model.file, of_models(save.models, save.model))
-            sizes = {name: files.size(name) for name in save.files()}
-        return Catalog(
-            root=str(path),
-            path=str(path),
-            format=self.name,
-            files=sizes,
-            tensors={**tensors, **replicas.apart},
-            blobs={**model.blobs, **others.blobs},
-            assets=side_files(path, exclude=SCRIPTS),
-            documents=documents(path),
-            notes=(
-                *save.notes(),
-                *others.notes,
-                *unknown_notes(others.blobs.values()),
-                *replicas.notes(),
-                *left_behind(path, exclude={folder or ZERO, *SCRIPTS}),
-            ),
-            replicas=replicas.listed(),
-            findings=tuple(save.faults.findings) if asked.partial else (),
-            lost=lost,
-        )
+            replicas.take(usable[0], save.model.file, of_models(save.models, save.model))
+            return catalog_of(
+                path,
+                self.name,
+                folder=folder or ZERO,
+                files={name: files.size(name) for name in save.files()},
+                model=model,
+                others=others,
+                usable=usable,
+                replicas=replicas,
+                notes=save.notes(),
+                findings=save.faults.findings if asked.partial else (),
+            )
 
 
 FORMAT = DeepSpeedUniversalFormat()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptctl.errors import FormatError, listed
+from ckptctl.storage.stand_ins import GIT_LFS, PULL
+from ckptctl.units import natural
 
 HDF5 = b"\x89HDF\r\n\x1a\n"
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -19,6 +21,7 @@ _ADVICE = {
         "load it once with `torch.load(..., weights_only=True)` and `torch.save` it again"
     ),
     "a tar archive": "unpack it, and name the checkpoint inside",
+    "a pointer of Git LFS, not the file": PULL,
     "a bare pickle": "it cannot be read without running it; save the tensors with `torch.save`",
     "Flax (msgpack)": "load it with transformers (`from_flax=True`) and `save_pretrained` it",
 }
@@ -50,10 +53,18 @@ def unrecognised(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -
     return FormatError(
         "no checkpoint is recognised here",
         where=str(path),
-        why="it has none of the marks of: " + ", ".join(known),
+        why=f"it is none of the {len(known)} known formats" + _held(path),
         hint="name the directory that holds the weights, or give the format with `--from`; "
-        "`ckptctl formats` shows what each is recognised by",
+        "`ckptctl formats NAME` shows what each is recognised by",
     )
+
+
+def _held(path: Path) -> str:
+    """Return what lies in a folder, after a semicolon."""
+    if not path.is_dir():
+        return ""
+    names = [f"{item.name}/" if item.is_dir() else item.name for item in path.iterdir()]
+    return f"; it holds {listed(natural(names))}" if names else "; it is empty"
 
 
 def _identify_folder(path: Path) -> str | None:
@@ -74,6 +85,8 @@ def _identify_file(path: Path) -> str | None:
         return None
     with path.open("rb") as file:
         head = file.read(512)
+    if head.startswith(GIT_LFS):
+        return "a pointer of Git LFS, not the file"
     if head.startswith(b"GGUF"):
         return "GGUF"
     if head.startswith(HDF5):

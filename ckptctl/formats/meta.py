@@ -26,6 +26,7 @@ from ckptctl.formats.base import (
 from ckptctl.formats.mistral.params import is_mistral
 from ckptctl.formats.shared.rank_files import in_order, lay_out
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import zips_ahead
 
 LAYOUT = "meta"
 _SHARD = torch_file.META_SHARD
@@ -76,7 +77,7 @@ class MetaFormat(WritableFormat):
         names = _shards(root)
         with SourceFiles(root) as files:
             described = documents(root)
-            read = [torch_file.read_contents(files, name) for name in names]
+            read = [torch_file.read_contents(files, name) for name in zips_ahead(files, names)]
             shards = [found.tensors for found in read]
             joined = Joined(shards, names, LAYOUT, described, asked.model_type)
             tensors = joined.tensors(files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from ckptctl import installed
 from ckptctl.errors import UsageError
 from ckptctl.formats.base import Format
 
@@ -17,9 +18,7 @@ ENTRY_POINTS = "ckptctl.formats"
 @cache
 def entry_points() -> dict[str, EntryPoint]:
     """Return the entry points by the name of their format; none is loaded."""
-    from importlib import metadata
-
-    return {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
+    return installed.entry_points(ENTRY_POINTS)
 
 
 @cache

@@ -23,6 +23,7 @@ from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.torch_file import Contents
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import ahead, zip_ends
 
 _RANK = r"(?P<rank>\d{1,7})"
 PATTERNS = tuple(
@@ -187,7 +188,8 @@ def _joined(files: SourceFiles, groups: Groups, merger: RankMerger, gaps: Gaps) 
     for name, group in groups.items():
         _require(gaps, name, group, max(max(group) + 1, _stated(group)))
     for name, group in groups.items():
-        for rank, file in sorted(group.items()):
+        ranks = sorted(group.items())
+        for rank, file in ahead(files, ranks, lambda one: zip_ends(one[1].name)):
             leaves = _below(name, read_rank_file(files, file.name))
             merger.add(rank, file.name, gaps.usable(Gap(rank, _head(name), file.name), leaves))
     told = max(max(merger.ranks, default=-1) + 1, *map(_stated, groups.values()))

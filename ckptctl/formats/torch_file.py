@@ -1,7 +1,7 @@
 """One zip file written by ``torch.save``: a state dict, flat or nested among other things.
 
 Source: ``torch/serialization.py`` (``_save``, ``_load``); the zip itself is read and written by
-:mod:`ckptctl.storage.torch_zip` and :mod:`ckptctl.storage.torch_zip_writer`.
+:mod:`ckptctl.storage.zips.reader` and :mod:`ckptctl.storage.zips.writer`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from ckptctl.formats.shared.structure import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickle_reader import Unknown, walk
-from ckptctl.storage.pickle_writer import StorageTensor, dump_state
-from ckptctl.storage.torch_zip import StoredTensor, read_archive
-from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
+from ckptctl.storage.pickles.reader import Unknown, walk
+from ckptctl.storage.pickles.storage_tensor import StorageTensor
+from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.storage.zips.writer import ZipLayout, lay_out
 
 NO_CHECKSUMS = "written without checksums"
 _ZIP = b"PK\x03\x04"
@@ -101,7 +102,7 @@ class TorchFormat(WritableFormat):
         leaves += [(blob.path, blob.value) for blob in request.blobs]
         storages = [(key_of[tensor.name], tensor.nbytes) for tensor in stored]
         folder = request.name.partition(".")[0] or "archive"
-        layout = lay_out(dump_state(nest(leaves)), storages, folder=folder)
+        layout = lay_out(dumps(nest(leaves)), storages, folder=folder)
         records = [
             Record(tensor.name, request.name, offset, tensor.nbytes)
             for tensor, offset in zip(stored, layout.data_offsets, strict=True)

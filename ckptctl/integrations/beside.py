@@ -17,7 +17,8 @@ from ckptctl.errors import StorageError
 from ckptctl.ops.coordinator import on_first
 from ckptctl.ops.overwrite import replaceable
 from ckptctl.storage import trash
-from ckptctl.storage.publish import Staging, destination, staging, staging_directory
+from ckptctl.storage.destinations import destination, staging_directory
+from ckptctl.storage.publish import Staging, staging
 from ckptctl.storage.sync import sync_directory
 
 

@@ -18,7 +18,7 @@ from ckptctl.ops.layout_change import Change
 from ckptctl.planner.adapters import PEFT, is_adapter, module_of
 from ckptctl.planner.plan import RawCopy
 from ckptctl.planner.templates import skeleton
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.remote.path import path_at
 
 
 def beside(catalog: Catalog, assets: Assets) -> Assets:

@@ -15,7 +15,7 @@ from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError, li
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.expressions import check_expressions, matching
 from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.remote.path import path_at
 
 Json = Mapping[str, object]
 

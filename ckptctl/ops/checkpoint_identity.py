@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl.ops.holdings import digest
-from ckptctl.storage.urls import is_url
+from ckptctl.storage.remote.urls import is_url
 
 SETTLED_NS = 100_000_000
 MOST_FILES = 100_000

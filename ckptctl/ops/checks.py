@@ -13,11 +13,13 @@ from ckptctl.ops.coordinator import Alone, Coordinator
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.sharing import portion
 from ckptctl.planner.plan import Plan, RawCopy
-from ckptctl.storage import publish
+from ckptctl.storage import destinations
 from ckptctl.storage.crc import crc32
+from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote_path import path_at
-from ckptctl.storage.urls import is_url
+from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.remote.urls import is_url
+from ckptctl.units import format_bytes
 
 WINDOW = 4 << 20
 
@@ -28,7 +30,13 @@ def options(asked: ConversionOptions, target: WritableFormat) -> None:
     Raises:
         UsageError: Naming the option.
     """
+    threads = asked.execution().threads
+    least = LEAST * threads
+    those = f"{threads} threads need" if threads > 1 else "1 thread needs"
     problems = {
+        f"--memory is less than the {format_bytes(least)} that {those}": (
+            asked.memory is not None and asked.memory < least
+        ),
         "--mp goes with --to meta and --to deepseek": asked.mp > 1 and not target.parallel,
         f"--max-shard-size has no meaning for --to {target.name}": (
             asked.max_shard_size != 5 * GB and not target.sharded
@@ -77,7 +85,7 @@ def destination(
     """
     if is_url(target):
         return _remote_destination(source, target)
-    found = publish.destination(target.expanduser().absolute())
+    found = destinations.destination(target.expanduser().absolute())
     real, origin = found.resolve(), source.resolve()
     if real == origin:
         raise RefusedError("source and destination are the same", where=str(target))
@@ -89,8 +97,8 @@ def destination(
         )
     if origin.is_relative_to(real):
         raise RefusedError("the source lies inside the destination", where=str(target))
-    publish.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
-    publish.require_writable(found)
+    destinations.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
+    destinations.require_writable(found)
     return found
 
 
@@ -109,7 +117,7 @@ def free(path: Path) -> int:
 
     Of a URL it is that of the files on their way there.
     """
-    return publish.free_bytes(Path(tempfile.gettempdir()) if is_url(path) else path)
+    return destinations.free_bytes(Path(tempfile.gettempdir()) if is_url(path) else path)
 
 
 def published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None) -> None:

@@ -22,10 +22,11 @@ from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.collection import no_collection
+from ckptctl.storage.destinations import require_writable
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.publish import require_writable, staging
+from ckptctl.storage.publish import staging
+from ckptctl.storage.remote.urls import is_url, masked
 from ckptctl.storage.sync import write_file
-from ckptctl.storage.urls import is_url, masked
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.recognise import Recognition
 from ckptctl.planner.copies import permutes
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.kinds import arithmetic
+from ckptctl.storage.kinds import needs_torch
 from ckptctl.units import format_bytes
 
 START_UP = 32 << 20
@@ -105,7 +105,7 @@ class ConversionPlan:
     @property
     def arithmetic(self) -> bool:
         """Return whether elements are computed, cast or transposed one by one: with torch."""
-        if any(map(arithmetic, self.plan.computed.values())):
+        if any(map(needs_torch, self.plan.computed.values())):
             return True
         return any(t.source_dtype != t.target_dtype or permutes(t) for t in self.plan.transfers)
 

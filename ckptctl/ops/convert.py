@@ -29,9 +29,10 @@ from ckptctl.ops.overwrite import replaceable
 from ckptctl.ops.quantised import advised
 from ckptctl.ops.recognise import Json, Recognition, recognise
 from ckptctl.ops.replicas import replicated
-from ckptctl.storage.publish import Staging, free_space, staging
-from ckptctl.storage.remote_path import named, path_at
-from ckptctl.storage.urls import is_url
+from ckptctl.storage.destinations import require_space
+from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.remote.path import named, path_at
+from ckptctl.storage.remote.urls import is_url
 
 __all__ = [
     "ConversionOptions",
@@ -154,13 +155,13 @@ def _run_upload(
 ) -> ConversionResult:
     """Carry out *plan*, whose destination is a URL."""
     options = plan.options
-    upload.require_plain(resume=options.resume, ranks=ranks.world)
+    upload.require_plain(ranks=ranks.world)
 
     def proven(crcs: Sequence[int]) -> None:
         if options.verify:
             checks.published(plan.plan, crcs)
 
-    upload.upload(
+    done = upload.upload(
         plan.plan,
         options.execution(),
         progress or (lambda _: None),
@@ -169,8 +170,9 @@ def _run_upload(
     )
     seconds = time.monotonic() - start
     target = path_at(plan.plan.target)
-    notes = (upload.NOT_AT_ONCE,) if not upload.at_once(plan.plan.target) else ()
-    return ConversionResult(plan, target, plan.nbytes, seconds, 0, options.verify, notes)
+    notes = upload.notes(plan.plan)
+    resumed = done.resumed_bytes
+    return ConversionResult(plan, target, plan.nbytes, seconds, resumed, options.verify, notes)
 
 
 def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
@@ -207,7 +209,7 @@ def _staging(plan: ConversionPlan) -> AbstractContextManager[Staging]:
 
 def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
     if stage:
-        free_space(stage.data, plan.nbytes, stage.held())
+        require_space(stage.data, plan.nbytes, stage.held())
 
 
 def _publish(stage: Staging | None) -> None:

@@ -22,7 +22,7 @@ from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.errors_between import Errors
-from ckptctl.storage.remote_path import shown
+from ckptctl.storage.remote.path import shown
 
 __all__ = ["DiffOptions", "Difference", "Weights", "diff"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ckptctl.catalog import Catalog
 from ckptctl.ops.difference import LeafDifference
-from ckptctl.storage.inert import DictRecord, Inert
+from ckptctl.storage.pickles.inert import DictRecord, Inert
 
 SHOWN = 60
 FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")

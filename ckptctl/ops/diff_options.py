@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ckptctl.formats.base import Weights as Weights
 from ckptctl.storage.errors_between import Tolerance
-
-Weights = Literal["master", "module"]
 
 
 @dataclass(frozen=True, slots=True)

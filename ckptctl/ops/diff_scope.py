@@ -13,7 +13,7 @@ from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.load_options import LoadOptions
 from ckptctl.ops.state_mapping import Leaf, StateMapping, map_state
 from ckptctl.ops.unpacked import unpacked
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.remote.path import path_at
 
 
 @dataclass(frozen=True, slots=True)

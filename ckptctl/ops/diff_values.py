@@ -22,8 +22,9 @@ from ckptctl.planner.mapped import MappedTensor
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, parts
-from ckptctl.storage.executor import ExecutionOptions, execute
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.remote.path import path_at
 
 WINDOW = 1 << 20
 """Elements of a window."""

@@ -6,10 +6,9 @@ characters, the name; a backslash before the digest where the name is escaped.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from ckptctl.ops.coordinator import Coordinator, on_first, together
 from ckptctl.ops.sharing import portion
 from ckptctl.ops.verification import of_error
 from ckptctl.ops.verify_checksums import Advance, threads, windows
+from ckptctl.storage.digests import hasher
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging
 from ckptctl.storage.sync import write_file
@@ -64,11 +64,22 @@ def listed_digests(files: SourceFiles) -> tuple[list[Listed], list[Finding]]:
             for number, line in enumerate(text.split("\n"), 1):
                 match = _LINE.fullmatch(line)
                 if match:
-                    file = _unescaped(match[3]) if match[1] else match[3]
-                    found.append(Listed(name, algorithm, file.removeprefix("./"), match[2].lower()))
+                    found.append(Listed(name, algorithm, _file_of(match), match[2].lower()))
                 elif line.strip():
                     findings.append(Finding(f"line {number} is no checksum", None, file=name))
     return found, findings
+
+
+def without(text: str, gone: Callable[[str], bool]) -> str:
+    """Return what a list says of the files that are not *gone*."""
+    matched = ((line, _LINE.fullmatch(line)) for line in text.split("\n"))
+    return "\n".join(line for line, match in matched if not match or not gone(_file_of(match)))
+
+
+def _file_of(line: re.Match[str]) -> str:
+    """Return the file that a line is about."""
+    file = _unescaped(line[3]) if line[1] else line[3]
+    return file.removeprefix("./")
 
 
 def check_lists(
@@ -102,9 +113,7 @@ def check_lists(
 def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | None) -> str:
     """Return the digest of a whole file."""
     size = files.size(name)
-    known = hashlib.new(algorithm.removeprefix("git-"), usedforsecurity=False)
-    if algorithm == "git-sha1":
-        known.update(b"blob %d\0" % size)
+    known = hasher(algorithm, size)
     for view in windows(files, name, 0, size, advance):
         known.update(view)
     return known.hexdigest()

@@ -18,10 +18,14 @@ from ckptctl.planner.configs import plain
 from ckptctl.planner.params_to_config import assumed, params_to_config
 from ckptctl.planner.plan import OutputFile, RawCopy
 from ckptctl.planner.statements import spelled
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.nearby import nearby
+from ckptctl.storage.remote.path import path_at
 
 CONFIG, PARAMS = "config.json", "params.json"
-NO_CONFIG = "there is no config.json: transformers cannot load this without one (`--assets`)"
+NO_CONFIG = (
+    "there is no config.json: transformers cannot load this without one; `--assets DIR` takes it,"
+    " and the tokenizer, from the model that was trained"
+)
 Json = Mapping[str, object]
 
 
@@ -73,7 +77,12 @@ def gather(catalog: Catalog, directory: Path | None) -> Assets:
         return own
     root = directory.expanduser().absolute()
     if not root.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(directory), hint="see --assets")
+        raise SourceNotFoundError(
+            "no such directory",
+            where=str(directory),
+            why=f"--assets names a folder with {CONFIG} or {PARAMS}",
+            hint=nearby(root),
+        )
     found, described = side_files(root), documents(root)
     if not found and not described:
         raise UsageError("there is no configuration or tokenizer here", where=str(directory))
@@ -135,7 +144,7 @@ def papers(
         made = CONFIG in written
         notes = (_about_config(change, assets.documents[PARAMS]) if made else NO_CONFIG,)
     if to_format == "hf":
-        notes += _about_layout(change)
+        notes += (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if formats.target(to_format).described and PARAMS not in written:
         raise _no_params(to_format, change)
     carried = {name: size for name, size in assets.sizes.items() if name not in written}
@@ -160,6 +169,19 @@ def _about_layout(change: Change) -> tuple[str, ...]:
     if layout.startswith("hf-"):
         return (f"transformers 5 reads layout {layout}, earlier versions may not",)
     return (f"transformers reads layout hf, and this is layout {layout}",)
+
+
+def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
+    """Say so where vLLM does not find which class generates text, as transformers does.
+
+    Source: vLLM's ``transformers_utils/config.py``: earlier versions stop, later ones take the
+    class without a head.
+    """
+    if config is None or "model_type" not in config or config.get("architectures"):
+        return ()
+    family = change.family
+    named = f'; that of {family.name} is `["{family.architecture}"]`' if family else ""
+    return (f"{CONFIG} has no `architectures`, where vLLM looks for the class of the model{named}",)
 
 
 def _about_config(change: Change, params: Json) -> str:
@@ -216,7 +238,8 @@ def _no_params(to_format: str, change: Change) -> MappingError:
     return MappingError(
         f"format {to_format} needs params.json, and it cannot be written",
         why=known,
-        hint="--assets DIR names a directory that holds config.json or params.json",
+        hint="`--assets DIR` takes it from the model that was trained: a folder with config.json or"
+        " params.json",
     )
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.catalog import Blob, Catalog, Computed, TensorEntry, is_computed, made_of, reached
-from ckptctl.errors import DamagedError, MappingError, listed
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
+from ckptctl.catalog import Blob, Catalog
+from ckptctl.errors import DamagedError, MappingError
+from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
 from ckptctl.formats.shared.unknown_classes import require_known
-from ckptctl.ops import checks
+from ckptctl.ops import checks, ties
 from ckptctl.ops.adapter_files import adapter_papers
 from ckptctl.ops.conversion import ConversionPlan
-from ckptctl.ops.digest import digest_of
 from ckptctl.ops.documents import Assets, Papers, papers
+from ckptctl.ops.executable import executable, provenance
 from ckptctl.ops.layout_change import Change, change_layout
 from ckptctl.ops.made import made
-from ckptctl.ops.manifest import manifest
 from ckptctl.ops.missing import Missing, leave_out, without
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.output_tensors import in_checkpoint, main_dtype, output_tensors, paths, unrooted
@@ -26,19 +25,16 @@ from ckptctl.ops.payloads import keep_together
 from ckptctl.ops.recognise import Recognition
 from ckptctl.ops.reference import reference, require_same_keys
 from ckptctl.ops.selection import Selection, chosen, select
-from ckptctl.ops.source_checks import with_checks
 from ckptctl.ops.training import Rest, follow
-from ckptctl.ops.transfers import transfers
 from ckptctl.ops.unpacked import Parts, inside_model, unpacked
 from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.configs import tying
 from ckptctl.planner.division import divide
 from ckptctl.planner.mapped import MappedTensor
 from ckptctl.planner.parallel import Share
-from ckptctl.planner.plan import FileIdentity, Plan, RawCopy, Transfer
-from ckptctl.storage.files import SourceFiles
+
+KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
 
 
 class Draft:
@@ -85,7 +81,7 @@ class Draft:
             self.catalog.path,
             source_layout=formats.get(self.catalog.format).layout,
             described=self.target.parallel or self.target.described,
-            untie=self.untie,
+            untie=ties.written_in_full(self.options, self.catalog, self.known),
             partial=bool(self.options.include or self.options.exclude or self.missing),
             given=self.options.sizes,
             vocab=self.options.vocab_size,
@@ -118,7 +114,17 @@ class Draft:
             options=self.options,
             change=change,
             output=tensors,
-            plan=self._executable([*mapped, *rest.tensors], tensors, output, beside),
+            plan=executable(
+                self.catalog,
+                [*mapped, *rest.tensors],
+                tensors,
+                output,
+                beside,
+                target=self.target,
+                destination=self.destination,
+                checksum=self.options.checksum,
+                provenance=provenance(self.catalog, self.known, self.missing),
+            ),
             must_equal=equal,
             dropped={**change.dropped, **self.tied},
             left_out=self.left_out,
@@ -136,7 +142,9 @@ class Draft:
         selection = select(self.catalog, self.known.root)
         self.whole = tuple(selection.tensors)
         if self.options.only == "model":
-            reason = "not part of the model (`--only all`, of consolidate `--optimizer`, keeps it)"
+            reason = (
+                "not part of the model (`--only all`, or consolidate's `--optimizer`, keeps it)"
+            )
             self.left_out |= dict.fromkeys(selection.rest, reason)
         selection, unwanted = chosen(
             selection, self.options.include, self.options.exclude, self.keep_root
@@ -148,9 +156,7 @@ class Draft:
                 "no tensor is left to convert",
                 where=self.catalog.path,
                 why="it holds training state and no model" if selection.rest else None,
-                hint="`--only all`, of consolidate `--optimizer`, keeps it"
-                if selection.rest
-                else None,
+                hint=KEPT if selection.rest else None,
             )
         return self._whole(selection) if self.gone else selection
 
@@ -223,48 +229,19 @@ class Draft:
         entries = self.catalog.tensors
         placed = paths(mapped, entries, change, self.known.root, self.keep_root)
         pinned = change.family.pinned if change.family else ()
-        aliases = self._keeps_ties(mapped)
+        aliases, said = ties.kept(self.options, self.target, self.known, self.catalog, mapped)
+        self.notes += said
         model = output_tensors(
             mapped, entries, placed, dtype=self.options.dtype, pinned=pinned, aliases=aliases
         )
         others = output_tensors(
             rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
         )
-        return self._without_ties((*model, *others))
-
-    def _without_ties(self, tensors: tuple[OutputTensor, ...]) -> tuple[OutputTensor, ...]:
-        """Leave out all but one of the tensors that share memory, if that was asked for."""
+        tensors = (*model, *others)
         if self.options.tied != "drop":
             return tensors
-        self.tied = {
-            tensor.name: f"it shares its memory with `{tensor.alias_of}`, which is written"
-            for tensor in tensors
-            if tensor.alias_of
-        }
+        self.tied = ties.dropped(tensors)
         return tensors if self.target.records_ties else tuple(t for t in tensors if not t.alias_of)
-
-    @property
-    def untie(self) -> bool:
-        """Return whether tied tensors are written in full; `copy` is content if none are tied."""
-        shared = any(entry.alias_of for entry in self.catalog.tensors.values())
-        known = self.known.exact and self.known.model_type is not None
-        return self.options.untie or (self.options.tied == "copy" and (shared or known))
-
-    def _keeps_ties(self, mapped: Sequence[MappedTensor]) -> bool:
-        """Whether tensors that share memory go on doing so; an hf reader would miss one of them."""
-        if self.options.untie or self.options.tied == "copy":
-            return False
-        if self.options.tied == "drop":
-            return True
-        if self.target.nested or tying(self.known.config):
-            return True
-        names = [m.targets[0].key for m in mapped if self._entry(m).alias_of]
-        if names:
-            self.notes.append(f"shared tensors are written out in full: {listed(names)}")
-        return False
-
-    def _entry(self, mapped: MappedTensor) -> TensorEntry:
-        return self.catalog.tensors[mapped.sources[0].key]
 
     def _blobs(self, selection: Selection, change: Change, rest: Rest) -> list[Blob]:
         """The leaves that are not tensors and travel."""
@@ -321,86 +298,6 @@ class Draft:
             dtype=main_dtype(tensors),
             cast=(self.options.dtype or self.options.dequantize) is not None,
         )
-
-    def _executable(
-        self,
-        mapped: Sequence[MappedTensor],
-        tensors: tuple[OutputTensor, ...],
-        output: Output,
-        beside: Papers,
-    ) -> Plan:
-        by_name = {tensor.name: tensor.dtype for tensor in tensors}
-        copies = tuple(transfers(mapped, self.catalog.tensors, output, by_name))
-        raw = (*output.raw_copies, *beside.copies)
-        files = (*output.files, *beside.files)
-        computed = self._computed(copies)
-        read = dict.fromkeys(view.key for item in mapped for view in item.sources)
-        entries = [self.catalog.tensors[name] for name in read]
-        copies, checks = with_checks(self.catalog.root, entries, copies, computed)
-        digest = digest_of(
-            self.options.checksum,
-            files,
-            output.records,
-            copies,
-            raw,
-            beside.contents,
-            computed,
-            checks,
-        )
-        if self.options.checksum and not self.target.single_file:
-            head = {"source": self._provenance(), "plan": digest}
-            files = (*files, manifest(head, tensors, output.boxes, output.records))
-        return Plan(
-            source_root=self.catalog.root,
-            sources=self._sources(copies, output.raw_copies, computed),
-            target=str(self.destination),
-            single_file=self.target.single_file,
-            files=files,
-            records=output.records,
-            transfers=copies,
-            raw_copies=raw,
-            digest=digest,
-            computed=computed,
-            inputs=self._inputs(computed),
-            checks=checks,
-        )
-
-    def _provenance(self) -> dict[str, object]:
-        return {
-            "name": Path(self.catalog.path).name.encode(errors="replace").decode(),
-            "format": self.catalog.format,
-            "layout": self.known.layout,
-            "model_type": self.known.model_type,
-            **({"missing": list(self.missing)} if self.missing else {}),
-        }
-
-    def _computed(self, copies: Sequence[Transfer]) -> dict[str, Computed]:
-        """The virtual files that transfers read, and those that these are made of."""
-        names = (operand.file for copy in copies for operand in copy.source.operands)
-        return reached(self.catalog.computed, names)
-
-    def _sources(
-        self,
-        copies: Sequence[Transfer],
-        raw: Sequence[RawCopy],
-        computed: Mapping[str, Computed],
-    ) -> dict[str, FileIdentity]:
-        read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
-        names = {name: None for name in read if not is_computed(name)}
-        inputs = made_of(computed)
-        names |= dict.fromkeys(sorted(file for root, file in inputs if root == self.catalog.root))
-        names |= dict.fromkeys(item.source for item in raw)
-        with SourceFiles(self.catalog.root) as files:
-            return {name: files.identity(name) for name in names}
-
-    def _inputs(self, computed: Mapping[str, Computed]) -> dict[tuple[str, str], FileIdentity]:
-        """What virtual files are made of beside the source: an adapter's files."""
-        found: dict[tuple[str, str], FileIdentity] = {}
-        for root, file in sorted(made_of(computed)):
-            if root != self.catalog.root:
-                with SourceFiles(root) as files:
-                    found[root, file] = files.identity(file)
-        return found
 
 
 def _no_place(change: Change) -> str:

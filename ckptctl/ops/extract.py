@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,7 +32,7 @@ from ckptctl.ops.state_mapping import StateMapping
 from ckptctl.ops.tensor_files import overwritable
 from ckptctl.ops.wanted import Wanted
 from ckptctl.planner.mapped import MappedTensor, stored_shapes
-from ckptctl.storage.remote_path import shown
+from ckptctl.storage.remote.path import shown
 
 __all__ = ["ExtractOptions", "Extraction", "extract"]
 FEW = 8
@@ -68,6 +69,7 @@ def extract(
         catalog = dequantised(catalog, options.dequantize)
     mapping = _mapped(catalog, options)
     taken = _taken(mapping, tensor, options)
+    mapping = replace(mapping, notes=(*mapping.notes, *_short(taken)))
     reading = _reading(mapping, taken)
     if output is None:
         return _shown(shown(path), reading, taken)
@@ -118,6 +120,19 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
     ]
 
 
+def _short(taken: Sequence[Taken]) -> Iterator[str]:
+    """Say of which tensors the slice takes less than it asks for."""
+    short = [one for one in taken if one.part.short]
+    if short:
+        first, dim = short[0], short[0].part.short[0]
+        nothing = first.part.box.sizes[dim] == 0
+        yield (
+            f"the slice {'takes nothing of' if nothing else 'reaches beyond'} `{first.name}`,"
+            f" whose dimension {dim} has {first.whole[dim]:,}"
+            + (f"; so it is with {len(short) - 1:,} more" if short[1:] else "")
+        )
+
+
 def _cast(dtype: str, wanted: str | None) -> str:
     return wanted if wanted and dtypes.BY_NAME[dtype].floating else dtype
 
@@ -129,12 +144,14 @@ def _matching(mapping: StateMapping, names: Mapping[str, object], glob: str) -> 
         found = [name for name in names if fnmatchcase(name, root + glob)]
         if found:
             return found
-    close = nearest(glob, list(names))
+    holding = [name for name in names if glob.strip("*") and glob.strip("*") in name]
+    close = min(holding, key=len, default=None) or nearest(glob, list(names))
+    listing = shlex.join(["ckptctl", "inspect", mapping.catalog.path, "--tensors"])
     raise MappingError(
         f"no tensor is called `{glob}`",
         where=mapping.catalog.path,
         why=f"it has {len(names):,}, such as {listed(list(names), 2)}",
-        hint=f"did you mean `{close}`?" if close else "`ckptctl inspect --tensors` lists them",
+        hint=f"did you mean `{close}`?" if close else f"`{listing}` lists them",
     )
 
 

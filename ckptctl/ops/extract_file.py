@@ -12,9 +12,11 @@ from ckptctl.ops.loading import Reading
 from ckptctl.ops.tensor_files import lay_out, overwritable
 from ckptctl.ops.transfers import transfers
 from ckptctl.planner.plan import FileIdentity, Plan
-from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.destinations import require_space
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.publish import free_space, staging
+from ckptctl.storage.publish import staging
 
 
 def plan_file(reading: Reading, taken: Sequence[Taken], target: Path) -> Plan:
@@ -74,7 +76,7 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> int:
     with staging(
         target, overwrite=options.overwrite, single_file=True, is_checkpoint=overwritable
     ) as stage:
-        free_space(stage.data, plan.nbytes)
+        require_space(stage.data, plan.nbytes)
         read = execute(plan, stage.data, how, lambda _: None).bytes_read
         stage.publish()
     return read

@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub said of the files of a download, as its cache keeps it.
+"""What the Hugging Face Hub says of its files, and said of a download, as its cache keeps it.
 
 Source: huggingface_hub 2.4.0. ``_local_folder.py``: beside files that were downloaded to a folder,
 ``.cache/huggingface/download/NAME.metadata`` has three lines: commit, ETag, time. In the cache
@@ -10,7 +10,6 @@ or Xet, and git's own SHA-1 of any other (``utils/_verification.py``).
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -18,22 +17,24 @@ from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.digest_lists import Listed
 from ckptctl.ops.hub_downloads import DOWNLOADS
-from ckptctl.storage.files import SourceFiles, hub_repository
+from ckptctl.storage.digests import algorithm_of
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.local_files import hub_repository
 
 METADATA = ".metadata"
 MAX_METADATA = 4096
-ALGORITHMS = {64: "sha256", 40: "git-sha1"}
-_HEXADECIMAL = re.compile(r"[0-9a-f]+")
 
 
 def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[Listed], list[Finding]]:
-    """Return what is known of the files that were downloaded, and what is wrong with that.
+    """Return what is known of files of the Hub, and what is wrong with that.
 
     Args:
         files: Files of the checkpoint.
         used: Its data files; other files count in the same directories, and at the top.
     """
     folders = {Path(), *(Path(name).parent for name in used)}
+    if not files.local:
+        return [line for folder in sorted(folders) for line in _told(files, folder)], []
     found: list[Listed] = []
     findings: list[Finding] = []
     for folder in sorted(folders):
@@ -48,6 +49,16 @@ def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[Listed],
     return found, findings
 
 
+def _told(files: SourceFiles, folder: Path) -> Iterator[Listed]:
+    """Yield the files behind a URL whose place says what their digest is."""
+    for item in sorted((files.root / folder).iterdir()):
+        name = str(folder / item.name)
+        digest = files.digest(name) if item.is_file() else None
+        algorithm = algorithm_of(digest or "")
+        if digest and algorithm:
+            yield Listed("the Hub", algorithm, name, digest)
+
+
 def _linked(root: Path, folder: Path) -> Iterator[Listed]:
     """Yield the files of a snapshot in the cache; the name of its blob is the ETag of a file."""
     real = root.resolve()
@@ -57,7 +68,7 @@ def _linked(root: Path, folder: Path) -> Iterator[Listed]:
     for item in sorted((real / folder).iterdir()):
         if item.is_symlink() and item.is_file():
             blob = Path(os.path.normpath(item.parent / item.readlink()))
-            algorithm = _algorithm(blob.name)
+            algorithm = algorithm_of(blob.name)
             if blob.parent == repository / "blobs" and algorithm:
                 yield Listed("the Hub's cache", algorithm, str(folder / item.name), blob.name)
 
@@ -88,12 +99,8 @@ def _read(record: Path, file: Path, name: str) -> Listed | None:
         changed = file.stat().st_mtime - 1 > float(time)
     except (CkptError, ValueError, OSError):
         return None
-    algorithm = _algorithm(etag)
+    algorithm = algorithm_of(etag)
     if algorithm is None:
         return Listed(str(record), "", name, "")
     own = changed and algorithm != "sha256"
     return Listed(str(record), algorithm, name, etag, "warning" if own else "error")
-
-
-def _algorithm(etag: str) -> str | None:
-    return ALGORITHMS.get(len(etag)) if _HEXADECIMAL.fullmatch(etag) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptctl.storage.files import hub_repository
+from ckptctl.storage.local_files import hub_repository
 
 DOWNLOADS = ".cache/huggingface/download"
 

@@ -19,7 +19,8 @@ from ckptctl.ops.inspection import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.quantised import quantised, understood
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.storage.remote_path import path_at, shown
+from ckptctl.storage.remote.path import path_at, shown
+from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ def inspect(
         DamagedError: Its index cannot be read.
     """
     try:
-        catalog = formats.open_checkpoint(path, format, model_type, rules=rules)
+        # Checksums are not shown: behind a URL they are not worth a request.
+        catalog = formats.open_checkpoint(
+            path, format, model_type, rules=rules, manifest=not is_url(path)
+        )
     except FormatError:
         members = [] if format else formats.list_run(formats.existing(path))
         if not members:
@@ -204,22 +208,15 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 
 
 def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
+    from ckptctl.ops.measuring import measured
     from ckptctl.storage.files import SourceFiles
-    from ckptctl.storage.statistics import measure
+    from ckptctl.storage.statistics import BINS
 
     catalog = formats.resolve(catalog)
     names = {t.alias_of or t.name for t in catalog.tensors.values() if matches(t.name, include)}
     wanted = [entry for name, entry in catalog.tensors.items() if name in names]
-    found: dict[str, Statistics] = {}
-    total = sum(entry.nbytes for entry in wanted)
-    with SourceFiles(catalog.root) as files, progress(total) as advance:
-        for entry in wanted:
-            statistics = measure(files, entry)
-            if statistics:
-                found[entry.name] = statistics
-            if advance:
-                advance(entry.nbytes)
-    return found
+    with SourceFiles(catalog.root) as files:
+        return measured(files, wanted, progress, BINS)
 
 
 def _member(path: Path, parent: str | Path) -> Member:

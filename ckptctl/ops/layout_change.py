@@ -15,7 +15,7 @@ from ckptctl.planner.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping import TensorMap, map_tensors
 from ckptctl.planner.params_facts import contradictions
 from ckptctl.planner.resize import resized
-from ckptctl.planner.tiles import Tiling
+from ckptctl.planner.tile_embeddings import Tiling
 
 LARGEST = 1 << 32
 """Rows that a vocabulary may be padded to."""
@@ -104,43 +104,31 @@ def change_layout(
     elif known.model_type and (known.exact or (known.layout and (untie or given or vocab))):
         family = families.family(known.model_type)
     else:
-        if given:
-            raise UsageError(
-                f"`--set {next(iter(given))}` needs a known model type",
-                where=where,
-                why="names and axes are kept: no size is needed",
-            )
-        if vocab is not None:
-            raise UsageError("`--vocab-size` needs a known model type", where=where)
-        if untie and not any(entry.alias_of for entry in tensors.values()):
-            raise UsageError(
-                "`--untie` needs a known model type, or tensors that share memory", where=where
-            )
+        _require_no_family(tensors, where, given=given, vocab=vocab, untie=untie)
         return _unchanged(known, tensors, target)
     _agree(family, known, where)
     shapes = {name: entry.shape for name, entry in tensors.items()}
     source = known.layout or ""
-    tied = is_tied(family, known.config, known.params)
+    written = source if same else target or source
     found = map_tensors(
         family,
         source,
-        source if same else target or source,
+        written,
         shapes,
         read_sizes(family, known.config, known.params, given, implied=_configured(known)),
-        tied=tied,
+        tied=is_tied(family, known.config, known.params),
         untie=untie,
         partial=partial,
         lists=read_lists(family, known.config),
         whole=whole,
     )
     if vocab is not None:
-        layouts = source, source if same else target or source
-        found = _with_vocabulary(found, family, layouts, vocab)
+        found = _with_vocabulary(found, family, (source, written), vocab)
     ordered = _in_source_order(found.tensors, tensors) if same else found.tensors
     return Change(
         family,
         source,
-        source if same else target,
+        written,
         ordered,
         found.dropped,
         found.must_equal,
@@ -152,6 +140,29 @@ def change_layout(
         found.tilings,
         vocab,
     )
+
+
+def _require_no_family(
+    tensors: Mapping[str, TensorEntry],
+    where: str,
+    *,
+    given: Mapping[str, int] | None,
+    vocab: int | None,
+    untie: bool,
+) -> None:
+    """Refuse options that mean nothing without a family; see :func:`change_layout` for them."""
+    if given:
+        raise UsageError(
+            f"`--set {next(iter(given))}` needs a known model type",
+            where=where,
+            why="names and axes are kept: no size is needed",
+        )
+    if vocab is not None:
+        raise UsageError("`--vocab-size` needs a known model type", where=where)
+    if untie and not any(entry.alias_of for entry in tensors.values()):
+        raise UsageError(
+            "`--untie` needs a known model type, or tensors that share memory", where=where
+        )
 
 
 def _configured(known: Recognition) -> bool:

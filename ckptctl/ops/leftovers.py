@@ -71,6 +71,11 @@ class Comparison:
         hints = [f"`{close[0]}` is near" if close and close[0] else ""]
         if quantised(mapping.catalog):
             hints.append('the checkpoint is quantised: `dequantize="bf16"` reads plain tensors')
+        if not self.missing and all(".state." in f".{name}" for name in self.unexpected):
+            hints.append(
+                "a new optimizer has no state to load into: save and load what `get_state_dict` "
+                "of `torch.distributed.checkpoint.state_dict` returns, which fills it"
+            )
         hints += ["`strict=False` loads what both have and reports the rest", *mapping.notes]
         raise MappingError(
             f"{len(self.missing):,} names of the state are missing in the checkpoint, "

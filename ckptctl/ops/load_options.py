@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats import open_checkpoint
+from ckptctl.formats.base import Weights
 from ckptctl.ops.dequantise import dequantised
 
 
@@ -43,7 +43,7 @@ class LoadOptions:
     from_layout: str | None = None
     root: str | None = None
     prefix: str | None = None
-    weights: Literal["master", "module"] | None = None
+    weights: Weights | None = None
     tag: str | None = None
     rules: Path | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.merging import Merging
 from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.overwrite import replaceable
-from ckptctl.storage.remote_path import named
+from ckptctl.storage.remote.path import named
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import read_archive
+from ckptctl.storage.zips.reader import read_archive
 
 
 class _Item(NamedTuple):

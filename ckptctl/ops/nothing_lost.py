@@ -7,7 +7,7 @@ from dataclasses import replace
 from ckptctl import formats
 from ckptctl.errors import MappingError
 from ckptctl.ops.state_mapping import StateMapping
-from ckptctl.ops.tiles import require_regular
+from ckptctl.ops.tile_embeddings import require_regular
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ckptctl.formats.base import GB
-from ckptctl.storage.executor import ExecutionOptions
+from ckptctl.formats.base import GB, Weights
+from ckptctl.storage.execution.options import ExecutionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ConversionOptions:
 
     to: str
     from_format: str | None = None
-    weights: Literal["master", "module"] | None = None
+    weights: Weights | None = None
     tag: str | None = None
     rules: Path | None = None
     model_type: str | None = None

@@ -11,9 +11,10 @@ from ckptctl.ops.loading import Reading
 from ckptctl.ops.slices import Slice
 from ckptctl.ops.wanted import Target, Wanted
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.numbers import Number, numbers, shown
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.remote.path import path_at
 
 EDGE = 3
 """Values at each end of the last two dimensions; one at each end of others."""

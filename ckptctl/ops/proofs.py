@@ -11,7 +11,7 @@ from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.replicas import portion_of
 from ckptctl.ops.replicas import require_equal as replicas_equal
 from ckptctl.ops.sharing import portion
-from ckptctl.ops.tiles import require_regular
+from ckptctl.ops.tile_embeddings import require_regular
 from ckptctl.storage.compare import Readable, all_zero, equal
 from ckptctl.storage.computed import open_reader
 

@@ -18,6 +18,7 @@ from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.prune_safety import (
     require_match,
     require_order,
+    require_pointers,
     require_policy,
     require_removable,
     require_root,
@@ -25,10 +26,10 @@ from ckptctl.ops.prune_safety import (
 )
 from ckptctl.ops.run_completeness import health
 from ckptctl.ops.run_entries import entry_at
-from ckptctl.ops.run_pointers import pins
+from ckptctl.ops.run_pointers import Pins, pins
 from ckptctl.ops.runs import AT_WORK, Checkpoint, Run, read_run
 from ckptctl.planner.retention import Action, Decision, Policy, decide
-from ckptctl.storage.remote_path import named
+from ckptctl.storage.remote.path import named
 from ckptctl.storage.retirement import Retirement, leftovers, retiring
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Verdict:
         checkpoint: The checkpoint.
         action: ``keep``, ``remove``, ``thin``, or ``skip``: it is left alone and does not count.
         reasons: Why.
-        nbytes: Bytes that are freed.
+        nbytes: Bytes that are freed: those of files that have no other hard link.
         thinning: What is left out of it, for ``thin``.
     """
 
@@ -171,6 +172,7 @@ def plan_prune(
     if not replaced:
         require_policy(policy)
     real = require_root(named(root), force=force)
+    require_pointers(real)
     run = read_run(real, now, series)
     candidates = [one.candidate for one in run.checkpoints]
     if not force:
@@ -190,7 +192,8 @@ def _verdict(found: Checkpoint, decision: Decision, thin: bool) -> Verdict:
     if decision.action != "remove":
         return Verdict(found, decision.action, decision.reasons)
     if not thin or not found.complete:
-        return Verdict(found, "remove", decision.reasons, found.entry.nbytes)
+        freed = found.entry.nbytes - found.entry.shared
+        return Verdict(found, "remove", decision.reasons, freed)
     from ckptctl.ops.thin import plan_thinning
 
     thinning = plan_thinning(found)
@@ -210,30 +213,39 @@ def run_prune(plan: PrunePlan) -> PruneResult:
     freed = 0
     with retiring(plan.root) as retirement:
         _require_kept(plan)
-        pinned = pins(plan.root, [one.name for one in plan.verdicts])
+        pinned = _pins(plan)
         for one in plan.of("remove"):
             if not os.path.lexists(one.checkpoint.entry.path):
                 continue  # somebody else has removed it
             try:
                 _require_unchanged(one, pinned.get(one.name, ()))
                 _require_old(one, retirement.now() - max(plan.policy.min_age, AT_WORK))
-                _remove(retirement, one)
+                freed += _remove(retirement, one)
             except CkptError as error:
                 failed[one.name] = error
             else:
                 done.append(one.name)
-                freed += one.nbytes
         failed |= {name: _stuck(retirement) for name in retirement.left() if name not in failed}
     return PruneResult(plan, tuple(done), failed, freed)
 
 
-def _remove(retirement: Retirement, one: Verdict) -> None:
-    if one.thinning:
-        from ckptctl.ops.thin import run_thinning
+def _pins(plan: PrunePlan) -> Pins:
+    require_pointers(plan.root)
+    whole = [one.name for one in plan.verdicts if one.checkpoint.complete]
+    return pins(plan.root, [one.name for one in plan.verdicts], whole)
 
-        run_thinning(one.thinning, retirement)
-    else:
-        retirement.retire(one.name, one.checkpoint.entry.identity)
+
+def _remove(retirement: Retirement, one: Verdict) -> int:
+    """Remove or thin one checkpoint; return the bytes that are freed."""
+    before = one.checkpoint.entry
+    if not one.thinning:
+        retirement.retire(one.name, before.identity)
+        return one.nbytes
+    from ckptctl.ops.thin import run_thinning
+
+    run_thinning(one.thinning, retirement)
+    after = entry_at(before.path)
+    return max(0, before.nbytes - after.nbytes) if after else one.nbytes
 
 
 def _stuck(retirement: Retirement) -> CkptError:

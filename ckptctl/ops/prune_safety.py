@@ -10,12 +10,12 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed, nearest
 from ckptctl.ops.run_names import parse
-from ckptctl.ops.run_pointers import pins
+from ckptctl.ops.run_pointers import pins, unreadable
 from ckptctl.ops.runs import rfc3339
 from ckptctl.planner.retention import Best, Candidate, Policy, disorder
 from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.nearby import nearby
-from ckptctl.storage.urls import is_url
+from ckptctl.storage.remote.urls import is_url
 
 ENDS = {"min": True, "max": False}
 LOW, HIGH = ("loss",), ("accuracy",)
@@ -108,6 +108,23 @@ def _is_checkpoint(root: Path) -> bool:
         return False
     names = [item.name for item in root.iterdir() if item.is_dir() and parse(item.name)]
     return not pins(root, names)
+
+
+def require_pointers(root: Path) -> None:
+    """Refuse a run of which a pointer cannot be read.
+
+    Raises:
+        RefusedError: Nobody knows what it names.
+    """
+    found = unreadable(root)
+    if found:
+        path, why = found
+        raise RefusedError(
+            "a pointer cannot be read",
+            where=str(path),
+            why=f"{why}: the checkpoint that it names might be removed",
+            hint="run it as somebody who may read it",
+        )
 
 
 def require_order(candidates: Iterable[Candidate]) -> None:

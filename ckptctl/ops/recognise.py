@@ -15,6 +15,7 @@ from ckptctl.errors import (
     either,
     listed,
     nearest,
+    possible,
 )
 from ckptctl.ops.selection import Selection, checked_root, containers, roots, select
 from ckptctl.planner.adapters import is_adapter
@@ -56,7 +57,7 @@ class Recognition:
     @property
     def named(self) -> str:
         """Return the model type as a sentence can show it."""
-        return self.model_type or either(self.candidates) or "unknown model"
+        return self.model_type or possible(self.candidates) or "unknown model"
 
 
 def recognise(
@@ -141,8 +142,18 @@ def require_one(found: Recognition, where: str) -> None:
             "several model types or layouts are possible",
             where=where,
             why=_possible(found),
-            hint="`--model-type` says which; a config.json (`--assets DIR`) decides it too",
+            hint=_decided(found),
         )
+
+
+def _decided(found: Recognition) -> str:
+    """Return what says which family it is; a configuration states the sizes of axes as well."""
+    if found.config or found.params:
+        return "`--model-type` says which; `--assets DIR` takes another config.json"
+    return (
+        "`--assets DIR`, with the config.json of the model that was trained, decides it and states"
+        " the sizes of axes; `--model-type` says which"
+    )
 
 
 def _strange(found: Recognition) -> str:
@@ -162,7 +173,8 @@ def _strange(found: Recognition) -> str:
 def _possible(found: Recognition) -> str:
     if len(found.evidence) <= ALTERNATIVES:
         return either(found.evidence, "and")
-    return f"tensors and configuration fit {listed(found.candidates, SHOWN_CANDIDATES)}"
+    described = "tensors and configuration" if found.config or found.params else "the tensors"
+    return f"{described} fit {listed(found.candidates, SHOWN_CANDIDATES)}"
 
 
 def _detect(

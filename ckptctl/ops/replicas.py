@@ -13,7 +13,7 @@ from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.sharing import portion
 from ckptctl.storage.compare import Readable, equal
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.remote.path import path_at
 
 WHAT = "replicas hold different values"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import StoredTensor, read_archive
+from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 LAST = "last.ckpt"
 BESIDE = "meta.pt"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptctl import formats
 from ckptctl.errors import FormatError, SourceNotFoundError
 from ckptctl.ops.run_names import Named, parse, staged
 from ckptctl.ops.run_pointers import SIDECAR
 from ckptctl.storage.nearby import nearby
+from ckptctl.storage.remote.writing import NAME as LOCK
 from ckptctl.storage.retirement import Identity, identity_of
 
-ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR})
-"""What is put beside a checkpoint later; it says nothing on when that was written."""
+ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR, LOCK})
+"""What is put beside a checkpoint later, or taken away; it does not say when that was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Entry:
         touched: Likewise, those that were added later included.
         staging: Whether it is made here under another name and not finished.
         identity: Device, inode, and when the inode last changed.
+        shared: Bytes of those files that have another hard link, here or elsewhere.
     """
 
     path: Path
@@ -42,6 +46,7 @@ class Entry:
     touched: float
     staging: bool
     identity: Identity
+    shared: int = 0
 
     def same(self, other: Entry) -> bool:
         """Return whether nothing was written, added or taken away between the two looks."""
@@ -86,17 +91,17 @@ def entry_at(item: Path) -> Entry | None:
     folder = stat.S_ISDIR(status.st_mode)
     if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
         return None
-    alone = status.st_size, 1, status.st_mtime, 0.0
-    nbytes, files, time, touched = _measured(item) if folder else alone
+    sums = _measured(_files(item) if folder else [(item.name, status)])
     return Entry(
         item,
         named,
-        nbytes,
-        files,
-        time or status.st_mtime,
-        max(touched, status.st_mtime),
+        sums.nbytes,
+        sums.files,
+        sums.time or status.st_mtime,
+        max(sums.touched, status.st_mtime),
         target is not None,
         identity_of(status),
+        sums.shared,
     )
 
 
@@ -107,16 +112,28 @@ def _status(item: Path) -> os.stat_result | None:
         return None
 
 
-def _measured(folder: Path) -> tuple[int, int, float, float]:
-    """Return the bytes and number of all files, the newest's times without and with additions."""
-    nbytes, files, time, touched = 0, 0, 0.0, 0.0
-    for name, status in _files(folder):
-        nbytes += status.st_size
-        files += 1
-        touched = max(touched, status.st_mtime)
-        if name not in ADDED and stat.S_ISREG(status.st_mode):
-            time = max(time, status.st_mtime)
-    return nbytes, files, time, touched
+class _Measured(NamedTuple):
+    """What all files of a checkpoint come to; times without and with additions."""
+
+    nbytes: int = 0
+    files: int = 0
+    shared: int = 0
+    time: float = 0.0
+    touched: float = 0.0
+
+
+def _measured(found: Iterable[tuple[str, os.stat_result]]) -> _Measured:
+    sums = _Measured()
+    for name, status in found:
+        written = name not in ADDED and stat.S_ISREG(status.st_mode)
+        sums = _Measured(
+            sums.nbytes + status.st_size,
+            sums.files + 1,
+            sums.shared + (status.st_size if status.st_nlink > 1 else 0),
+            max(sums.time, status.st_mtime) if written else sums.time,
+            max(sums.touched, status.st_mtime),
+        )
+    return sums
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -136,9 +153,10 @@ def _no_run(root: Path) -> FormatError:
     folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
     runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
     if formats.sniff(root):
-        what, hint = "this is a checkpoint, not a folder of checkpoints", None
+        what = "this is a checkpoint, not a folder of checkpoints"
     else:
-        what, hint = "nothing here is named as checkpoints of a run are", None
+        what = "nothing here is named as checkpoints of a run are"
+    hint = f"`{shlex.join(['ckptctl', 'inspect', str(root)])}` shows what lies there"
     if runs:
         hint = f"there are some in `{runs[0]}`"
     why = "names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, epoch=E-step=S.ckpt, ..."

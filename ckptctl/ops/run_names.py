@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 _COUNTED = re.compile(
     r"(step[-_]|checkpoint[-_]|iter_|global_step_?|epoch[-_])(\d{1,18})", re.ASCII
 )
+_VALUE = r"-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|(?:nan|inf)(?!\w))"
 _TORCHTNT = re.compile(
     r"epoch_(\d{1,18})((?:_(?:train_|eval_|predict_)?step_\d{1,18})+)"
-    r"(?:_([A-Za-z]\w*)=(-?\d+(?:\.\d+)?))?",
+    rf"(?:_([A-Za-z]\w*)=({_VALUE}))?",
     re.ASCII,
 )
-_PAIR = re.compile(r"(?:^|[-_])([A-Za-z][\w./]*)=(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.ASCII)
+_PAIR = re.compile(rf"((?:^|[-_])([A-Za-z][\w./]*)=)({_VALUE})", re.ASCII)
 _VERSION = re.compile(r"-v(\d{1,9})$", re.ASCII)
 _STAGED = re.compile(r"tmp-(checkpoint-\d{1,18})|\.(.+)\.ckptctl-staging", re.ASCII)
 _COUNTERS = ("step", "epoch")
@@ -67,13 +68,13 @@ def _lightning(name: str) -> Named | None:
     stem = name.removesuffix(".ckpt")
     version = _VERSION.search(stem)
     stem = stem[: version.start()] if version else stem
-    pairs: dict[str, str] = dict(_PAIR.findall(stem))
+    pairs: dict[str, str] = {key: value for _, key, value in _PAIR.findall(stem)}
     counters = [_counter(pairs, word) for word in _COUNTERS]
     numbers = tuple(number for number in counters if number is not None)
     if not numbers:
         return None
     metrics = {k: float(v) for k, v in pairs.items() if not k.endswith(_COUNTERS)}
-    series = _PAIR.sub(lambda found: found[0].replace(found[2], "N"), stem)
+    series = _PAIR.sub(r"\1N", stem)
     suffix = ".ckpt" if name.endswith(".ckpt") else ""
     return Named(series + suffix, (*numbers, int(version[1]) if version else 0), metrics)
 

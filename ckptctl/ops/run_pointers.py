@@ -7,9 +7,9 @@ Sources: DeepSpeed ``latest``, Megatron and verl ``latest_checkpointed_iteration
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ckptctl.errors import CkptError
 from ckptctl.formats.megatron.files import POINTER as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.ops.run_callbacks import LAST, noted
+from ckptctl.ops.run_links import linked
 from ckptctl.ops.run_names import parse
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
@@ -29,19 +30,33 @@ MAX_TEXT = 4096
 Pins = dict[str, tuple[str, ...]]
 
 
-def pins(root: Path, members: Sequence[str]) -> Pins:
+def pins(root: Path, members: Sequence[str], whole: Collection[str] = ()) -> Pins:
     """Return what names each checkpoint, for those that something names.
 
     Args:
         root: The run.
         members: The names of its checkpoints, the newest last.
+        whole: Those that are complete. Training goes on from the newest of them, and holds for best
+            what that one says, whatever a newer one says that is torn.
     """
     found: Pins = {}
-    sources = (_pointers(root, members), _links(root, members), _best(root, members))
-    for name, said in chain.from_iterable((*sources, _noted(root, members))):
-        if name in members and said not in found.get(name, ()):
+    alike = _alike(root, members)
+    sources = (_pointers(root, members), linked(root, members), _noted(root, members, whole))
+    for named, said in chain(*sources, _best(root, members, whole)):
+        name = named if named in members else alike(named)
+        if name and said not in found.get(name, ()):
             found[name] = (*found.get(name, ()), said)
     return found
+
+
+def unreadable(root: Path) -> tuple[Path, str] | None:
+    """Return a pointer that is there and cannot be read, and why; None: there is none."""
+    for name in (*NAMES, ITERATION):
+        try:
+            _text(root, name)
+        except OSError as error:
+            return root / name, str(error.strerror or error)
+    return None
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -64,8 +79,8 @@ def metrics(folder: Path) -> dict[str, float]:
 
 def _pointers(root: Path, members: Sequence[str]) -> Iterator[tuple[str, str]]:
     for pointer in NAMES:
-        yield Path(_text(root, pointer)).name, f"`{pointer}`"
-    text = _text(root, ITERATION)
+        yield Path(_said(root, pointer)).name, f"`{pointer}`"
+    text = _said(root, ITERATION)
     if text.isascii() and text.isdigit() and len(text) <= 18:
         for name in members:
             known = parse(name)
@@ -73,60 +88,71 @@ def _pointers(root: Path, members: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield name, f"`{ITERATION}`"
 
 
-def _links(root: Path, members: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the entries of *root* that links lead to, or into.
-
-    They may lie in it, beside it, or in another of its checkpoints, which would lose its files.
-    """
-    real = root.resolve()
-    inside = (link for name in members for link in _links_in(real / name, below=True))
-    for link in chain(_links_in(real), _links_in(real.parent), inside):
-        with suppress(OSError, RuntimeError, ValueError):
-            target = link.resolve().relative_to(real)
-            if target.parts and not link.is_relative_to(real / target.parts[0]):
-                yield target.parts[0], f"the link `{os.path.relpath(link, real)}`"
-
-
-def _links_in(folder: Path, *, below: bool = False) -> Iterator[Path]:
-    """Yield the links in a folder, in order; none where it cannot be listed, or is a file."""
-    try:
-        with os.scandir(folder) as found:
-            items = sorted(found, key=lambda item: item.name)
-    except OSError:
-        return
-    for item in items:
-        if item.is_symlink():
-            yield Path(item.path)
-        elif below and item.is_dir(follow_symlinks=False):
-            yield from _links_in(Path(item.path), below=True)
-
-
-def _best(root: Path, members: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield what the Trainer holds for its best checkpoint, as of its newest state."""
-    newest = next((name for name in reversed(members) if _document(root / name, TRAINER)), None)
-    for folder in (root, *([root / newest] if newest else ())):
+def _best(root: Path, members: Sequence[str], whole: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield what the Trainer holds for its best checkpoint, as of its newest states."""
+    stating = [name for name in members if _document(root / name, TRAINER)]
+    for folder in (root, *(root / name for name in _newest(stating, whole))):
         best = _document(folder, TRAINER).get("best_model_checkpoint")
         if isinstance(best, str):
             yield Path(best).name, f"`{TRAINER}` as the best"
 
 
-def _noted(root: Path, members: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield what Lightning holds for best, as the newest checkpoint of each kind of name says."""
-    newest = {known.series: name for name in members if (known := parse(name))}
-    for name in (LAST, *newest.values()):
+def _noted(root: Path, members: Sequence[str], whole: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield what Lightning holds for best, as the newest checkpoints of each kind of name say."""
+    for name in (LAST, *_newest(members, whole)):
         for best in noted(root / name).best:
             yield best, f"`{name}` as the best"
 
 
+def _newest(members: Sequence[str], whole: Collection[str]) -> list[str]:
+    """Return the newest member of each kind of name, and the newest complete one."""
+    series = {name: known.series for name in members if (known := parse(name))}
+    newest = {kind: name for name, kind in series.items()}
+    newest_whole = {kind: name for name, kind in series.items() if name in whole}
+    return list(dict.fromkeys((*newest.values(), *newest_whole.values())))
+
+
+def _alike(root: Path, members: Sequence[str]) -> Callable[[str], str | None]:
+    """Return what tells which member a name means that is spelt otherwise.
+
+    A file system may fold cases or compose accents, and a hard link has two names.
+    """
+
+    @cache
+    def known() -> Mapping[tuple[int, int], str]:
+        return {place: name for name in members if (place := _place(root / name))}
+
+    def find(name: str) -> str | None:
+        place = _place(root / name) if name else None
+        return known().get(place) if place else None
+
+    return find
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError, ValueError):
+        status = path.lstat()
+        return (status.st_dev, status.st_ino) if status.st_ino else None
+    return None
+
+
+def _said(root: Path, name: str) -> str:
+    with suppress(OSError):
+        return _text(root, name)
+    return ""
+
+
 def _text(root: Path, name: str) -> str:
+    """Return what a pointer says; nothing where there is none.
+
+    Raises:
+        OSError: It is there and cannot be read.
+    """
     path = root / name
-    try:
-        if path.is_symlink() or not path.is_file():
-            return ""
-        with path.open("rb") as file:
-            return file.read(MAX_TEXT).decode(errors="replace").strip()
-    except OSError:
+    if not path.is_file():
         return ""
+    with path.open("rb") as file:
+        return file.read(MAX_TEXT).decode(errors="replace").removeprefix("\ufeff").strip()
 
 
 def _document(folder: Path, name: str) -> Mapping[str, object]:

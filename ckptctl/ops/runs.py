@@ -6,6 +6,7 @@ is what ``verify --level fast`` says; nothing is written, and torch is not impor
 
 from __future__ import annotations
 
+import math
 import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,14 +15,16 @@ from pathlib import Path
 from ckptctl.errors import SourceNotFoundError, listed
 from ckptctl.ops.run_completeness import Company, Health, health
 from ckptctl.ops.run_entries import Entry, entries
-from ckptctl.ops.run_pointers import metrics, pins
+from ckptctl.ops.run_pointers import Pins, metrics, pins
 from ckptctl.planner.retention import Candidate, State, ordered
 from ckptctl.storage import lock
-from ckptctl.storage.publish import staging_directory
-from ckptctl.storage.remote_path import path_of
+from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.remote.path import path_of
 
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
+
+LATEST = 253_402_300_799.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Checkpoint:
             "state": one.state,
             "problem": one.problem or None,
             "protected_by": list(one.pinned),
-            "metrics": dict(sorted(one.metrics.items())),
+            "metrics": {name: _finite(value) for name, value in sorted(one.metrics.items())},
         }
 
 
@@ -82,8 +85,13 @@ class Run:
 
 
 def rfc3339(seconds: float) -> str:
-    """Return a time as RFC 3339 has it, in UTC."""
-    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(seconds))
+    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
+    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
+
+
+def _finite(value: float) -> float | None:
+    """Return a number as JSON knows them: None for NaN and infinity."""
+    return value if math.isfinite(value) else None
 
 
 def read_run(root: Path, now: float | None = None, series: str | None = None) -> Run:
@@ -100,16 +108,12 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
     """
     now, root = clock.time() if now is None else now, path_of(root)
     found = [one for one in entries(root) if series in (None, one.named.series)]
-    real = [one for one in found if not one.staging]
-    pinned = pins(root, [one.path.name for one in real])
     company = _company(found)
-    examined = [
-        _accompanied(examine(one, now, pinned.get(one.path.name, ())), company, now)
-        for one in found
-    ]
+    examined = [_accompanied(examine(one, now), company, now) for one in found]
+    pinned = pins(root, *_members(examined))
     known = {one.path.name for one in found}
     others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
-    checkpoints = _by_order(examined)
+    checkpoints = _by_order([_pinned(one, pinned) for one in examined])
     return Run(root, checkpoints, tuple(name for name in others if not name.startswith(".")))
 
 
@@ -143,13 +147,23 @@ def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, l
     return chosen, newer
 
 
-def examine(entry: Entry, now: float, pinned: tuple[str, ...] = ()) -> Checkpoint:
-    """Return what is known of a checkpoint.
+def _members(found: Sequence[Checkpoint]) -> tuple[list[str], set[str]]:
+    """Return the names of what is not being made under another one, and those that are whole."""
+    names = [one.entry.path.name for one in found if not one.entry.staging]
+    return names, {one.entry.path.name for one in found if one.complete}
+
+
+def _pinned(found: Checkpoint, pinned: Pins) -> Checkpoint:
+    names = pinned.get(found.candidate.name, ())
+    return replace(found, candidate=replace(found.candidate, pinned=names)) if names else found
+
+
+def examine(entry: Entry, now: float) -> Checkpoint:
+    """Return what is known of a checkpoint by itself.
 
     Args:
         entry: The checkpoint.
         now: Seconds since the epoch.
-        pinned: What else names it.
     """
     seen = Health(None, (), "it is not finished") if entry.staging else health(entry.path)
     one = Candidate(
@@ -157,10 +171,9 @@ def examine(entry: Entry, now: float, pinned: tuple[str, ...] = ()) -> Checkpoin
         series=entry.named.series,
         order=entry.named.order,
         time=entry.time,
-        pinned=pinned,
         metrics={**entry.named.metrics, **metrics(entry.path)},
     )
-    found = Checkpoint(entry, one, seen.format, seen.parts)
+    found = Checkpoint(entry, one, seen.format, seen.parts if seen.known else ())
     return _broken(found, seen.problem, now) if seen.problem else found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -22,6 +23,8 @@ MODEL_ROOTS = (
     "weights",
     "params",
 )
+_NUMBER = re.compile(r"_\d+$", re.ASCII)
+"""Of several: Lightning's `optimizer_0`."""
 TRAINING = (
     "optimizer",
     "optimizers",
@@ -85,8 +88,8 @@ def roots(catalog: Catalog) -> list[str]:
 
 
 def is_training(name: str) -> bool:
-    """Return whether *name* belongs to the optimizer, the scheduler or another trainer part."""
-    return name.partition(".")[0].lower() in TRAINING
+    """Return whether *name* belongs to an optimizer, a scheduler or another trainer part."""
+    return _NUMBER.sub("", name.partition(".")[0].lower()) in TRAINING
 
 
 def _outside(catalog: Catalog, name: str) -> bool:

@@ -19,8 +19,10 @@ from ckptctl.ops.coordinator import Coordinator, on_first, through_first, togeth
 from ckptctl.planner.balance import assign
 from ckptctl.planner.plan import Plan
 from ckptctl.planner.shares import Share, share_of
-from ckptctl.storage.executor import Execution, ExecutionOptions, Progress, Run, execute
-from ckptctl.storage.ledger import Books
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.ledger import Books
+from ckptctl.storage.execution.options import Execution, ExecutionOptions, Progress
+from ckptctl.storage.execution.run import Run
 from ckptctl.storage.publish import Staging
 
 T = TypeVar("T")
@@ -91,7 +93,8 @@ def execute_together(
 
     Raises:
         RefusedError: Several ranks cannot go on from the journal of one.
-        CkptError: See :func:`~ckptctl.storage.executor.execute`; on all ranks, whichever failed.
+        CkptError: See :func:`~ckptctl.storage.execution.executor.execute`; on all ranks, whichever
+            failed.
     """
     if ranks.world == 1:
         assert stage is not None
@@ -100,7 +103,7 @@ def execute_together(
     share = share_of(plan, options.checksum, ranks.rank, ranks.world)
     with ExitStack() as stack:
         run = together(ranks, lambda: _begun(plan, root, options, stack, share))
-        on_first(ranks, run.create)
+        on_first(ranks, run.output.create)
         together(ranks, lambda: _require_seen(run, root))
         alarm = _Alarm(root.parent / "failed")
         everybody = alarm.watching(lambda nbytes: progress(nbytes * ranks.world))
@@ -154,7 +157,7 @@ def _begun(
 
 
 def _require_seen(run: Run, root: Path) -> None:
-    if not run.intact():
+    if not run.output.intact():
         raise _unseen(root)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptctl.catalog import Box
 from ckptctl.errors import UsageError
@@ -20,11 +21,13 @@ class Slice:
         box: The part.
         shape: Its shape without the dimensions that an index took away.
         dropped: Those dimensions.
+        short: Dimensions that have less than is asked for, or of which nothing is taken.
     """
 
     box: Box
     shape: tuple[int, ...]
     dropped: tuple[int, ...] = ()
+    short: tuple[int, ...] = ()
 
 
 def split_name(text: str) -> tuple[str, str | None]:
@@ -42,19 +45,16 @@ def take(text: str | None, shape: tuple[int, ...], name: str) -> Slice:
         name: The tensor, for errors.
 
     Raises:
-        UsageError: It is no slice, or lies outside the tensor.
+        UsageError: It is no slice, lies outside the tensor.
     """
     parts = _parts(text, len(shape), name)
-    offsets: list[int] = []
-    sizes: list[int] = []
-    dropped: list[int] = []
-    for dim, part in enumerate(parts):
-        start, size, stays = _span(part, shape[dim], dim, name)
-        offsets.append(start)
-        sizes.append(size)
-        dropped += [] if stays else [dim]
-    kept = tuple(size for dim, size in enumerate(sizes) if dim not in dropped)
-    return Slice(Box(tuple(offsets), tuple(sizes)), kept, tuple(dropped))
+    spans = [_span(part, shape[dim], dim, name) for dim, part in enumerate(parts)]
+    return Slice(
+        Box(tuple(span.start for span in spans), tuple(span.size for span in spans)),
+        tuple(span.size for span in spans if span.stays),
+        tuple(dim for dim, span in enumerate(spans) if not span.stays),
+        tuple(dim for dim, span in enumerate(spans) if span.short),
+    )
 
 
 def _parts(text: str | None, dims: int, name: str) -> list[str]:
@@ -71,24 +71,35 @@ def _parts(text: str | None, dims: int, name: str) -> list[str]:
     return [*parts[:at], *fill, *parts[at + 1 :]]
 
 
-def _span(part: str, size: int, dim: int, name: str) -> tuple[int, int, bool]:
+class _Span(NamedTuple):
+    start: int
+    size: int
+    stays: bool = True
+    short: bool = False
+
+
+def _span(part: str, size: int, dim: int, name: str) -> _Span:
     found = PART.fullmatch(part)
+    where = f"`{name}`, dimension {dim}"
     if found is None:
         raise UsageError(
             f"`{part}` is no slice",
-            where=f"`{name}`, dimension {dim}",
+            where=where,
             why="an index, or start:stop; steps are not possible",
             hint="as in `[0:128]`, `[:, 5]` or `[..., -1]`",
         )
     if found["index"] is None:
-        start, stop, _ = slice(_number(found["start"]), _number(found["stop"])).indices(size)
-        return start, max(0, stop - start), True
+        return _range(_number(found["start"]), _number(found["stop"]), size)
     index = int(found["index"][:19])
     if not -size <= index < size:
-        raise UsageError(
-            f"index {index} lies outside", where=f"`{name}`, dimension {dim}", why=f"it has {size}"
-        )
-    return index % size, 1, False
+        raise UsageError(f"index {index} lies outside", where=where, why=f"it has {size}")
+    return _Span(index % size, 1, stays=False)
+
+
+def _range(start: int | None, stop: int | None, size: int) -> _Span:
+    first, last, _ = slice(start, stop).indices(size)
+    short = any(bound is not None and not -size <= bound <= size for bound in (start, stop))
+    return _Span(first, max(0, last - first), short=short or (last <= first and size > 0))
 
 
 def _number(text: str | None) -> int | None:

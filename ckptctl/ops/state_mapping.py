@@ -25,7 +25,7 @@ from ckptctl.ops.recognise import Recognition, recognise
 from ckptctl.ops.selection import checked_root, roots, select
 from ckptctl.ops.training import follow
 from ckptctl.planner.mapped import MappedTensor, View
-from ckptctl.planner.tiles import Tiling
+from ckptctl.planner.tile_embeddings import Tiling
 
 STATE = "the state"
 

@@ -24,9 +24,10 @@ from ckptctl.ops.options import ConversionOptions
 from ckptctl.ops.run_entries import ADDED, Entry, entry_at
 from ckptctl.ops.run_pointers import SIDECAR
 from ckptctl.ops.runs import Checkpoint
+from ckptctl.ops.thin_lists import strike_out
 from ckptctl.storage import rename, trash
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.retirement import Retirement, move
+from ckptctl.storage.retirement import Retirement
 from ckptctl.storage.sync import sync_directory
 
 REWRITTEN = ("dcp", "torch")
@@ -62,15 +63,13 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
         catalogs = [formats.open_checkpoint(part, name) for part in _models(found)]
     except CkptError as error:
         return f"its optimizer state cannot be told apart: {error.what}"
+    held = [tensor for catalog in catalogs for tensor in catalog.tensors.values()]
+    if all(_of_optimizer(tensor.path) for tensor in held):
+        return "there are no weights in it"
     files = tuple(_own_files(found, catalogs))
     if files:
         return Thinning(found.entry, name, files, sum(map(_size, files)))
-    freed = sum(
-        tensor.nbytes
-        for catalog in catalogs
-        for tensor in catalog.tensors.values()
-        if _of_optimizer(tensor.path)
-    )
+    freed = sum(tensor.nbytes for tensor in held if _of_optimizer(tensor.path))
     if not freed:
         return "there is no optimizer state in it"
     if name in REWRITTEN and found.parts == (path,):
@@ -91,28 +90,26 @@ def run_thinning(thinning: Thinning, retirement: Retirement) -> None:
     if not thinning.files:
         _rewrite(thinning, retirement)
         return
+    strike_out(thinning.entry.path, thinning.files, retirement)
     for path in thinning.files:
-        target = retirement.make_room(f"{thinning.entry.path.name}-{path.name}")
-        try:
-            move(path, target)
-            sync_directory(path.parent)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "remove", str(path)) from error
-        trash.remove(target)
+        retirement.take(path, f"{thinning.entry.path.name}-{path.name}")
 
 
 def _rewrite(thinning: Thinning, retirement: Retirement) -> None:
     """Write the checkpoint anew, and exchange the two; the old one ends in the trash."""
     entry = thinning.entry
     room = retirement.make_room(f"{entry.path.name}-thin")
-    room.mkdir()
     target = room / entry.path.name
-    options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
-    plan = plan_changed(entry.path, target, options, lambda catalog, _, __: without(catalog))
-    run_conversion(plan)
-    if entry.path.is_dir():
-        _carry(entry.path, target, plan.source)
-    _keep_time(target, entry.time)
+    try:
+        room.mkdir()
+        options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
+        plan = plan_changed(entry.path, target, options, lambda catalog, _, __: without(catalog))
+        run_conversion(plan)
+        if entry.path.is_dir():
+            _carry(entry.path, target, plan.source)
+        _keep_time(target, entry.time)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "write anew", str(entry.path)) from error
     now = entry_at(entry.path)
     if now is None or not now.same(entry):
         raise RefusedError("it has changed since it was looked at", where=str(entry.path))

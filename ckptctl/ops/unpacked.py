@@ -15,8 +15,8 @@ from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.ops.output_tensors import unrooted
 from ckptctl.planner.mapped import MappedTensor
-from ckptctl.storage.pickle_reader import walk
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.reader import walk
+from ckptctl.storage.zips.reader import StoredTensor
 
 Parts = Mapping[str, tuple[str, ...]]
 """For each leaf that was taken apart the names of what it became."""

@@ -1,33 +1,40 @@
 """Carrying out a plan whose destination is a URL: file by file, by way of a folder for few of them.
 
 The folder is in the directory for temporary files (``TMPDIR``). It holds the files in work and at
-most :data:`~ckptctl.storage.outbox.WAITING` complete ones; each is removed when it is uploaded.
+most :data:`~ckptctl.storage.remote.outbox.WAITING` complete ones; each is removed when it is
+uploaded.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from ckptctl.errors import CkptError, UsageError
+from ckptctl.errors import CkptError, RefusedError, UsageError
+from ckptctl.ops.overwrite import replaceable
 from ckptctl.planner.plan import Plan
-from ckptctl.storage import remote_mounts
-from ckptctl.storage.executor import Execution, ExecutionOptions, execute
-from ckptctl.storage.outbox import KEPT, WAITING, Outbox
-from ckptctl.storage.publish import free_space, terminable
-from ckptctl.storage.remote_upload import Destination, open_destination
-from ckptctl.storage.urls import HUB, scheme_of
+from ckptctl.storage.destinations import require_space
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.remote import mounts
+from ckptctl.storage.remote.destination import INDEXES, Asked, Destination
+from ckptctl.storage.remote.outbox import KEPT, WAITING, Outbox
+from ckptctl.storage.remote.path import path_of
+from ckptctl.storage.remote.store import system_of
+from ckptctl.storage.remote.upload import open_destination
+from ckptctl.storage.remote.urls import HUB, is_url, masked, scheme_of
+from ckptctl.storage.remote.workroom import workroom
+from ckptctl.storage.termination import terminable
 
-INDEXES = (".index.json", ".metadata")
 NOT_AT_ONCE = (
     "objects are not published in one step: the index, or the configuration, was uploaded last"
 )
 
 
-def at_once(url: str) -> bool:
-    """Return whether a place behind *url* publishes all files in one step."""
-    return scheme_of(url) == HUB
+def notes(plan: Plan) -> tuple[str, ...]:
+    """Return what the user should know about the way that *plan* was published behind a URL."""
+    at_once = scheme_of(plan.target) == HUB or len(plan.files) == 1
+    return () if at_once else (NOT_AT_ONCE,)
 
 
 def room_needed(plan: Plan) -> int:
@@ -49,7 +56,7 @@ def upload(
 
     Args:
         plan: The plan.
-        options: How.
+        options: How; to resume means to upload nothing that an interrupted run has uploaded.
         progress: Called with the bytes done since the last call.
         overwrite: Whether a checkpoint there may be replaced.
         proven: Called with the checksums of the records when all is published; if it raises, the
@@ -59,43 +66,72 @@ def upload(
         RefusedError: There is something at the URL, or too little room for files on their way.
         CkptError: Nothing was published.
     """
-    url, single = plan.target, None
-    if plan.single_file:
-        url, _, single = plan.target.rpartition("/")
-    target = open_destination(url, single=single, overwrite=overwrite)
+    url, _, single = plan.target.rpartition("/") if plan.single_file else (plan.target, "", None)
     last = _last(plan)
-    with terminable(), tempfile.TemporaryDirectory(prefix="ckptctl-") as folder:
-        root = Path(folder)
-        free_space(root, room_needed(plan))
+    asked = Asked(
+        [*(file.path for file in plan.files if file.path not in last), *last],
+        single=single,
+        overwrite=overwrite,
+        resume=options.resume,
+        is_checkpoint=lambda: replaceable(path_of(plan.target)),
+    )
+    _require_apart(plan)
+    with terminable(), workroom() as root:
+        require_space(root, room_needed(plan))
+        target = open_destination(url, asked)
         try:
             outbox = Outbox(target.put, last)
             done = execute(plan, root, options, progress, outbox=outbox)
-            outbox.close(root)
-            target.commit([file.path for file in plan.files])
-            remote_mounts.drop(url)
+            outbox.close(root, target.require_whole)
+            target.commit()
+            mounts.drop(plan.target)
             proven(done.crcs)
         except BaseException as error:
             _abandon(target, error)
             raise
-    return done
+        target.close()
+    return replace(done, resumed_bytes=target.resumed)
 
 
-def require_plain(*, resume: bool, ranks: int) -> None:
+def require_plain(*, ranks: int) -> None:
     """Refuse what cannot be done with a URL as destination.
 
     Raises:
         UsageError: It is asked for.
     """
-    if resume:
-        raise UsageError(
-            "--resume goes with a destination on a file system",
-            hint="run it again without: the Hub does not take again what it has",
-        )
     if ranks > 1:
         raise UsageError(
             "several ranks cannot write to a URL",
             hint="write to a file system that all ranks see, and copy that, or use one process",
         )
+
+
+def _require_apart(plan: Plan) -> None:
+    """Refuse a place that holds what is read, by whichever URL of it.
+
+    On the Hub what is read is a commit, which stays.
+
+    Raises:
+        RefusedError: It does.
+        UsageError: What the place is depends on who reads its URL.
+    """
+    if scheme_of(plan.target) == HUB:
+        return
+    if ".." in plan.target.split("/"):
+        raise UsageError("a destination behind a URL has no `..`", where=masked(plan.target))
+    system, target = system_of(mounts.secret_of(plan.target))
+    for root, name in _read(plan):
+        other, folder = system_of(mounts.secret_of(root))
+        if other == system and f"{folder}/{name}/".startswith(f"{target}/"):
+            raise RefusedError(
+                "the source lies inside the destination", where=masked(plan.target), why=root
+            )
+
+
+def _read(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the URL of every folder that is read from, and of each file there its name."""
+    places = [*((plan.source_root, name) for name in plan.sources), *plan.inputs]
+    return ((root, name) for root, name in places if is_url(root) and scheme_of(root) != HUB)
 
 
 def _last(plan: Plan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,3 +94,9 @@ class Verification:
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
         }
+
+
+def unsaid(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:
+    """Return those of *more* that do not say of a file what one of *known* says of it."""
+    said = {(found.what, found.why, found.file) for found in known}
+    return [found for found in more if (found.what, found.why, found.file) not in said]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
@@ -18,15 +17,16 @@ from ckptctl.errors import (
     UsageError,
     listed,
 )
+from ckptctl.formats.base import Weights
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.ops.coordinator import Alone, Coordinator, require_same, together
-from ckptctl.ops.verification import LEVELS, Level, Verification, of_error
+from ckptctl.ops.verification import LEVELS, Level, Verification, of_error, unsaid
 from ckptctl.ops.verify_structure import root_of, structure
 from ckptctl.ops.verify_surroundings import surroundings
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.storage.remote_path import path_at, require_answers, shown
-from ckptctl.storage.urls import is_url
+from ckptctl.storage.remote.path import path_at, require_answers, shown
+from ckptctl.storage.remote.urls import is_url
 
 UNUSED = f"{MANIFEST} describes other tensors"
 
@@ -52,7 +52,7 @@ class VerifyOptions:
     nan: bool = False
     manifest: bool = False
     model_type: str | None = None
-    weights: Literal["master", "module"] | None = None
+    weights: Weights | None = None
     tag: str | None = None
     rules: Path | None = None
     jobs: int | None = None
@@ -207,8 +207,7 @@ def _verify_items(
     full = options.level == "full"
     if full or options.nan:
         data = read_data(everything, known, full, options.nan, options.jobs, progress, ranks)
-        said = {(found.what, found.why, found.file) for found in state.findings}
-        state.findings += [f for f in data.findings if (f.what, f.why, f.file) not in said]
+        state.findings += unsaid(state.findings, data.findings)
         mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
         state.findings += [found for part in ranks.all_gather(mine) for found in part]
         state.proven = data.proven

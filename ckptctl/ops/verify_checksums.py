@@ -21,7 +21,7 @@ from ckptctl.ops.verify_structure import may_be_zip
 from ckptctl.storage.crc import combine, crc32
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.threads import default_threads
-from ckptctl.storage.zip_directory import FileRange, read_directory
+from ckptctl.storage.zips.directory import FileRange, read_directory
 
 BLOCK = 64 << 20
 BATCH = 4096

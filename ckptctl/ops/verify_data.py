@@ -91,7 +91,7 @@ def read_data(
     )
     found = [*different, *(finding for _, findings, _ in parts for finding in findings)]
     listed = {name: catalog.files[name] for _, _, r in parts for name in r if name in catalog.files}
-    after = _identities(catalog)
+    after = _identities(catalog, anew=True)
     changed = [name for name, identity in before.items() if after.get(name) != identity]
     found += [Finding("a file changed meanwhile", file=name) for name in changed]
     wrong = set(bad)
@@ -167,10 +167,12 @@ def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator
     return str(target)
 
 
-def _identities(catalog: Catalog) -> dict[str, FileIdentity]:
+def _identities(catalog: Catalog, *, anew: bool = False) -> dict[str, FileIdentity]:
     """Return what the names stand for now, whatever was open before."""
     found = {}
     with SourceFiles(catalog.root) as files:
+        if anew:
+            files.forget()
         for name in catalog.files:
             try:
                 found[name] = files.identity(name)

@@ -9,9 +9,9 @@ from ckptctl.catalog import Blob, Catalog, Extent, Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification import of_error
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote_path import path_at
-from ckptctl.storage.torch_zip import MAX_PICKLE
-from ckptctl.storage.zip_directory import FileRange, read_directory
+from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.zips.directory import FileRange, read_directory
+from ckptctl.storage.zips.reader import MAX_PICKLE
 
 
 def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:

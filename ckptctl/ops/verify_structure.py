@@ -11,6 +11,7 @@ from ckptctl.catalog import Box, Catalog, Extent, Finding, Severity, TensorEntry
 from ckptctl.errors import CkptError, CoverageError, listed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import Place, ahead
 from ckptctl.units import natural
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
@@ -18,6 +19,8 @@ ZIP = b"PK\3\4"
 DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 Lost = Mapping[str, Sequence[tuple[Box, str]]]
 """For each tensor the boxes that are in files that cannot be used, and those files."""
+_Ranges = list[tuple[int, int, str, str]]
+"""First byte, the byte after the last, name and codec of what lies in one file."""
 
 
 def structure(catalog: Catalog, lost: Lost) -> Iterator[Finding]:
@@ -177,8 +180,8 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
     the same bytes, but not for a part of each other's.
     """
     with SourceFiles(catalog.root) as files:
-        for file, ranges in _exclusive(catalog).items():
-            if any(codec == "raw" for *_, codec in ranges) and may_be_zip(files, file):
+        for file, ranges in ahead(files, _exclusive(catalog).items(), _head_if_raw):
+            if _head_if_raw((file, ranges)) and may_be_zip(files, file):
                 continue
             ranges.sort()
             before = ranges[0]
@@ -189,8 +192,14 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
                 before = max(before, one, key=lambda known: known[1])
 
 
-def _exclusive(catalog: Catalog) -> dict[str, list[tuple[int, int, str, str]]]:
-    found: dict[str, list[tuple[int, int, str, str]]] = {}
+def _head_if_raw(one: tuple[str, _Ranges]) -> tuple[Place, ...]:
+    """Return where it is asked whether a file is a zip, if it may be one."""
+    file, ranges = one
+    return ((file, 0),) if any(codec == "raw" for *_, codec in ranges) else ()
+
+
+def _exclusive(catalog: Catalog) -> dict[str, _Ranges]:
+    found: dict[str, _Ranges] = {}
     for entry in catalog.tensors.values():
         for extent in entry.extents if entry.alias_of is None else ():
             if extent.strides is None and extent.nbytes and not is_computed(extent.file):

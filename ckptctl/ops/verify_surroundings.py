@@ -9,8 +9,8 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.ops.hub_downloads import unfinished
-from ckptctl.storage.publish import staging_directory
-from ckptctl.storage.remote_path import path_at
+from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.remote.path import path_at
 
 OWNED = (".distcp", ".safetensors")
 LEFTOVER = re.compile(

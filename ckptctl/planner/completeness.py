@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from typing import TypeAlias
+from itertools import combinations, islice
 
 from ckptctl.errors import HomelessError, MappingError, listed, nearest
 from ckptctl.planner.layouts import Family, Layout
-from ckptctl.planner.matching import Matched, key_of, leads, slots
+from ckptctl.planner.matching import LayerKind, Matched, Values, key_of, leads, slots
 from ckptctl.planner.tables import Tensor
 
 MANY = 1000
 """So many missing keys are counted in any case."""
-
-Kind: TypeAlias = tuple[str, tuple[str, ...]]
-"""A variant, and the indices of the layers that are of it."""
 
 
 def missing(
@@ -27,32 +23,46 @@ def missing(
     An optional tensor is expected of every layer as soon as one layer has it, one of a variant of
     the layers that are of that variant. The list ends after one that nobody would read to the end.
     """
+    return list(absent(family, layout, matched, counts))
+
+
+def absent(
+    family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
+) -> Iterator[str]:
+    """Yield what :func:`missing` returns."""
     if family.partial:
-        return []
-    limit = len(matched.stored) + 1
+        return
+    limit = sum(len(group.keys) for group in matched.groups) + 1
     counts = {index: min(count, limit) for index, count in counts.items()}
     expected = _Expected(family, layout, matched, counts)
     found = (
         key
         for name in layout.leaves
-        for values in expected.slots(family.tensors[name])
-        for key in _absent(family.tensors[name], layout, matched, values, counts)
+        for key in _absent(family.tensors[name], layout, matched, expected, counts)
     )
-    return list(dict.fromkeys(islice(found, 2 * limit + MANY)))
+    seen: set[str] = set()
+    for key in islice(found, 2 * limit + MANY):
+        if key not in seen:
+            seen.add(key)
+            yield key
 
 
 def _absent(
     tensor: Tensor,
     layout: Layout,
     matched: Matched,
-    values: tuple[int, ...],
+    expected: _Expected,
     counts: Mapping[str, int],
 ) -> Iterator[str]:
-    found = matched.keys.get((tensor.name, values), {})
+    """Yield the keys of *tensor* that are not there: where their number is right, none is."""
     leaf = layout.leaves[tensor.name]
-    if len(found) < math.prod(counts.get(axis, 0) for axis in leaf.spread):
+    each = math.prod(counts.get(axis, 0) for axis in leaf.spread)
+    if matched.number(tensor) == expected.number(tensor) * each:
+        return
+    there = matched.places(tensor, leaf.spread)
+    for values in expected.slots(tensor):
         for lead in leads(leaf, counts):
-            if lead not in found:
+            if (*values, *lead) not in there:
                 yield key_of(layout, tensor, values, lead, matched.numbering)
 
 
@@ -70,17 +80,24 @@ class _Expected:
         self, family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
     ) -> None:
         self._counts = counts
-        self._present = {name for name, _ in matched.keys}
-        self._layers: dict[Kind, set[tuple[int, ...]]] = {}
-        for name, values in matched.keys:
-            tensor = family.tensors[name]
-            if tensor.variant:
-                self._layers.setdefault((tensor.variant, tensor.indices), set()).add(values)
+        self._present = {
+            tensor.name
+            for group in matched.groups
+            for tensor, _ in group.stored.parts
+            if matched.number(tensor)
+        }
+        self._layers = {kind: set(layers) for kind, layers in matched.layers.items()}
         known = {family.tensors[name].variant for name in layout.leaves}
         for group in family.variants:
             self._complete([variant for variant in group if variant in known], family)
 
-    def slots(self, tensor: Tensor) -> Sequence[tuple[int, ...]]:
+    def number(self, tensor: Tensor) -> int:
+        """Return at how many index values *tensor* has to be."""
+        if tensor.variant or (tensor.optional and tensor.name not in self._present):
+            return len(self.slots(tensor))
+        return math.prod(self._counts.get(index, 0) for index in tensor.indices)
+
+    def slots(self, tensor: Tensor) -> Sequence[Values]:
         """Return the index values at which *tensor* has to be."""
         if tensor.optional and tensor.name not in self._present:
             return ()
@@ -102,19 +119,29 @@ class _Expected:
 
 def torn(family: Family, matched: Matched) -> str | None:
     """Return what is wrong with layers that have tensors of two variants; None: nothing."""
-    layers: dict[Kind, dict[tuple[int, ...], str]] = {}
-    for (name, values), keys in matched.keys.items():
-        tensor = family.tensors[name]
-        if tensor.variant:
-            kind = tensor.variant, tensor.indices
-            layers.setdefault(kind, {}).setdefault(values, next(iter(keys.values())))
+    layers = matched.layers
     for group in family.variants:
-        seen: dict[object, str] = {}
-        for (variant, indices), found in layers.items():
-            for values, key in found.items() if variant in group else ():
-                if (indices, values) in seen:
-                    return f"`{seen[indices, values]}` and `{key}` exclude each other"
-                seen[indices, values] = key
+        for one, other in combinations([kind for kind in layers if kind[0] in group], 2):
+            if one[1] == other[1] and not layers[one].isdisjoint(layers[other]):
+                return _contradiction(family, group, matched)
+    return None
+
+
+def _contradiction(family: Family, group: Sequence[str], matched: Matched) -> str | None:
+    """Return which keys show that a layer is of two variants of *group*, the first such ones."""
+    place = {key: number for number, key in enumerate(matched.order)}
+    firsts = [(next(iter(keys.values())), slot) for slot, keys in matched.keys.items()]
+    layers: dict[LayerKind, dict[Values, str]] = {}
+    for key, (name, values) in sorted(firsts, key=lambda first: place[first[0]]):
+        tensor = family.tensors[name]
+        if tensor.variant and tensor.variant in group:
+            layers.setdefault((tensor.variant, tensor.indices), {}).setdefault(values, key)
+    seen: dict[object, str] = {}
+    for (_, indices), found in layers.items():
+        for values, key in found.items():
+            if (indices, values) in seen:
+                return f"`{seen[indices, values]}` and `{key}` exclude each other"
+            seen[indices, values] = key
     return None
 
 

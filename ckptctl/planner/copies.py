@@ -9,113 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import is_computed
 from ckptctl.planner import runs
-from ckptctl.planner.moves import Move, moves
 from ckptctl.planner.plan import Operand, Record, Transfer
-from ckptctl.planner.runs import Block, Frame, Index, Ints, Pattern, Piece
-
-MIB = 1 << 20
-SHORT_RUN = 256
-FEW_RUNS = 1024
-FEW_READS = 64
-DISCARD = -1
-
-
-class Limits(NamedTuple):
-    """Sizes of tiles in bytes.
-
-    Attributes:
-        tile: A buffer, as a rule.
-        widest: A buffer where that lets reads stay long.
-        flat: A plain byte range.
-        arithmetic: A buffer, and half a staging area, where elements are permuted.
-        check: Whether checksums of source operands are wanted.
-    """
-
-    tile: int = MIB
-    widest: int = 4 * MIB
-    flat: int = MIB
-    arithmetic: int = 16 * MIB
-    check: bool = True
-
-
-class Read(NamedTuple):
-    """A contiguous range of a source file.
-
-    Attributes:
-        file: Source file.
-        offset: First byte.
-        nbytes: Length.
-        pattern: Where its bytes go in the buffer; None: to its start, in one run.
-        operand: The source operand whose checksum it counts for; -1: none.
-        at: Position in that operand.
-    """
-
-    file: str
-    offset: int
-    nbytes: int
-    pattern: Pattern | None
-    operand: int
-    at: int
-
-
-class Write(NamedTuple):
-    """A contiguous range of a target file.
-
-    Attributes:
-        file: Output file.
-        offset: First byte.
-        nbytes: Length.
-        start: Position in the buffer, after a cast if there is one.
-        record: Index of the record; -1: none.
-        at: Position in that record.
-    """
-
-    file: str
-    offset: int
-    nbytes: int
-    start: int
-    record: int
-    at: int
-
-
-class Tile(NamedTuple):
-    """One unit of work.
-
-    Attributes:
-        nbytes: Bytes of the buffer, in source elements.
-        reads: What fills it; without *writes* they are only checked.
-        moves: What fills it where elements are permuted.
-        writes: What is written from it.
-        flat: One read is one write: a plain byte range.
-    """
-
-    nbytes: int
-    reads: tuple[Read, ...]
-    moves: tuple[Move, ...]
-    writes: tuple[Write, ...]
-    flat: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    transfer: Transfer
-    frame: Frame
-    records: Sequence[Record]
-    sources: Index
-    targets: Index
-    order: Ints
-    prefix: int
-    item: int
-    out: int
-    lo: Ints
-    sizes: Ints
+from ckptctl.planner.runs import Frame, Index
+from ckptctl.planner.tile import UNCHECKED, Limits, Read, Tile, Write
+from ckptctl.planner.tiling import has_gaps, permuted_in_memory, tiled, work_of
 
 
 def lower(transfer: Transfer, records: Sequence[Record], limits: Limits) -> Iterator[Tile]:
@@ -141,7 +41,7 @@ def lower(transfer: Transfer, records: Sequence[Record], limits: Limits) -> Iter
     frame = runs.merged(transfer)
     ranges = _ranges(transfer, frame)
     if ranges is None:
-        yield from _tiled(_work(transfer, frame, records), limits)
+        yield from tiled(work_of(transfer, frame, records), limits)
         return
     for number, at, target, offset, nbytes in ranges:
         source = transfer.source.operands[number]
@@ -155,7 +55,7 @@ def permutes(transfer: Transfer) -> bool:
     frame = runs.merged(transfer)
     if _ranges(transfer, frame) is not None:
         return False
-    return _scattered(_work(transfer, frame, ()), Limits())
+    return permuted_in_memory(work_of(transfer, frame, ()), Limits())
 
 
 def _plain(transfer: Transfer) -> bool:
@@ -184,7 +84,7 @@ def _flat(
     records, limits = how
     limit = limits.flat
     base = begin - operand.offset
-    checked = number if limits.check and operand.checked else DISCARD
+    checked = number if limits.check and operand.checked else UNCHECKED
     at = offset - records[target.record].offset
     for done in range(0, nbytes, limit):
         size = min(limit, nbytes - done)
@@ -198,7 +98,7 @@ def _ranges(transfer: Transfer, frame: Frame) -> list[tuple[int, int, Operand, i
     if transfer.source_dtype != transfer.target_dtype or frame.source != frame.target:
         return None
     item = dtypes.itemsize(transfer.source_dtype)
-    if any(o.checked and _gaps(o, item) for o in transfer.source.operands):
+    if any(o.checked and has_gaps(o, item) for o in transfer.source.operands):
         return None
     index = Index(runs.pieces(transfer.source, frame.source, frame.sizes))
     found: list[tuple[int, int, Operand, int, int]] = []
@@ -210,197 +110,3 @@ def _ranges(transfer: Transfer, frame: Frame) -> list[tuple[int, int, Operand, i
             target = transfer.target.operands[piece.operand]
             found.append((part.operand, block.source, target, block.buffer, block.run))
     return found
-
-
-def _gaps(operand: Operand, item: int) -> bool:
-    return operand.nbytes != math.prod(operand.sizes) * item
-
-
-def _work(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> _Work:
-    order = tuple(axis for group in frame.target for axis in group)
-    other = tuple(axis for group in frame.source for axis in group)
-    same = (a == b for a, b in zip(order, other, strict=True))
-    prefix = next((index for index, equal in enumerate(same) if not equal), len(order))
-    targets = runs.pieces(transfer.target, frame.target, frame.sizes)
-    return _Work(
-        transfer,
-        frame,
-        records,
-        Index(runs.pieces(transfer.source, frame.source, frame.sizes)),
-        Index(targets),
-        order,
-        prefix,
-        dtypes.itemsize(transfer.source_dtype),
-        dtypes.itemsize(transfer.target_dtype),
-        *_bounds(targets, frame.sizes),
-    )
-
-
-def _bounds(targets: Sequence[Piece], sizes: Ints) -> tuple[Ints, Ints]:
-    """Return the box that all *targets* lie in: less than the tensor where a part is wanted."""
-    if not targets:
-        return (0,) * len(sizes), sizes
-    lo = tuple(min(starts) for starts in zip(*(piece.lo for piece in targets), strict=True))
-    ends = (
-        max(start + count for start, count in axis)
-        for axis in zip(*(zip(p.lo, p.sizes, strict=True) for p in targets), strict=True)
-    )
-    return lo, tuple(end - start for end, start in zip(ends, lo, strict=True))
-
-
-def domains(sizes: Ints, order: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]:
-    """Yield boxes that are intervals of *order* and hold at most *limit* elements each.
-
-    Yields:
-        ``(first indices, counts)`` along each axis; together they are the whole tensor.
-    """
-    depth, inner = len(order), 1
-    while depth and inner * sizes[order[depth - 1]] <= limit:
-        depth -= 1
-        inner *= sizes[order[depth]]
-    if not depth:
-        yield (0,) * len(sizes), sizes
-        return
-    outer, axis = order[: depth - 1], order[depth - 1]
-    parts = -(-sizes[axis] // max(1, limit // inner))
-    step = -(-sizes[axis] // parts)
-    for indices in product(*(range(sizes[a]) for a in outer)):
-        lo, count = [0] * len(sizes), list(sizes)
-        for a, index in zip(outer, indices, strict=True):
-            lo[a], count[a] = index, 1
-        for start in range(0, sizes[axis], step):
-            lo[axis], count[axis] = start, min(step, sizes[axis] - start)
-            yield tuple(lo), tuple(count)
-
-
-def _domains(work: _Work, limit: int) -> Iterator[tuple[list[Piece], dict[int, list[Block]]]]:
-    """Yield what of the targets lies in each domain, and what fills it; nothing is left out."""
-    for start, count in domains(work.sizes, work.order, limit):
-        lo = tuple(first + offset for first, offset in zip(start, work.lo, strict=True))
-        parts, blocks = _meet(work, lo, count)
-        if parts:
-            yield parts, blocks
-
-
-def _limit(work: _Work, limits: Limits) -> int:
-    """Return the elements of a tile: enough for one step of the common prefix if that fits."""
-    sizes, order = work.sizes, work.order
-    step = math.prod(sizes[axis] for axis in order[work.prefix :]) * work.item
-    size = max(limits.tile, min(step, limits.widest))
-    return max(1, size // max(work.item, work.out))
-
-
-def _scattered(work: _Work, limits: Limits) -> bool:
-    """Return whether runs are so short that elements are better permuted in memory."""
-    item, sizes = work.item, work.sizes
-    first = next(_domains(work, _limit(work, limits)), None)
-    if first is None:
-        return False
-    parts, blocks = first
-    total = sum(block.runs for some in blocks.values() for block in some)
-    if any(s % item for o in work.transfer.source.operands for s in o.strides):
-        return False
-    size = sum(math.prod(part.sizes) for part in parts) * item
-    return size < SHORT_RUN * total and math.prod(sizes) * item * total > FEW_RUNS * size
-
-
-def _meet(work: _Work, lo: Ints, count: Ints) -> tuple[list[Piece], dict[int, list[Block]]]:
-    """Return the target pieces in the box and, by source operand, what fills their places."""
-    parts = work.targets.meeting(lo, count)
-    blocks: dict[int, list[Block]] = {}
-    position = 0
-    for part in parts:
-        strides = runs.dense(part.sizes, work.order, work.item)
-        place = Piece(part.operand, position, part.lo, part.sizes, strides)
-        for source in work.sources.meeting(part.lo, part.sizes):
-            blocks.setdefault(source.operand, []).append(runs.block(source, place, work.item))
-        position += math.prod(part.sizes) * work.item
-    return parts, blocks
-
-
-def _tiled(work: _Work, limits: Limits) -> Iterator[Tile]:
-    permuted = _scattered(work, limits)
-    limit = limits.arithmetic // max(work.item, work.out) if permuted else _limit(work, limits)
-    operands = work.transfer.source.operands
-    inline: bool | None = None
-    gaps = any(_gaps(o, work.item) for o in operands if o.checked)
-    partial = work.sizes != work.frame.sizes
-    if permuted or gaps or partial or not limits.check:
-        inline = False
-    for parts, blocks in _domains(work, limit):
-        nbytes = sum(math.prod(part.sizes) for part in parts) * work.item
-        writes = _writes(work, parts)
-        if permuted:
-            yield Tile(nbytes, (), _moves(work, blocks, limits), writes, False)
-            continue
-        found = _reads(work, blocks, checked=inline is not False)
-        if inline is None:
-            inline = len(found) <= FEW_READS
-            found = found if inline else _reads(work, blocks, checked=False)
-        yield Tile(nbytes, tuple(found), (), writes, False)
-    if limits.check and not inline and not partial:
-        yield from _checks(operands, limits.tile)
-
-
-def _reads(work: _Work, blocks: dict[int, list[Block]], *, checked: bool) -> list[Read]:
-    found: list[Read] = []
-    for number, some in blocks.items():
-        operand = work.transfer.source.operands[number]
-        counted = number if checked and operand.checked else DISCARD
-        base = min(block.source for block in some)
-        relative = tuple(Block(b.source - base, b.buffer, b.axes, b.run) for b in some)
-        for begin, nbytes, pattern in runs.spans(relative):
-            offset = base + begin
-            found.append(
-                Read(operand.file, offset, nbytes, pattern, counted, offset - operand.offset)
-            )
-    return found
-
-
-def _moves(work: _Work, blocks: dict[int, list[Block]], limits: Limits) -> tuple[Move, ...]:
-    operands = work.transfer.source.operands
-    limit = 2 * limits.arithmetic
-    return tuple(
-        move
-        for number, some in blocks.items()
-        for file in (operands[number].file,)
-        for block in some
-        for move in moves(file, block, work.item, limit, computed=is_computed(file))
-    )
-
-
-def _writes(work: _Work, parts: list[Piece]) -> tuple[Write, ...]:
-    found: list[Write] = []
-    position = 0
-    for part in parts:
-        target = work.transfer.target.operands[part.operand]
-        base = work.records[target.record].offset if work.records else 0
-        strides = runs.dense(part.sizes, work.order, work.out)
-        place = Piece(part.operand, position, part.lo, part.sizes, strides)
-        for offset, start, nbytes in runs.runs(runs.block(part, place, work.out)):
-            last = found[-1] if found else None
-            if (
-                last
-                and last.file == target.file
-                and last.record == target.record
-                and last.offset + last.nbytes == offset
-                and last.start + last.nbytes == start
-            ):
-                found[-1] = last._replace(nbytes=last.nbytes + nbytes)
-            else:
-                found.append(
-                    Write(target.file, offset, nbytes, start, target.record, offset - base)
-                )
-        position += math.prod(part.sizes) * work.out
-    return tuple(found)
-
-
-def _checks(operands: Sequence[Operand], limit: int) -> Iterator[Tile]:
-    """Yield tiles that read operands in their own order, for their checksums alone."""
-    for number, operand in enumerate(operands):
-        if not operand.checked:
-            continue
-        for done in range(0, operand.nbytes, limit):
-            size = min(limit, operand.nbytes - done)
-            read = Read(operand.file, operand.offset + done, size, None, number, done)
-            yield Tile(size, (read,), (), (), False)

@@ -109,7 +109,7 @@ class Shift:
 class Tiles:
     """Embeddings of tiles: two logical tensors that stand for each other.
 
-    See :mod:`ckptctl.planner.tiles`.
+    See :mod:`ckptctl.planner.tile_embeddings`.
 
     Attributes:
         grid: The one with a place for each row and column of tiles, its first two dimensions.

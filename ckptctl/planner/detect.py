@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
-from ckptctl.planner.completeness import missing, torn
+from ckptctl.planner.completeness import absent, torn
 from ckptctl.planner.configs import facts, is_tied
 from ckptctl.planner.declarations import holds
 from ckptctl.planner.joining import ranks_fit
+from ckptctl.planner.key_kinds import KeyKind, key_kinds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.matching import Matched, match, tied_away
-from ckptctl.planner.templates import skeleton
 
 ENOUGH = 0.5
+SHOWN = 5
+"""So many unknown or missing keys are named."""
 Json = Mapping[str, object]
 
 
@@ -94,19 +96,15 @@ def detect(
         MappingError: The configuration holds a value of the wrong kind.
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
-    kinds = [
-        _Kind(kind, frozenset(kind.split(".")) - {"#"}, count)
-        for kind, count in Counter(map(skeleton, shapes)).items()
-    ]
+    asked = _Asked(shapes, key_kinds(shapes), (config, params), ranks, prefer)
     fitting: list[Candidate] = []
     # Only layouts that know every key are exact: the tables of most families need no parsing then.
     for share in (1.0, ENOUGH):
         found: list[Candidate] = []
         for family in families.values():
             evidence = _evidence(family, *known)
-            names = [] if evidence is None else _plausible(family, kinds, share)
-            files = config, params
-            found += _layouts(family, names, shapes, files, ranks, prefer, evidence or ())
+            names = [] if evidence is None else _plausible(family, asked.by_kind, share)
+            found += _layouts(family, names, asked, share, evidence or ())
         fitting = [c for c in found if c.exact]
         if fitting:
             break
@@ -117,28 +115,35 @@ def detect(
     return Detection(tuple(fitting), configured)
 
 
-class _Kind(NamedTuple):
-    """Keys that differ in their numbers alone."""
+class _Asked(NamedTuple):
+    """What one call of :func:`detect` is about; see there.
 
-    skeleton: str
-    words: frozenset[str]
-    number: int
+    Attributes:
+        by_kind: The keys.
+        files: config.json and params.json.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    by_kind: Sequence[KeyKind]
+    files: tuple[Json | None, Json | None]
+    ranks: int
+    prefer: str | None
 
 
-def _plausible(family: Family, kinds: Sequence[_Kind], share: float) -> list[str]:
+def _plausible(family: Family, kinds: Sequence[KeyKind], share: float) -> list[str]:
     """Return the layouts that may know a *share* of the keys, judged by their skeletons alone.
 
     The words of the keys come first: the tables of a family that lacks them are never parsed.
     """
-    enough = share * sum(kind.number for kind in kinds)
+    enough = share * sum(len(kind.keys) for kind in kinds)
     spelled = [kind for kind in kinds if kind.words <= family.words]
-    if sum(kind.number for kind in spelled) < enough:
+    if sum(len(kind.keys) for kind in spelled) < enough:
         return []
     tables = {name: family.layout(name).table for name in family.layouts}
     return [
         name
         for name, table in tables.items()
-        if sum(kind.number for kind in spelled if table.knows(kind.skeleton)) >= enough
+        if sum(len(kind.keys) for kind in spelled if table.knows(kind.skeleton)) >= enough
     ]
 
 
@@ -162,23 +167,27 @@ def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple
 def _layouts(
     family: Family,
     plausible: Iterable[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    files: tuple[Json | None, Json | None],
-    ranks: int,
-    prefer: str | None,
+    asked: _Asked,
+    least: float,
     evidence: tuple[str, ...],
 ) -> Iterable[Candidate]:
-    """Yield a candidate for each layout; those that take these keys for the same are one."""
-    tied = is_tied(family, *files)
+    """Yield a candidate for each layout that knows at least a share of the keys.
+
+    Those that take these keys for the same are one.
+    """
+    tied = is_tied(family, *asked.files)
     seen: list[str] = []
     found: list[tuple[Candidate, Matched]] = []
-    for name in sorted(plausible, key=lambda n: n != prefer):
+    for name in sorted(plausible, key=lambda n: n != asked.prefer):
         if any(family.layout(name).same_as(family.layout(other)) for other in seen):
             continue
         seen.append(name)
-        matched = match(family, family.layout(name), shapes)
-        candidate = _candidate(family, name, matched, shapes, tied, files[0] is not None, evidence)
-        if candidate and (ranks == 1 or ranks_fit(family, name, shapes, ranks)):
+        matched = match(family, family.layout(name), asked.shapes, asked.by_kind)
+        share = (len(asked.shapes) - len(matched.unmatched)) / max(1, len(asked.shapes))
+        if share < least or not matched.groups:
+            continue
+        candidate = _candidate(family, name, matched, asked, tied, share, evidence)
+        if asked.ranks == 1 or ranks_fit(family, name, asked.shapes, asked.ranks):
             _add(found, candidate, matched)
     yield from (candidate for candidate, _ in found)
 
@@ -186,7 +195,7 @@ def _layouts(
 def _add(found: list[tuple[Candidate, Matched]], new: Candidate, matched: Matched) -> None:
     """Add *new* to *found*, as alike to one that understands the same, where there is one."""
     for place, (old, other) in enumerate(found):
-        if old.exact and new.exact and other.stored == matched.stored:
+        if old.exact and new.exact and other.same_as(matched):
             alike = (*old.alike, new.layout, *new.alike)
             found[place] = (replace(old, alike=alike), other)
             return
@@ -197,27 +206,23 @@ def _candidate(
     family: Family,
     name: str,
     matched: Matched,
-    shapes: Mapping[str, tuple[int, ...]],
+    asked: _Asked,
     tied: bool,
-    configured: bool,
+    share: float,
     evidence: tuple[str, ...],
-) -> Candidate | None:
-    layout = family.layout(name)
-    share = (len(shapes) - len(matched.unmatched)) / len(shapes) if shapes else 0.0
-    if not matched.keys or share < ENOUGH:
-        return None
-    absent = missing(family, layout, matched, matched.counts(family, layout))
-    torn_apart = torn(family, matched)
+) -> Candidate:
+    layout, number = family.layout(name), len(asked.shapes)
     tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
-    surplus = [key for key in tail if key in shapes and not configured]
+    surplus = [key for key in tail if key in asked.shapes and asked.files[0] is None]
+    gone = (key for key in absent(family, layout, matched, matched.counts()) if key not in tail)
     alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
     return Candidate(
         family.name,
         name,
         tuple(alike),
-        (f"{len(shapes) - len(matched.unmatched):,} of {len(shapes):,} keys", *evidence),
-        tuple(matched.unmatched[:5] or surplus),
-        (*filter(None, [torn_apart]), *(key for key in absent if key not in tail))[:5],
+        (f"{number - len(matched.unmatched):,} of {number:,} keys", *evidence),
+        tuple(matched.unmatched[:SHOWN] or surplus),
+        (*filter(None, [torn(family, matched)]), *islice(gone, SHOWN))[:SHOWN],
         share,
     )
 

@@ -133,6 +133,6 @@ class _Geometry:
             where=f"tensor `{self.key}`",
             why=f"its shape is {self.shape}: {self.stored} becomes {self.wanted}, and no "
             "configuration says how many there are",
-            hint="--assets DIR names a directory that holds config.json or params.json; "
-            "--set gives single numbers",
+            hint="`--assets DIR` takes them from the model that was trained: a folder with "
+            "config.json or params.json; `--set` gives single numbers",
         )

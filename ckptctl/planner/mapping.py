@@ -16,7 +16,7 @@ from ckptctl.planner.origins import Origins
 from ckptctl.planner.source import Origin, Source, understand
 from ckptctl.planner.tables import Leaf, Tensor
 from ckptctl.planner.templates import Template
-from ckptctl.planner.tiles import Tiling, tiling
+from ckptctl.planner.tile_embeddings import Tiling, tiling
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""

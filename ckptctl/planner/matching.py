@@ -2,112 +2,243 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress, product, repeat
 from typing import TypeAlias
 
+from ckptctl.planner.key_kinds import KeyKind, key_kinds
 from ckptctl.planner.layouts import Drop, Family, Layout, Stored
-from ckptctl.planner.numbering import Numbering, observed
+from ckptctl.planner.numbering import OTHER, Numbering, observed
 from ckptctl.planner.tables import Leaf, Tensor
+from ckptctl.planner.templates import Template
 
-Slot: TypeAlias = tuple[str, tuple[int, ...]]
+Values: TypeAlias = tuple[int, ...]
+"""The values of some indices."""
+
+Slot: TypeAlias = tuple[str, Values]
 """One logical tensor: its name, as in ``q.{i}``, and the values of its indices."""
 
 
 Lead: TypeAlias = tuple[int, ...]
 """Position along the axes that a layout spreads over several keys; ``()``: one key."""
 
+LayerKind: TypeAlias = tuple[str, tuple[str, ...]]
+"""A variant, and the indices of the layers that are of it."""
 
-@dataclass(slots=True)
+Columns: TypeAlias = Mapping[str, Sequence[int]]
+"""For each index in keys its value in each of them, as the family counts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Keys that are the same but for their indices.
+
+    Attributes:
+        stored: What they are.
+        keys: All of them, in the order given.
+        columns: Their indices.
+    """
+
+    stored: Stored
+    keys: Sequence[str]
+    columns: Columns
+
+    @property
+    def spread(self) -> tuple[str, ...]:
+        """Return the axes that the layout spreads over several keys."""
+        return self.stored.parts[0][1].spread
+
+    def points(self, indices: Sequence[str]) -> Iterable[Values]:
+        """Return the values of *indices* of each key."""
+        if not indices:
+            return repeat((), len(self.keys))
+        return zip(*(self.columns[index] for index in indices), strict=True)
+
+    def only(self, keys: Collection[str]) -> Group:
+        """Return the same of some *keys* alone."""
+        chosen = [key in keys for key in self.keys]
+        columns = {index: [*compress(column, chosen)] for index, column in self.columns.items()}
+        return Group(self.stored, [*compress(self.keys, chosen)], columns)
+
+
+@dataclass(frozen=True, eq=False)
 class Matched:
     """The keys of a checkpoint, understood.
 
     Attributes:
         numbering: How its layers are numbered.
-        stored: What each known key is.
-        keys: For each logical tensor found the keys that hold it, by position.
-        dropped: Keys without information, and the rule that says so.
+        groups: The keys that hold something.
+        dropped: Keys without information, and the rule that says so, in the order given.
         unmatched: Keys that the layout does not know, in the order given.
+        order: All keys, in the order given.
+        excluded: What keys are not although they could be, as the other tensors of a layer show.
     """
 
     numbering: Numbering
-    stored: dict[str, Stored] = field(default_factory=dict)
-    keys: dict[Slot, dict[Lead, str]] = field(default_factory=dict)
-    dropped: dict[str, Drop] = field(default_factory=dict)
-    unmatched: list[str] = field(default_factory=list)
+    groups: tuple[Group, ...]
+    dropped: Mapping[str, Drop]
+    unmatched: Sequence[str]
+    order: Collection[str]
+    excluded: frozenset[Slot] = frozenset()
 
-    def counts(self, family: Family, layout: Layout) -> dict[str, int]:
+    @cached_property
+    def held(self) -> Mapping[str, Group]:
+        """Return the keys of the logical tensors of each name."""
+        return {tensor.name: group for group in self.groups for tensor, _ in group.stored.parts}
+
+    @cached_property
+    def stored(self) -> Mapping[str, Stored]:
+        """Return what each known key is, in the order given."""
+        known = {key: group.stored for group in self.groups for key in group.keys}
+        return {key: known[key] for key in self.order if key in known}
+
+    @cached_property
+    def keys(self) -> Mapping[Slot, Mapping[Lead, str]]:
+        """Return for each logical tensor found the keys that hold it, by position."""
+        found: dict[Slot, dict[Lead, str]] = {}
+        for group in self.groups:
+            for tensor, leaf in group.stored.parts:
+                points = group.points(tensor.indices), group.points(leaf.spread)
+                for values, lead, key in zip(*points, group.keys, strict=True):
+                    found.setdefault((tensor.name, values), {})[lead] = key
+        return {slot: keys for slot, keys in found.items() if slot not in self.excluded}
+
+    def places(self, tensor: Tensor, axes: Sequence[str] = ()) -> set[Values]:
+        """Return the indices at which *tensor* was found, with positions along spread *axes*."""
+        if tensor.name not in self.held:
+            return set()
+        found = set(self.held[tensor.name].points((*tensor.indices, *axes)))
+        gone = {values for name, values in self.excluded if name == tensor.name}
+        return {p for p in found if p[: len(tensor.indices)] not in gone} if gone else found
+
+    def number(self, tensor: Tensor) -> int:
+        """Return how many keys hold *tensor*, at any indices."""
+        group = self.held.get(tensor.name)
+        if group and any(name == tensor.name for name, _ in self.excluded):
+            return len(self.places(tensor, group.spread))
+        return len(group.keys) if group else 0
+
+    @cached_property
+    def layers(self) -> Mapping[LayerKind, Set[Values]]:
+        """Return which layers are of which variants."""
+        found: dict[LayerKind, set[Values]] = {}
+        for group in self.groups:
+            for tensor, _ in group.stored.parts:
+                if tensor.variant:
+                    kind = tensor.variant, tensor.indices
+                    found.setdefault(kind, set()).update(self.places(tensor))
+        return found
+
+    def counts(self) -> dict[str, int]:
         """Return for each index and spread axis one more than its largest value."""
         counts: dict[str, int] = {}
-        for (name, values), keys in self.keys.items():
-            named = zip(family.tensors[name].indices, values, strict=True)
-            spread = layout.leaves[name].spread
-            last = zip(spread, map(max, zip(*keys, strict=True)), strict=True) if spread else ()
-            for index, value in (*named, *last):
-                counts[index] = max(counts.get(index, 0), value + 1)
+        for group in self.groups:
+            for index, column in group.columns.items():
+                counts[index] = max(counts.get(index, 0), max(column) + 1)
         return counts
 
-    def add(self, item: Stored, values: Mapping[str, int], key: str) -> None:
-        """Note that *key*, with these logical indices, is *item*."""
-        self.stored[key] = item
-        for tensor, leaf in item.parts:
-            slot = tensor.name, tuple(values[index] for index in tensor.indices)
-            lead = tuple(values[axis] for axis in leaf.spread)
-            self.keys.setdefault(slot, {})[lead] = key
+    def same_as(self, other: Matched) -> bool:
+        """Return whether *other* takes the same keys for the same."""
+        return self._rows() == other._rows()
+
+    def _rows(self) -> dict[str, tuple[Stored, Sequence[str]]]:
+        return {group.keys[0]: (group.stored, group.keys) for group in self.groups}
 
     def only(self, keys: Collection[str]) -> Matched:
         """Return the same of some *keys* alone."""
-        slots = {
-            slot: {n: key for n, key in held.items() if key in keys}
-            for slot, held in self.keys.items()
-        }
+        groups = [group.only(keys) for group in self.groups]
         return Matched(
             self.numbering,
-            {key: item for key, item in self.stored.items() if key in keys},
-            {slot: held for slot, held in slots.items() if held},
+            tuple(group for group in groups if group.keys),
             {key: rule for key, rule in self.dropped.items() if key in keys},
             [key for key in self.unmatched if key in keys],
+            [key for key in self.order if key in keys],
+            self.excluded,
         )
 
 
-def match(family: Family, layout: Layout, keys: Collection[str]) -> Matched:
-    """Return what each of *keys* is in *layout*."""
-    matched = Matched(observed(family, layout.name, keys))
-    for key in keys:
-        for meaning, numbers in layout.table.all(key):
-            values = matched.numbering.logical(numbers)
-            if values is None:
-                continue
+def match(
+    family: Family, layout: Layout, keys: Collection[str], by_kind: Sequence[KeyKind] | None = None
+) -> Matched:
+    """Return what each of *keys* is in *layout*.
+
+    Args:
+        family: The model type.
+        layout: The layout.
+        keys: The keys of a checkpoint.
+        by_kind: The same by kind, where that is known.
+    """
+    if by_kind is None:
+        by_kind = key_kinds(keys)
+    numbering = observed(family, layout.name, by_kind)
+    groups: list[Group] = []
+    dropped: dict[str, Drop] = {}
+    unmatched: set[str] = set()
+    for kind in by_kind:
+        rest = kind
+        for template, meaning in layout.table.entries(kind.skeleton):
+            columns, chosen = _read(template, rest, numbering)
+            taken = rest if chosen is None else rest.only(chosen)
             if isinstance(meaning, Drop):
-                matched.dropped[key] = meaning
-            else:
-                matched.add(meaning, values, key)
-            break
+                dropped |= dict.fromkeys(taken.keys, meaning)
+            elif taken.keys:
+                groups.append(Group(meaning, taken.keys, columns))
+            if chosen is None:
+                break
+            rest = rest.only([not one for one in chosen])
         else:
-            matched.unmatched.append(key)
-    _settle(family, layout, matched)
-    return matched
+            unmatched.update(rest.keys)
+    return Matched(
+        numbering,
+        tuple(groups),
+        _in_order(dropped, keys),
+        [key for key in keys if key in unmatched] if unmatched else [],
+        keys,
+        frozenset(_excluded(groups)),
+    )
 
 
-def _settle(family: Family, layout: Layout, matched: Matched) -> None:
-    """Where one key may be a tensor of either variant, choose the one its layer shows elsewhere."""
-    shared = [
-        [tensor for tensor, _ in item.parts]
-        for item in layout.stored
-        if len({tensor.variant for tensor, _ in item.parts}) > 1
-    ]
-    doubtful = {tensor.name for tensors in shared for tensor in tensors}
-    shown = {
-        (family.tensors[name].variant, values)
-        for name, values in (matched.keys if shared else ())
-        if name not in doubtful
-    }
-    for tensors in shared:
-        for name, values in list(matched.keys):
-            fits = [t.name for t in tensors if (t.variant, values) in shown]
-            if fits and name in {t.name for t in tensors} and name not in fits:
-                del matched.keys[name, values]
+def _read(
+    template: Template, kind: KeyKind, numbering: Numbering
+) -> tuple[Columns, list[bool] | None]:
+    """Return the indices of the keys that *template* matches, and which those are; None: all."""
+    if template.plain and len(kind.columns) == len(template.slots):
+        columns: Columns = dict(zip(template.slots, kind.columns, strict=True))
+        if not numbering.inserted or not columns:
+            return columns, None
+        columns = {index: numbering.column(index, column) for index, column in columns.items()}
+        chosen = [OTHER not in values for values in zip(*columns.values(), strict=True)]
+    else:
+        rows = [template.read(numbers) for numbers in kind.numbers]
+        rows = [row if row is None else numbering.logical(row) for row in rows]
+        chosen = [row is not None for row in rows]
+        columns = {i: [row[i] if row else OTHER for row in rows] for i in template.indices}
+    return {i: list(compress(column, chosen)) for i, column in columns.items()}, chosen
+
+
+def _in_order(found: Mapping[str, Drop], order: Iterable[str]) -> Mapping[str, Drop]:
+    return {key: found[key] for key in order if key in found} if found else found
+
+
+def _excluded(groups: Sequence[Group]) -> Iterator[Slot]:
+    """Yield what keys are not that may be a tensor of either variant.
+
+    The other tensors of a layer show which variant it is of.
+    """
+    shared = [group for group in groups if len({t.variant for t, _ in group.stored.parts}) > 1]
+    doubtful = {tensor.name for group in shared for tensor, _ in group.stored.parts}
+    shown: dict[str | None, set[Values]] = {}
+    for group in groups if shared else ():
+        for tensor, _ in group.stored.parts:
+            if tensor.name not in doubtful:
+                shown.setdefault(tensor.variant, set()).update(group.points(tensor.indices))
+    for group in shared:
+        tensors = [tensor for tensor, _ in group.stored.parts]
+        for values in set(group.points(tensors[0].indices)):
+            fits = {t.name for t in tensors if values in shown.get(t.variant, ())}
+            yield from ((t.name, values) for t in tensors if fits and t.name not in fits)
 
 
 def key_of(

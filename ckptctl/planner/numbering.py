@@ -11,8 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.errors import MappingError
+from ckptctl.planner.key_kinds import KeyKind
 from ckptctl.planner.layouts import Family, Shift
 from ckptctl.planner.templates import Template, TemplateTable
+
+OTHER = -1
+"""What a number means that is of the other kind of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +36,21 @@ class Numbering:
         """Return the indices that stored numbers mean; None: they are of the other kind."""
         if not self.inserted:
             return dict(values)
-        found: dict[str, int] = {}
-        for index, number in values.items():
-            own = self.inserted.get(index)
-            others = self._among(index)
-            if (own is not None and number not in own) or number in others:
-                return None
-            below = own if own is not None else others
-            count = sum(1 for n in below if n < number)
-            found[index] = count if own is not None else number - count
-        return found
+        found = {index: self.meant(index, number) for index, number in values.items()}
+        return None if OTHER in found.values() else found
+
+    def meant(self, index: str, number: int) -> int:
+        """Return the value of *index* that a stored number means, or :data:`OTHER`."""
+        own, others = self.inserted.get(index), self._among(index)
+        if (own is not None and number not in own) or number in others:
+            return OTHER
+        count = sum(1 for n in (others if own is None else own) if n < number)
+        return number - count if own is None else count
+
+    def column(self, index: str, numbers: Sequence[int]) -> list[int]:
+        """Return what :meth:`meant` says of each of *numbers*."""
+        known = {number: self.meant(index, number) for number in set(numbers)}
+        return [known[number] for number in numbers]
 
     def stored(self, values: Mapping[str, int]) -> dict[str, int]:
         """Return the numbers under which a layout stores logical indices."""
@@ -62,14 +71,14 @@ class Numbering:
         return sorted(number for numbers in inside for number in numbers)
 
 
-def observed(family: Family, layout: str, keys: Iterable[str]) -> Numbering:
-    """Return the numbering of a checkpoint whose *keys* are in *layout*."""
+def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering:
+    """Return the numbering of a checkpoint whose keys are in *layout*."""
     shifts = _shifts(family, layout)
     if not shifts:
         return Numbering()
     table = TemplateTable((Template.parse(shift.marker), shift) for shift in shifts)
     found: dict[str, set[int]] = {shift.index: set() for shift in shifts}
-    for key in keys:
+    for key in (key for kind in kinds if table.knows(kind.skeleton) for key in kind.keys):
         match = table.find(key)
         if match:
             found[match[0].index].add(match[1][match[0].index])

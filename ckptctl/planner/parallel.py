@@ -162,5 +162,6 @@ def unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> Mappin
     return MappingError(
         f"cannot divide a tensor among {ranks} ranks without {names}",
         where=f"tensor `{key}`",
-        hint="--assets DIR names a directory that holds config.json or params.json",
+        hint="`--assets DIR` takes them from the model that was trained: a folder with config.json "
+        "or params.json",
     )

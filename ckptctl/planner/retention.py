@@ -180,7 +180,7 @@ def _kept(
     for number, one in enumerate(reversed(whole[-last:] if last else []), 1):
         yield one, f"last {last} ({number}/{last})"
     # A clock that was wrong when the newest was written must not make the others old.
-    newest = min(max((one.time for one in whole), default=now), now)
+    newest = max((one.time for one in whole if one.time <= now), default=now)
     limit = newest - (policy.within or 0.0)
     for one in whole:
         if policy.every and one.step % policy.every == 0:

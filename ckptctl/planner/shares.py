@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptctl import dtypes
-from ckptctl.planner.copies import Tile
 from ckptctl.planner.plan import Plan
+from ckptctl.planner.tile import Tile
 
 
 @dataclass(frozen=True, slots=True)

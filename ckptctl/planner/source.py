@@ -80,7 +80,7 @@ def understand(
     """
     everything = match(family, layout, shapes if whole is None else whole)
     matched = everything if whole is None else everything.only(shapes)
-    counts = _counts(family, layout, matched, everything, sizes)
+    counts = _counts(family, matched, everything, sizes)
     known = _with_spread(layout, counts, sizes)
     source = Source(family, layout, shapes, tied, matched, counts, Sizes({}, {}))
     _require_keys(source, partial)
@@ -92,7 +92,6 @@ def understand(
 
 def _counts(
     family: Family,
-    layout: Layout,
     matched: Matched,
     everything: Matched,
     sizes: Mapping[str, int],
@@ -101,7 +100,7 @@ def _counts(
 
     Layers that are numbered together with others count even where they were not chosen.
     """
-    found = matched.counts(family, layout)
+    found = matched.counts()
     for index, count in found.items():
         if count > sizes.get(index, count):
             raise MappingError(
@@ -110,7 +109,7 @@ def _counts(
                 hint="do the configuration and all files belong to the same model?",
             )
     shifted = {index for shift in family.shifts for index in (shift.index, shift.into)}
-    beside = everything.counts(family, layout)
+    beside = everything.counts()
     found |= {index: count for index, count in beside.items() if index in shifted}
     return found | {i: n for i, n in sizes.items() if i in found}
 

@@ -8,7 +8,7 @@ A template matches a key entirely or not at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -22,16 +22,15 @@ T = TypeVar("T")
 
 
 @lru_cache(maxsize=KEYS)
-def _skeleton(key: str) -> tuple[str, tuple[str, ...]]:
+def taken_apart(key: str) -> tuple[str, tuple[int, ...]]:
     """Return the key with ``#`` for each number, and the numbers."""
-    shown, numbers = [], []
-    for part in key.split("."):
+    parts, numbers = key.split("."), []
+    for place, part in enumerate(parts):
         # Few parts are numbers: the cheap question comes first.
         if part.isdecimal() and _NUMBER.match(part):
-            numbers.append(part)
-            part = "#"
-        shown.append(part)
-    return ".".join(shown), tuple(numbers)
+            numbers.append(int(part))
+            parts[place] = "#"
+    return ".".join(parts), tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +58,20 @@ class Template:
         """
         return _parse(text)
 
-    def read(self, numbers: tuple[str, ...]) -> dict[str, int] | None:
+    @property
+    def plain(self) -> bool:
+        """Return whether any numbers fit: each stands for an index of its own."""
+        return len(self.slots) == len(self.indices)
+
+    def read(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
         """Return the indices that the numbers of a key stand for; None: they do not fit."""
-        values: dict[str, int] = {}
         if len(numbers) != len(self.slots):
             return None
+        if self.plain:
+            return dict(zip(self.slots, numbers, strict=True))
+        values: dict[str, int] = {}
         for slot, number in zip(self.slots, numbers, strict=True):
-            if slot.isdigit():
-                if slot != number:
-                    return None
-            elif values.setdefault(slot, int(number)) != int(number):
+            if (int(slot) if slot.isdigit() else values.setdefault(slot, number)) != number:
                 return None
         return values
 
@@ -94,7 +97,7 @@ def _parse(text: str) -> Template:
 
 def skeleton(key: str) -> str:
     """Return *key* with ``#`` for each number in it: what a template is looked up by."""
-    return _skeleton(key)[0]
+    return taken_apart(key)[0]
 
 
 class TemplateTable(Generic[T]):
@@ -113,14 +116,18 @@ class TemplateTable(Generic[T]):
         """Return whether a key of this :func:`skeleton` may match."""
         return skeleton in self._by_skeleton
 
+    def entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
+        """Return the templates of this :func:`skeleton` and their meanings, the first to win."""
+        return self._by_skeleton.get(skeleton, ())
+
     def find(self, key: str) -> tuple[T, dict[str, int]] | None:
         """Return what *key* stands for and its indices, or None."""
         return next(self.all(key), None)
 
     def all(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
         """Yield everything that *key* may stand for, with its indices."""
-        skeleton, numbers = _skeleton(key)
-        for template, meaning in self._by_skeleton.get(skeleton, ()):
+        skeleton, numbers = taken_apart(key)
+        for template, meaning in self.entries(skeleton):
             values = template.read(numbers)
             if values is not None:
                 yield meaning, values

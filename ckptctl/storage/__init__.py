@@ -1,5 +1,4 @@
 """Bytes: ranged reads, headers, zips, restricted pickles, execution and publishing.
 
-Nothing here knows about models. Only :mod:`ckptctl.storage.arithmetic` and
-:mod:`ckptctl.storage.statistics` import torch, and they do so when called.
+Nothing here knows about models. What computes with values imports torch, and does so when called.
 """

@@ -6,26 +6,21 @@ most a few megabytes, and a module of :mod:`ckptctl.storage.kinds` computes each
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Computed, TensorEntry, is_computed, made_of
-from ckptctl.planner.runs import product_boxes
-from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.compare import read_box
+from ckptctl.catalog import Catalog, Computed, is_computed, made_of
+from ckptctl.storage.computed_inputs import Inputs, last_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.kinds import kinds
 
-if TYPE_CHECKING:
-    import torch
-
 RECTANGLE = 1 << 20
+"""Bytes computed at a time."""
 KEPT = 32 << 20
+"""Bytes of small inputs that are kept for the next call."""
 Piece = tuple[int, int, int]
 """Where bytes begin in a virtual file, how many they are, and where they go in a buffer."""
 
@@ -94,7 +89,7 @@ class ComputedFiles:
         item = dtypes.itemsize(computed.dtype)
         inputs = self._inputs.setdefault(name, Inputs(self, name, computed))
         compute = kinds()[computed.kind].compute
-        for found in rectangles(pieces, _last(computed.shape) * item):
+        for found in rectangles(pieces, last_of(computed.shape) * item):
             rows = range(found.row, found.row + found.rows)
             columns = range(found.start // item, (found.start + found.nbytes) // item)
             views = [buffer[start : start + nbytes] for start, nbytes in found.places]
@@ -104,7 +99,12 @@ class ComputedFiles:
                 _scatter(out, views)
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
-        """Fill *views*, one after the other, from *offset* of the virtual file *name* on."""
+        """Fill *views*, one after the other, from *offset* of the virtual file *name* on.
+
+        Raises:
+            DamagedError: A file that it is made of is too short.
+            StorageError: A read failed.
+        """
         for view in views:
             self.gather(name, [(offset, len(view), 0)], view)
             offset += len(view)
@@ -145,64 +145,6 @@ class Reader:
         """Fill *views*, one after the other, from *offset* of the file *name* on."""
         files = self._computed if is_computed(name) else self._files
         files.readv(name, views, offset)
-
-
-class Inputs:
-    """What one virtual file is made of.
-
-    Args:
-        files: Where it belongs.
-        name: The virtual file.
-        computed: Its definition.
-    """
-
-    def __init__(self, files: ComputedFiles, name: str, computed: Computed) -> None:
-        self._files = files
-        self._name = name
-        self._computed = computed
-
-    def entry(self, key: str) -> TensorEntry:
-        """Return the tensor called *key* in the definition."""
-        return self._computed.inputs[key].entry
-
-    def tensor(self, key: str, rows: range) -> torch.Tensor:
-        """Return consecutive rows of the input *key*, seen as a matrix of its last dimension.
-
-        Returns:
-            ``[len(rows), last dimension]``; a fresh copy.
-        """
-        entry = self.entry(key)
-        return elements(memoryview(self._rows(key, rows)), entry.dtype, _last(entry.shape))
-
-    def whole(self, key: str) -> torch.Tensor:
-        """Return all of a small input as it is shaped; kept for the next call, so do not write.
-
-        Nothing bounds its size: it is for inputs that are small by nature.
-        """
-        entry = self.entry(key)
-        rows = range(math.prod(entry.shape[:-1]))
-        read = lambda: memoryview(self._rows(key, rows))  # noqa: E731
-        kept = self._files.kept((self._name, key), read)
-        return elements(kept, entry.dtype, _last(entry.shape)).view(entry.shape)
-
-    def _rows(self, key: str, rows: range) -> bytearray:
-        found = self._computed.inputs[key]
-        entry, reader = found.entry, self._files.reader(found.root)
-        parts = [read_box(reader, entry, box) for box in _boxes(entry.shape, rows)]
-        return parts[0] if len(parts) == 1 else bytearray(b"".join(parts))
-
-
-def _last(shape: tuple[int, ...]) -> int:
-    return shape[-1] if shape else 1
-
-
-def _boxes(shape: tuple[int, ...], rows: range) -> Iterator[Box]:
-    """Yield the boxes that hold consecutive rows of a tensor of *shape*."""
-    if not shape:
-        yield Box((), ())
-        return
-    for offsets, sizes in product_boxes(rows.start, rows.stop, shape[:-1]):
-        yield Box((*offsets, 0), (*sizes, shape[-1]))
 
 
 def rectangles(pieces: Iterable[Piece], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:

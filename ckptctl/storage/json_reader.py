@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from ckptctl.errors import DamagedError
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.stand_ins import require_content
 
 MAX_BYTES = 100_000_000
 MAX_DIGITS = 400
@@ -39,7 +40,12 @@ def read_json(
     where = str(files.root / name)
     size = files.size(name)
     _check_size(size, max_bytes, where)
-    return loads(files.read(name, 0, size), where=where, max_bytes=max_bytes, constants=constants)
+    data = files.read(name, 0, size)
+    try:
+        return loads(data, where=where, max_bytes=max_bytes, constants=constants)
+    except DamagedError:
+        require_content(files, name)
+        raise
 
 
 def loads(

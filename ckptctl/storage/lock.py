@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError
@@ -34,19 +34,51 @@ def held(folder: Path, target: Path, doing: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def held_itself(folder: Path, doing: str) -> Iterator[None]:
+    """Hold a lock on a folder that is there, and make nothing for it: a full disk has no room.
+
+    Not every file system has such locks, and who goes by :func:`held` does not see them.
+
+    Args:
+        folder: What is protected.
+        doing: See :func:`held`.
+
+    Raises:
+        RefusedError: Another process holds it.
+        StorageError: It cannot be locked.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "lock", str(folder)) from error
+    try:
+        _take(descriptor, folder, doing)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def holder(folder: Path) -> str | None:
     """Return the process of this machine that holds the lock of *folder*; None: none does.
 
     Nothing is locked to find out, so that nobody finds it taken meanwhile (man 5 proc_locks).
     """
     try:
-        inode = (folder / NAME).stat().st_ino
+        return _holding((folder / NAME).stat())
+    except OSError:
+        return None
+
+
+def _holding(locked: os.stat_result) -> str | None:
+    """Return the process that holds a lock; None: none does, or the system does not tell."""
+    try:
         lines = _LOCKS.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
         fields = line.split()
-        if "FLOCK" in fields and any(f.endswith(f":{inode}") for f in fields):
+        if "FLOCK" in fields and any(f.endswith(f":{locked.st_ino}") for f in fields):
             return fields[fields.index("FLOCK") + 3]
     return None
 
@@ -68,8 +100,9 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
             _take(descriptor, target, doing)
             # Whoever held it before may have removed it in the meantime.
             if path.stat().st_ino == os.fstat(descriptor).st_ino:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+                with suppress(OSError):  # a full disk has no room for it, and need not have
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
                 return descriptor
         except FileNotFoundError:
             pass
@@ -83,7 +116,8 @@ def _take(descriptor: int, target: Path, doing: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        pid = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        # Whoever took it just now may not have written its number yet.
+        pid = _written(descriptor) or _holding(os.fstat(descriptor)) or "unknown"
         raise RefusedError(
             f"another run is {doing} (process {pid})",
             where=str(target),
@@ -91,3 +125,10 @@ def _take(descriptor: int, target: Path, doing: str) -> None:
         ) from None
     except OSError as error:
         raise StorageError.from_os_error(error, "lock", str(target)) from error
+
+
+def _written(descriptor: int) -> str:
+    """Return the process that a lock's file names; nothing for a folder's own lock."""
+    with suppress(IsADirectoryError):
+        return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+    return ""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import islice
 from pathlib import Path
 
 from ckptctl.errors import listed, nearest
-from ckptctl.storage.urls import HUB, PACKAGES, is_url
+from ckptctl.storage.remote.urls import HUB, PACKAGES, is_url
 from ckptctl.units import natural_key
 
 LOOKED_AT = 1000
 SHOWN = 3
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
+"""``ORG/NAME``."""
 
 
 def nearby(path: str | Path) -> str:
@@ -36,6 +39,8 @@ def nearby(path: str | Path) -> str:
     except OSError:
         return f"`{there}` cannot be listed"
     close = nearest(wanted, names)
+    if not close and _REPOSITORY.fullmatch(str(path)) and absolute.parent != there:
+        return f"a repository of the Hub is written `{HUB}://{path}`"
     if close:
         return f"did you mean `{there / close}`?"
     inside = sorted(names, key=natural_key)

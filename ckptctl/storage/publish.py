@@ -3,7 +3,7 @@
 Work happens in a sibling directory of one fixed name, ``.NAME.ckptctl-staging``::
 
     lock       held (flock) by the process at work; contains its pid
-    journal    what is durably written (see journal.py)
+    journal    what is durably written (see execution/journal.py)
     data/      the output: the directory to be published, or the directory of the one file
 
 Killed at any point, a run leaves the destination as it was or complete, and at most that directory
@@ -12,25 +12,27 @@ beside it, which the next run for the same destination uses or removes.
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
-from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
+from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.storage import lock, rename, trash
+from ckptctl.storage.destinations import (
+    Recognise,
+    already_exists,
+    check_target,
+    destination,
+    staging_directory,
+)
+from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.sync import sync_directory
-from ckptctl.storage.urls import SCHEME, is_url, masked
+from ckptctl.storage.termination import terminable
 
-Recognise = Callable[[Path], bool]
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived; handled like Ctrl-C."""
+DATA = "data"
+JOURNAL = "journal"
+DOING = "writing this destination"
 
 
 class Staging:
@@ -48,8 +50,8 @@ class Staging:
     ) -> None:
         self.target = target
         self.root = staging_directory(target)
-        self.data = self.root / "data"
-        self.journal = self.root / "journal"
+        self.data = self.root / DATA
+        self.journal = self.root / JOURNAL
         self.notes: list[str] = []
         self.published = False
         self._replaced = False
@@ -120,7 +122,7 @@ class Staging:
             rename.rename(self._finished, self.target, flags)
             self._replaced = exists
         except FileExistsError:
-            raise _exists(self.target) from None
+            raise already_exists(self.target) from None
         except rename.UnsupportedRenameError:
             if exists:
                 raise RefusedError(
@@ -129,7 +131,7 @@ class Staging:
                     hint="remove the old one first, or choose another destination",
                 ) from None
             if os.path.lexists(self.target):
-                raise _exists(self.target) from None
+                raise already_exists(self.target) from None
             self._finished.rename(self.target)
             self.notes.append(
                 "the file system lacks renameat2; the output was published by a check and a rename"
@@ -165,11 +167,8 @@ def staging(
     found = Staging(
         target, overwrite=overwrite, single_file=single_file, is_checkpoint=is_checkpoint
     )
-    try:
+    with sweeping(target):
         check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
-    except RefusedError:
-        _sweep(found)
-        raise
     with ExitStack() as stack:
         _make_parents(target.parent)
         stack.enter_context(_locked(found))
@@ -186,138 +185,41 @@ def staging(
                 _discard(found)
 
 
-def destination(target: Path) -> Path:
-    """Return *target* as an absolute path whose parents are resolved and whose name is not.
-
-    Raises:
-        RefusedError: It has no name of its own (``/``, ``.``, ``..``).
-        UsageError: It was meant as a URL.
-    """
-    require_path(target)
-    if target.name in ("", ".", ".."):
-        raise RefusedError(
-            "the destination needs a name of its own",
-            where=str(target),
-            hint="give the path of a directory that does not exist yet",
-        )
-    return target.parent.resolve() / target.name
-
-
-def require_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a URL, and what was one: ``Path("s3://a")`` is ``s3:/a``, a folder of this machine.
-
-    Raises:
-        UsageError: It is a URL, or has a folder with a scheme as its name that does not exist.
-    """
-    if is_url(path):
-        raise UsageError("a URL is not taken here", where=masked(str(path)), hint="name a path")
-    for folder in Path(path).parents:
-        if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
-            raise UsageError(
-                "this looks like a URL, and is a path",
-                where=str(path),
-                why=f"there is no folder `{folder.name}`",
-                hint="only checkpoints go to URLs, which have `://`; in Python they are text",
-            )
-
-
-def staging_directory(target: Path) -> Path:
-    """Return where the output for *target* is staged."""
-    return target.parent / f".{target.name}.ckptctl-staging"
-
-
-def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> None:
-    """Refuse a destination that must not be touched.
-
-    Raises:
-        RefusedError: It exists without *overwrite*, is a symbolic link, or is not a checkpoint.
-    """
-    if target.is_symlink():
-        raise RefusedError(
-            "the destination is a symbolic link", where=str(target), hint="name what it points to"
-        )
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
-        raise _exists(target)
-    empty = target.is_dir() and not any(target.iterdir())
-    if not empty and not is_checkpoint(target):
-        raise RefusedError(
-            "the destination is not a checkpoint, so it is not overwritten",
-            where=str(target),
-            hint="remove it yourself, or choose another destination",
-        )
-
-
-def require_writable(target: Path) -> None:
-    """Refuse a destination where nothing can be made, before anything is read for it.
+@contextmanager
+def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Let a run that is refused remove what an earlier one left that was killed when all was done.
 
     Args:
-        target: The destination, absolute; directories above it may be missing.
+        target: The destination; None: nothing is removed.
 
     Raises:
-        StorageError: What is there above it is no directory, or may not be written to.
+        RefusedError: As it was raised inside.
     """
-    parent = target.parent
-    while not os.path.lexists(parent) and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir():
-        code = errno.ENOTDIR
-    elif not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
-        code = errno.EROFS if os.statvfs(parent).f_flag & os.ST_RDONLY else errno.EACCES
-    else:
-        return
-    error = OSError(code, os.strerror(code))
-    raise StorageError.from_os_error(error, f"make `{target.name}`", str(parent))
-
-
-def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that *path* is, or will be, on.
-
-    Raises:
-        StorageError: The system does not say.
-    """
-    path = path.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
     try:
-        found = os.statvfs(path)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "look at", str(path)) from error
-    return found.f_bavail * found.f_frsize
+        yield
+    except RefusedError:
+        if target is not None and not is_url(target):
+            path = Path(target).expanduser()
+            if os.path.lexists(path):
+                _sweep(path.parent.resolve() / path.name)
+        raise
 
 
-def free_space(path: Path, needed: int, held: int = 0) -> None:
-    """Refuse a run that cannot fit.
-
-    Args:
-        path: Where it will write; need not exist.
-        needed: Bytes of the output.
-        held: Bytes of it that are on disk already.
-
-    Raises:
-        RefusedError: The file system has less room.
-    """
-    free = free_bytes(path)
-    if free < needed - held:
-        raise RefusedError(
-            "there is not enough space for the output",
-            where=str(path),
-            why=f"{needed - held:,} bytes are needed, {free:,} are free",
-        )
+def _sweep(target: Path) -> None:
+    """Remove what a run left that was killed after it had published."""
+    root = staging_directory(target)
+    journal = root / JOURNAL
+    if root.is_symlink() or not root.is_dir() or journal.exists():
+        return
+    with suppress(CkptError), lock.held(root, target, DOING):
+        if not journal.exists():
+            trash.remove(root / DATA)
+            trash.remove(root)
 
 
 def _inode(path: Path) -> tuple[int, int]:
     found = path.lstat()
     return found.st_dev, found.st_ino
-
-
-def _exists(target: Path) -> RefusedError:
-    return RefusedError(
-        "the destination exists",
-        where=str(target),
-        hint="choose another one, or pass --overwrite to replace a checkpoint",
-    )
 
 
 def _make_parents(parent: Path) -> None:
@@ -332,7 +234,7 @@ def _make_parents(parent: Path) -> None:
 
 def _locked(found: Staging) -> AbstractContextManager[None]:
     """Hold the lock of the staging directory, which is made if need be."""
-    return lock.held(found.root, found.target, "writing this destination")
+    return lock.held(found.root, found.target, DOING)
 
 
 def _prepare(found: Staging, *, resume: bool) -> None:
@@ -355,30 +257,3 @@ def _discard(found: Staging) -> None:
         if not found.published:
             raise
         found.notes.append(f"{found.root} could not be removed: {error.what}")
-
-
-def _sweep(found: Staging) -> None:
-    """Remove what a run left that was killed after it had published."""
-    if found.root.is_symlink() or not found.root.is_dir() or found.journal.exists():
-        return
-    with suppress(CkptError), _locked(found):
-        if not found.journal.exists():
-            _discard(found)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Turn SIGTERM into an exception, unless somebody else handles it."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        raise Terminated
-
-    signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -3,13 +3,17 @@
 Whatever is interrupted leaves every thing whole under its own name, or in
 ``ROOT/.ckptctl-trash/``, which the next run for *ROOT* empties. Its name is none that a trainer
 takes for a checkpoint: several search names for ``step-N``.
+
+A disk can be so full that this folder cannot be made (ext4 without a free block). Then the first
+thing that is removed takes its name, and is the folder from then on.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
@@ -18,6 +22,7 @@ from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.sync import sync_directory
 
 TRASH = ".ckptctl-trash"
+DOING = "removing checkpoints here"
 Identity = tuple[int, int, int]
 
 
@@ -26,11 +31,31 @@ class Retirement:
 
     Args:
         root: The folder, resolved.
+        stack: What ends with the run.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
         self.folder = root / TRASH
+        self._stack = stack
+        self._cramped = False
+
+    def lock(self) -> None:
+        """Make the trash folder and lock it; where there is no room, lock *root* until there is.
+
+        Raises:
+            RefusedError: Another run is at it.
+            StorageError: The lock cannot be made.
+        """
+        try:
+            self._stack.enter_context(lock.held(self.folder, self.root, DOING))
+            self._cramped = False
+        except StorageError as error:
+            if not _for_want_of_room(error):
+                raise
+            if not self._cramped:
+                self._stack.enter_context(lock.held_itself(self.root, DOING))
+                self._cramped = True
 
     def retire(self, name: str, identity: Identity) -> None:
         """Remove the entry *name* of the folder.
@@ -46,33 +71,85 @@ class Retirement:
         """
         path = self.root / name
         _require(path, identity)
+        self.take(path, name)
+
+    def take(self, path: Path, name: str) -> None:
+        """Remove what lies at *path*, in the folder or below it.
+
+        Args:
+            path: A directory or a file; no link.
+            name: What it is called in the trash.
+
+        Raises:
+            CkptError: See :meth:`retire`.
+        """
+        if self._cramped:
+            self._take_the_first(path)
+            return
         target = self.make_room(name)
-        try:
-            move(path, target)
-            sync_directory(self.folder)
-            sync_directory(self.root)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "remove", str(path)) from error
+        self._move(path, target)
         trash.remove(target)
 
     def make_room(self, name: str) -> Path:
         """Return a path in the trash that is free, named after *name*.
 
         Raises:
-            CkptError: What is there cannot be removed.
+            CkptError: What is there cannot be removed, or there is no room for a trash.
         """
+        if self._cramped:
+            raise self._no_room(self.root)
         trash.remove(self.folder / name)
         return self.folder / name
 
     def now(self) -> float:
         """Return what the clock of the file system says: another machine's, where it is remote."""
-        path = self.folder / lock.NAME
+        path = self.root if self._cramped else self.folder / lock.NAME
         os.utime(path)
         return path.stat().st_mtime
 
     def left(self) -> list[str]:
         """Return the names of what is in the trash."""
         return leftovers(self.root)
+
+    def sweep(self) -> None:
+        """Remove what is in the trash, as far as it can be; :meth:`left` says what cannot."""
+        for name in self.left():
+            with suppress(CkptError):
+                if not mounted_in(self.folder / name):
+                    trash.remove(self.folder / name)
+        if self._cramped and self.folder.exists():
+            self.lock()
+
+    def _take_the_first(self, path: Path) -> None:
+        """Remove what lies at *path* where there is no room for a trash: it becomes the trash."""
+        if path.is_dir():
+            usable = os.access(path, os.W_OK | os.X_OK) and not os.path.lexists(path / lock.NAME)
+            if not usable:
+                raise self._no_room(path)
+            self._move(path, self.folder)
+        else:
+            trash.remove(path)
+            sync_directory(path.parent)
+        self.lock()
+        self.sweep()
+
+    def _move(self, path: Path, target: Path) -> None:
+        try:
+            if target == self.folder and target.exists():
+                target.rmdir()  # empty, or another run is at it
+            move(path, target)
+            for folder in dict.fromkeys((target.parent, path.parent)):
+                sync_directory(folder)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "remove", str(path)) from error
+
+    def _no_room(self, path: Path) -> StorageError:
+        return StorageError(
+            f"there is no room for `{TRASH}`",
+            where=str(path),
+            why="not one block is free, or no inode",
+            hint="delete a log or any other small file first",
+        )
 
 
 def identity_of(status: os.stat_result) -> Identity:
@@ -110,25 +187,22 @@ def retiring(root: Path) -> Iterator[Retirement]:
         RefusedError: Another run is at it.
         StorageError: The lock cannot be made.
     """
-    found = Retirement(root)
-    with lock.held(found.folder, root, "removing checkpoints here"):
+    with ExitStack() as stack:
+        found = Retirement(root, stack)
+        found.lock()
         try:
-            _sweep(found)
+            found.sweep()
             yield found
-            _sweep(found)
+            found.sweep()
         finally:
             # Whoever stops a run does not wait for what it began: the next one goes on with that.
             if not found.left():
                 trash.remove(found.folder)
 
 
-def _sweep(found: Retirement) -> None:
-    for name in found.left():
-        try:
-            if not mounted_in(found.folder / name):
-                trash.remove(found.folder / name)
-        except CkptError:
-            continue  # what is left is reported by whoever asks for `left`
+def _for_want_of_room(error: StorageError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _require(path: Path, identity: Identity) -> None:

@@ -18,6 +18,7 @@ from ckptctl import dtypes
 from ckptctl.errors import DamagedError, FormatError, RefusedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads
+from ckptctl.storage.stand_ins import require_content
 
 MAX_HEADER = 100_000_000
 MAX_RANK = 64
@@ -59,6 +60,7 @@ def read_header(files: SourceFiles, name: str) -> SafetensorsHeader:
         _fail("it has fewer than 8 bytes", where)
     length = int.from_bytes(files.read(name, 0, 8), "little")
     if length > MAX_HEADER or length + 8 > size:
+        require_content(files, name)
         _fail(f"a header of {length:,} bytes does not fit into {size:,}", where)
     text = files.read(name, 8, length)
     if not text.startswith(b"{"):

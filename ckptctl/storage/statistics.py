@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.storage.files import SourceFiles
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ckptctl.storage.compare import Readable
 
 WINDOW = 4 << 20
 BINS = 10
@@ -34,7 +35,7 @@ class Statistics:
         count: Number of values.
         nan: Values that are not a number.
         inf: Infinite values of either sign.
-        minimum: Smallest finite value; None: there is none.
+        minimum: Smallest finite value, of 64-bit integers exactly; None: there is none.
         maximum: Largest finite value.
         mean: Mean of the finite values.
         std: Their standard deviation (population).
@@ -65,7 +66,7 @@ class Statistics:
 
 
 def measure(
-    files: SourceFiles, entry: TensorEntry, window: int = WINDOW, bins: int = BINS
+    files: Readable, entry: TensorEntry, window: int = WINDOW, bins: int = BINS
 ) -> Statistics | None:
     """Read *entry* twice and return its statistics; None: its dtype has no numbers.
 
@@ -88,9 +89,7 @@ def measure(
     return replace(total, histogram=_histogram(files, entry, window, total, bins))
 
 
-def nonfinite(
-    files: SourceFiles, entry: TensorEntry, window: int = WINDOW
-) -> tuple[int, int] | None:
+def nonfinite(files: Readable, entry: TensorEntry, window: int = WINDOW) -> tuple[int, int] | None:
     """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers.
 
     Args:
@@ -158,7 +157,8 @@ def _moments(values: Tensor) -> Statistics:
         values = values[values.isfinite()]
     if values.numel() == 0:
         return Statistics(count, nan, inf)
-    low, high = (extreme.item() for extreme in values.aminmax())
+    low, high = _extremes(values)
+    values = values if values.is_floating_point() else values.to(torch.float64)
     scale = 1.0
     std, mean = torch.std_mean(values, correction=0)
     if not (std.isfinite() and mean.isfinite()):
@@ -167,12 +167,24 @@ def _moments(values: Tensor) -> Statistics:
     return Statistics(count, nan, inf, low, high, mean.item() * scale, std.item() * scale)
 
 
+def _extremes(values: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest value; whole numbers keep all their digits."""
+    import torch
+
+    if values.dtype != torch.uint64:
+        low, high = values.aminmax()
+        return low.item(), high.item()
+    # torch does not order uint64; with the top bit turned over they are in order as int64.
+    low, high = (values.view(torch.int64) ^ torch.iinfo(torch.int64).min).aminmax()
+    return low.item() + 2**63, high.item() + 2**63
+
+
 def _histogram(
-    files: SourceFiles, entry: TensorEntry, window: int, total: Statistics, steps: int
+    files: Readable, entry: TensorEntry, window: int, total: Statistics, steps: int
 ) -> tuple[int, ...]:
     import torch
 
-    low, high = _number(total.minimum), _number(total.maximum)
+    low, high = float(_number(total.minimum)), float(_number(total.maximum))
     if low == high:
         return (_finite(total), *[0] * (steps - 1))
     if not math.isfinite(high - low):
@@ -183,15 +195,15 @@ def _histogram(
     return tuple(int(count) for count in bins)
 
 
-def _values(files: SourceFiles, entry: TensorEntry, window: int) -> Iterator[Tensor]:
-    """Yield every element once, as float32, or float64 where float32 would lose some."""
+def _values(files: Readable, entry: TensorEntry, window: int) -> Iterator[Tensor]:
+    """Yield every element once: as float32, as float64 where that loses some, else as it is."""
     limit = max(1, window // dtypes.itemsize(entry.dtype))
     for extent in entry.extents:
         for part in windows(extent, limit):
             yield _load(files, extent, part, entry.dtype)
 
 
-def _load(files: SourceFiles, extent: Extent, part: Window, dtype: str) -> Tensor:
+def _load(files: Readable, extent: Extent, part: Window, dtype: str) -> Tensor:
     import torch
 
     start, sizes, strides = part
@@ -202,6 +214,8 @@ def _load(files: SourceFiles, extent: Extent, part: Window, dtype: str) -> Tenso
     values = raw.as_strided(sizes, strides)
     if values.is_complex():
         values = torch.view_as_real(values)
+    if values.dtype in (torch.int64, torch.uint64):
+        return values.reshape(-1)
     exact = values.dtype.itemsize < 4 or values.dtype == torch.float32
     return values.to(torch.float32 if exact else torch.float64).reshape(-1)
 

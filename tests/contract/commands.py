@@ -10,14 +10,16 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckptctl.cli import schemas
 from ckptctl.cli.app import app
 from tests.checkpoints import save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.conftest import DATA
-from tests.runs import save_step, tear
+from tests.runs import START, age, save_step, tear
 
 COMMANDS = sorted(str(info.name) for info in app.registered_commands)
 LONG = "begins.here." + "a.very.long.name." * 20 + "weight"
@@ -59,11 +61,12 @@ LINES = {
         Line("{base} {step}", 1),
         Line("{hf} {hf} --read-all"),
     ),
-    "doctor": (Line("{place}"),),
+    "doctor": (Line("{place}"), Line("")),
     "extract": (
         Line(f"{{long}} '{LONG}'"),
         Line("{hf} 'model.layers.0.*' -o {out}.safetensors"),
         Line("{hf} 'lm_head.weight[0:2]' -o {out}.npy --dtype fp32"),
+        Line("{step} w0 -o {out}.pt"),
     ),
     "formats": (Line(""), Line("dcp"), Line("deepspeed")),
     "inspect": (
@@ -80,11 +83,15 @@ LINES = {
         Line("'layers.{{i}}.feed_forward.experts.{{x}}.w1.weight' -m mixtral --to-layout hf-v5"),
     ),
     "merge": (Line("{base} {adapter} {out}"), Line("{base} {adapter} {out} --dry-run")),
-    "models": (Line("--layout torchtitan@0.3"), Line("mixtral"), Line("phi3")),
+    "models": (Line("--layout torchtitan@0.3"), Line(""), Line("mixtral"), Line("phi3")),
     "prune": (
         Line("{copy:run} --keep-last 1 --yes"),
         Line("{run} --keep-last 1 --dry-run"),
         Line("{run} --keep-last 1", 6),
+        Line("{copy:run} --keep-last 1 --include-incomplete --min-age 1h --yes"),
+        Line("{copy:training} --keep-last 1 --thin optimizer --yes"),
+        Line("{training} --keep-last 1 --thin optimizer --dry-run"),
+        Line("{training} --keep-last 1 --thin optimizer", 6),
     ),
     "report": (
         Line("{hf} -o {out}.html --stats"),
@@ -95,6 +102,7 @@ LINES = {
     "schema": (Line(""),),
     "verify": (
         Line("{long}"),
+        Line("{copy:hf} --level full --manifest"),
         Line("{hf} --level full --nan"),
         Line("{torn}", 4),
     ),
@@ -122,6 +130,9 @@ def make(folder: Path) -> dict[str, Path]:
     tear(save_step(folder / "run" / "step-200"))
     tear(save_step(folder / "torn"))
     save_step(folder / "step")
+    for step in (1, 2):
+        (save_step(folder / "training" / f"checkpoint-{step}") / "optimizer.pt").write_bytes(b"x")
+        age(folder / "training" / f"checkpoint-{step}", START + step)
     _write_long(folder / "long")
     names = (path.name for path in folder.iterdir())
     return {"place": folder, **{name: folder / name for name in names}}
@@ -136,6 +147,17 @@ def arguments(line: Line, places: dict[str, Path], scratch: Path) -> list[str]:
             _copy(places[name.removeprefix("copy:")], path)
             text = text.replace(f"{{{name}}}", shlex.quote(str(path)))
     return shlex.split(text.format(out=scratch / "out", **places))
+
+
+def validate(document: Any, name: str) -> None:
+    """Check *document* against the schema *name*, in which no field goes unmentioned."""
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator(schemas.named(name).schema(closed=True)).validate(document)
+
+
+def hidden(folder: Path) -> list[str]:
+    """Return what is hidden below *folder*, other than what a checkpoint consists of."""
+    return sorted(str(path) for path in folder.rglob(".*") if path.name != ".metadata")
 
 
 def _copy(source: Path, target: Path) -> None:

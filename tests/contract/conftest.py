@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from ckptctl.cli.app import app
 from tests.checkpoints import (
     save_bin,
 )
+from tests.contract.commands import make
 from tests.contract.damaged import CONFIG, STATE
 from tests.contract.support import (
     WRITABLE,
@@ -41,3 +44,26 @@ def copy(tmp_path: Path, originals: dict[str, Path]) -> Callable[[str], Path]:
         return Path(shutil.copy(original, target))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the checkpoints that command lines are about, by their names in these."""
+    folder = tmp_path_factory.mktemp("places") / ("a-folder-with-a-long-name" * 4)
+    folder.mkdir()
+    return make(folder)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    """Return the function that runs the program in this process, for a pipe."""
+    for name in ("CKPTCTL_DEBUG", "NO_COLOR", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> Result:
+        return CliRunner().invoke(app, list(words), prog_name="ckptctl")
+
+    return call

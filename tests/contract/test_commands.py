@@ -8,24 +8,30 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-import ckptctl
 from ckptctl.cli import schemas
 from ckptctl.cli.app import app
-from tests.contract.commands import CASES, COMMANDS, FIRST, LINES, LONG, Line, arguments, make
+from tests.contract.commands import (
+    CASES,
+    COMMANDS,
+    FIRST,
+    LINES,
+    LONG,
+    Line,
+    arguments,
+    hidden,
+    validate,
+)
 from tests.unit.cli.conftest import environment, program
 
-PACKAGE = str(Path(ckptctl.__file__).parent)
 NOTHING = "/nothing-is-here/at-all"
 NO_PATH = {
     "formats": "its argument is the name of a format",
@@ -33,33 +39,6 @@ NO_PATH = {
     "schema": "its argument is the name of a command",
 }
 """Commands that take no path."""
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("places") / ("a-folder-with-a-long-name" * 4)
-    folder.mkdir()
-    return make(folder)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
-    for name in ("CKPTCTL_DEBUG", "NO_COLOR", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: str) -> Result:
-        return CliRunner().invoke(app, list(words), prog_name="ckptctl")
-
-    return call
-
-
-def validate(document: Any, name: str) -> None:
-    """Check *document* against the schema *name*, in which no field goes unmentioned."""
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft202012Validator(schemas.named(name).schema(closed=True)).validate(document)
 
 
 def test_every_command_is_in_the_matrix() -> None:
@@ -107,18 +86,49 @@ def test_pipe(
     result = run(name, *arguments(line, places, tmp_path))
     assert result.exit_code == line.code, result.output
     assert "\x1b" not in result.output and "…" not in result.output
+    unique = len(str(tmp_path.parent)) + 40
     for whole in (LONG, str(places["place"])):
-        assert result.output.count(whole[:40]) == result.output.count(whole), result.output
+        assert result.output.count(whole[:unique]) == result.output.count(whole), result.output
 
 
-@pytest.mark.parametrize(("name", "line"), [p for p in FIRST if p.id not in NO_PATH])
-def test_missing_path(
+@pytest.mark.parametrize(("name", "line"), CASES)
+def test_quiet(
     name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Names or paths alone: no hint, no progress, no table; warnings and errors all the same."""
+    result = run(name, *arguments(line, places, tmp_path), "-q")
+    assert result.exit_code == line.code, result.output
+    said = result.stderr.splitlines()
+    assert line.code or all(one.startswith("warning: ") for one in said), result.stderr
+    assert "\t" not in result.stdout and "\x1b" not in result.output
+
+
+def inputs(line: Line) -> list[str]:
+    """Return the words of *line* that name what has to be there."""
+    return [word for word in line.text.split() if re.fullmatch(r"\{(?!out)[a-z_:]+\}", word)]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "number"),
+    [
+        pytest.param(name, line, number, id=f"{name}-{where}-{number}")
+        for name, lines in LINES.items()
+        for where, line in enumerate(lines)
+        for number in range(len(inputs(line)))
+    ],
+)
+def test_missing_path(
+    name: str,
+    line: Line,
+    number: int,
+    places: dict[str, Path],
+    run: Callable[..., Result],
+    tmp_path: Path,
 ) -> None:
     given = {str(path) for path in (*places.values(), *(tmp_path / n for n in places))}
     words = arguments(line, places, tmp_path)
-    first = next(number for number, word in enumerate(words) if word in given)
-    words[first] = NOTHING
+    words[[n for n, word in enumerate(words) if word in given][number]] = NOTHING
+    before = tree(tmp_path)
     result = run(name, *words)
     assert (result.exit_code, result.stdout) == (3, ""), result.output
     assert result.stderr.startswith("error: no such ") and f"  where: {NOTHING}\n" in result.stderr
@@ -128,6 +138,12 @@ def test_missing_path(
     document = json.loads(machine.stderr)
     validate(document, "error")
     assert document["error"]["code"] == "not-found" and document["error"]["hint"]
+    assert tree(tmp_path) == before
+
+
+def test_a_command_without_a_path_in_its_lines_takes_none() -> None:
+    without = {name for name, lines in LINES.items() if not any(map(inputs, lines))}
+    assert without == set(NO_PATH)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -187,86 +203,6 @@ def test_a_reader_that_takes_one_line(places: dict[str, Path]) -> None:
     )
     assert (done.stdout, done.stderr) == ("{\n", "")
     assert done.returncode in (0, 1, 141)
-
-
-@pytest.mark.parametrize("words", [[], ["--json"]])
-def test_interrupted_before_it_has_begun(words: list[str]) -> None:
-    """Ctrl-C while the program is still being imported."""
-    code = (
-        "import runpy, signal, sys\n"
-        "class Press:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'ckptctl.cli.output':\n"
-        "            sys.meta_path.remove(self)\n"
-        "            signal.raise_signal(signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Press())\n"
-        f"sys.argv = ['ckptctl', 'formats', *{words!r}]\n"
-        "runpy.run_module('ckptctl', run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout) == (130, "")
-    if words:
-        validate(json.loads(done.stderr), "error")
-    else:
-        assert done.stderr == "error: interrupted\n"
-
-
-class Interrupt:
-    """Counts the calls into the package, and presses Ctrl-C at one of them."""
-
-    def __init__(self, at: int | None = None) -> None:
-        self.at = at
-        self.calls = 0
-        self.pressed = False
-        self.where = ""
-
-    def __call__(self, frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call" or self.pressed or not code.co_filename.startswith(PACKAGE):
-            return
-        self.calls += 1
-        if self.at is not None and self.calls >= self.at and code.co_name != "<module>":
-            self.pressed, self.where = True, f"{code.co_filename}:{code.co_qualname}"
-            signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
-def watched(by: Interrupt) -> Iterator[None]:
-    sys.setprofile(by)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-def hidden(folder: Path) -> list[str]:
-    return sorted(str(path) for path in folder.rglob(".*") if path.name != ".metadata")
-
-
-@pytest.mark.parametrize(("name", "line"), FIRST)
-def test_interrupted(
-    name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
-) -> None:
-    """Ctrl-C in the middle: exit 130, one line, and nothing left behind."""
-    calls = 0
-    for number, part in enumerate((1.0, 0.7, 0.3)):
-        scratch = tmp_path / str(number)
-        scratch.mkdir()
-        words = arguments(line, places, scratch)
-        press = Interrupt(int(calls * part) if calls else None)
-        with watched(press):
-            result = run(name, *words)
-        calls = calls or press.calls
-        if press.pressed:
-            assert result.exit_code == 130, (result.output, press.where)
-            assert result.stderr.endswith("error: interrupted\n") or not result.stderr
-            assert "Traceback" not in result.stderr and result.stderr.count("error: ") <= 1
-        else:
-            # What is computed once in a process was not there to be computed again.
-            assert result.exit_code == line.code and part != 0.3
-        assert hidden(scratch) == [] and hidden(places["place"]) == []
 
 
 # ------------------------------------------------------------------------------------- --dry-run

@@ -13,8 +13,8 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.formats.base import Format, WritableFormat
-from ckptctl.storage.finisher import Finisher
-from ckptctl.storage.worker import Worker
+from ckptctl.storage.execution.finisher import Finisher
+from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import save_bin, tiny_llama
 from tests.contract.support import WRITABLE, build, place, snapshot
 

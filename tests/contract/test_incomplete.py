@@ -19,7 +19,7 @@ from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.formats.dcp import metadata as dcp_metadata
 from ckptctl.ops.reference import reference
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import StoredTensor, TorchArchive
+from ckptctl.storage.zips.reader import StoredTensor, TorchArchive
 from tests.checkpoints import (
     differences,
     load_any_reference,

@@ -15,7 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 
 import ckptctl
-from ckptctl.storage.worker import Worker
+from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import (
     differences,
     load_any_reference,
@@ -333,7 +333,7 @@ def test_resume(
     tmp_path: Path, source: Path, target: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the journal of a failed run names is not written again; the result is the same."""
-    from ckptctl.storage.executor import ExecutionOptions
+    from ckptctl.storage.execution.options import ExecutionOptions
     from ckptctl.storage.publish import Staging
 
     often = partial(ExecutionOptions, journal_every=4096)

@@ -188,7 +188,7 @@ def test_the_command_says_what_it_takes(tmp_path: Path, sources: dict[str, Path]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "model under `model`" in result.stderr
-    said = "note: left out, not part of the model (`--only all`, of consolidate `--optimizer`, "
+    said = "note: left out, not part of the model (`--only all`, or consolidate's `--optimizer`, "
     assert f"{said}keeps it): `optim`, `rng`, `step` (" in result.stderr
 
 

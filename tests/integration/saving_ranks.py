@@ -19,7 +19,7 @@ from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
 from ckptctl.distributed.rank_output import SaveOptions
 from ckptctl.distributed.saving import save, write
 from ckptctl.errors import CkptError
-from ckptctl.storage import worker
+from ckptctl.storage.execution import worker
 from tests.checkpoints.dcp import distribute
 from tests.checkpoints.readers import differences
 

@@ -19,7 +19,7 @@ from ckptctl.distributed import collective_save
 from ckptctl.distributed.async_saving import AsyncSaver, async_save
 from ckptctl.distributed.host_pool import PATIENCE
 from ckptctl.errors import RefusedError, StorageError, UsageError
-from ckptctl.storage.publish import staging_directory
+from ckptctl.storage.destinations import staging_directory
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
 from tests.integration.async_ranks import (
     MODES,
@@ -78,6 +78,7 @@ def test_a_killed_rank_publishes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in root.iterdir()] == ["step-1"]
 
 
+@pytest.mark.slow
 def test_replicas_are_copied_by_their_writers(tmp_path: Path) -> None:
     run_on_ranks(replicated, (3,), tmp_path)
     expected = [
@@ -88,6 +89,7 @@ def test_replicas_are_copied_by_their_writers(tmp_path: Path) -> None:
     check_on_ranks([(tmp_path / f"{step}", expected[step]) for step in range(5)], (1,))
 
 
+@pytest.mark.slow
 def test_without_collectives(tmp_path: Path) -> None:
     run_on_ranks(without_collectives, (2,), tmp_path)
     run_on_ranks(load_everywhere, (3,), tmp_path)

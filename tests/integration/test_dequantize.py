@@ -19,7 +19,7 @@ import ckptctl
 from ckptctl.api import conversion_options
 from ckptctl.errors import DamagedError, UsageError
 from ckptctl.ops.convert import plan_conversion, run_conversion
-from ckptctl.storage.worker import Worker
+from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import differences, load_any_reference, save_hf
 from tests.checkpoints.mxfp4 import decoded
 from tests.contract.support import WRITABLE, place

@@ -16,7 +16,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "again": {},
     "one-thread": {"jobs": 1},
     "four-threads": {"jobs": 4},
-    "little-memory": {"jobs": 2, "memory": "64KiB"},
+    "little-memory": {"jobs": 2, "memory": "128KiB"},
 }
 
 

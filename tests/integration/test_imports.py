@@ -13,7 +13,7 @@ from tests.checkpoints.golden import Golden
 from tests.contract.support import WRITABLE, build, place
 
 REPOSITORY = Path(__file__).parents[2]
-HEAVY = ("torch", "numpy", "safetensors.torch", "transformers", "huggingface_hub")
+HEAVY = ("torch", "numpy", "pydantic", "safetensors.torch", "transformers", "huggingface_hub")
 PROGRAM = """
 import sys
 from ckptctl.cli.app import app
@@ -48,7 +48,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_help() -> None:
-    light = (*HEAVY, "rich", "asyncio", "concurrent.futures", "tarfile", "http")
+    own = ("ckptctl.catalog", "ckptctl.dtypes", "ckptctl.families", "ckptctl.ops.tree")
+    light = (*HEAVY, *own, "rich", "asyncio", "concurrent.futures", "email", "tarfile", "http")
     run(["--help"], ["--version"], ["convert", "--help"], ["inspect", "--help"], heavy=light)
 
 

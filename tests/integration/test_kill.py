@@ -32,7 +32,8 @@ from ckptctl.planner.plan import (
     Transfer,
 )
 from ckptctl.storage import rename
-from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.publish import staging
 
 HOOKED = ("open", "mkdir", "ftruncate", "preadv", "pwrite", "write", "fsync", "unlink", "rmdir")

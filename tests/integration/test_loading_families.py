@@ -15,7 +15,8 @@ from ckptctl.ops.load_options import LoadOptions
 from ckptctl.ops.loading import prepare
 from ckptctl.ops.state_mapping import Leaf, StateMapping, map_state
 from ckptctl.ops.wanted import Target, Wanted
-from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
 from tests.checkpoints.golden import Golden, State, digest, family_of, names
 
 PARTS = 3

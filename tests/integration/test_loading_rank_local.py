@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.checkpoints.dcp import distribute
@@ -70,6 +71,7 @@ def _restored(dist: Any) -> None:
         setattr(dist, name, own)
 
 
+@pytest.mark.slow
 def test_without_collectives(tmp_path: Path) -> None:
     run_on_ranks(_save, (2,), str(tmp_path / "saved"))
     run_on_ranks(_load, (1, 2, 3), str(tmp_path / "saved"), 2)

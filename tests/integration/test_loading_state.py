@@ -37,6 +37,20 @@ def test_names_dtypes_and_shapes_are_errors_that_list_them(tmp_path: Path) -> No
     assert not state["model"]["one"].any(), "nothing changes when planning fails"
 
 
+def test_a_new_optimizer_is_told_how_it_gets_a_state(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    folder = save_dcp(tmp_path / "a", {"optimizer": optimizer.state_dict()})
+    with pytest.raises(MappingError, match="0 names of the state") as found:
+        load({"optimizer": torch.optim.AdamW(model.parameters()).state_dict()}, folder)
+    assert "get_state_dict" in str(found.value.hint)
+    with pytest.raises(MappingError, match="18 names of the state") as other:
+        load({"optim": optimizer.state_dict()}, folder)
+    assert "get_state_dict" not in str(other.value.hint)
+
+
 def test_cast_and_lenient_are_reported(tmp_path: Path) -> None:
     source = {"one": torch.randn(300, 7), "two": torch.ones(4)}
     folder = save_dcp(tmp_path / "a", {"model": source})

@@ -22,8 +22,9 @@ import torch
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UsageError
 from ckptctl.ops import runs
-from ckptctl.storage import outbox, remote_retries, remote_store
-from ckptctl.storage.executor import execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.remote import outbox, retries
+from ckptctl.storage.remote import store as remote_store
 from tests.contract.samples import SAMPLES
 from tests.remote_reads import counted
 
@@ -105,8 +106,6 @@ def test_a_conversion_from_url_to_url(tiny: str, url: str) -> None:
             assert torch.equal(found[name], one)
     with pytest.raises(RefusedError, match="exists"):
         ckptctl.convert(tiny, f"{url}/hf", to="hf")
-    with pytest.raises(UsageError, match="resume"):
-        ckptctl.convert(tiny, f"{url}/other", to="hf", resume=True)
 
 
 @pytest.mark.parametrize("number", [1, 3, 6])
@@ -179,7 +178,7 @@ def test_few_files_wait_on_the_disk(
         MEMORY.put_file(str(path), f"/{tmp_path.name}/{name}")
 
     box = outbox.Outbox(put, ["model.safetensors.index.json"])
-    from ckptctl.storage.executor import ExecutionOptions
+    from ckptctl.storage.execution.options import ExecutionOptions
 
     execute(plan, root, ExecutionOptions(jobs=2), lambda _: None, outbox=box)
     assert len(held) >= 24 and max(held) < 8 << 20
@@ -197,11 +196,27 @@ def test_a_source_that_changes(tiny: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_verify_notices_a_file_that_changed(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the place cannot be asked for one version of it."""
+    name = "model-00002-of-00003.safetensors"
+    place = f"/{tiny.removeprefix('memory://')}/{name}"
+    plain = remote_store.FsspecStore.read
+
+    def read(store: Any, *asked: Any) -> bytes:
+        found = bytes(plain(store, *asked))
+        MEMORY.pipe_file(place, MEMORY.cat_file(place))
+        return found
+
+    monkeypatch.setattr(remote_store.FsspecStore, "read", read)
+    found = ckptctl.verify(tiny, level="full").findings
+    assert [(one.what, one.file) for one in found] == [("a file changed meanwhile", name)]
+
+
 def test_runs(tmp_path: Path) -> None:
     for step in (9, 10):
         _uploaded(TINY, f"{tmp_path.name}/step-{step}")
     MEMORY.pipe_file(f"/{tmp_path.name}/step-11/.metadata", b"torn")
-    root = ckptctl.storage.remote_path.named(f"memory://{tmp_path.name}")
+    root = ckptctl.storage.remote.path.named(f"memory://{tmp_path.name}")
     found = runs.read_run(root)
     assert [one.entry.path.name for one in found.checkpoints] == ["step-9", "step-10", "step-11"]
     newest, skipped = runs.newest_complete(root)
@@ -328,9 +343,56 @@ def test_requests_to_s3(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return await original(self, method, *args, **options)
 
     monkeypatch.setattr(type(system), "_call_s3", counting)
+    monkeypatch.setattr(type(system), "call_s3", fsspec.asyn.sync_wrapper(counting))
     ckptctl.inspect(f"{bucket}/run/step-1")
     # Three shards, the index and the configuration; one listing.
     assert sorted(asked) == ["get_object"] * 5 + ["list_objects_v2"]
+
+
+@S3
+@pytest.mark.parametrize("command", ["inspect", "verify", "load", "extract", "diff"])
+def test_an_object_that_is_replaced_is_not_read(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """It has the same size, and is replaced after it was listed."""
+    system, source = fsspec.filesystem("s3"), f"{bucket}/{command}"
+    system.put(str(TINY), source, recursive=True)
+    name = "model-00002-of-00003.safetensors"
+    other = (TINY / name).read_bytes()[:-64] + bytes(64)
+    weights = safetensors.torch.load_file(TINY / name)
+    plain = remote_store.FsspecStore.members
+    listed: list[str] = []
+
+    def members(store: Any, folder: str) -> Any:
+        found = plain(store, folder)
+        if not listed:
+            listed.append(folder)
+            system.call_s3("put_object", Bucket="bucket", Key=f"{command}/{name}", Body=other)
+        return found
+
+    monkeypatch.setattr(remote_store.FsspecStore, "members", members)
+    calls: dict[str, Callable[[], object]] = {
+        "inspect": lambda: ckptctl.inspect(source),
+        "load": lambda: ckptctl.load(weights, source),
+        "extract": lambda: ckptctl.extract(source, next(iter(weights)), tmp_path / "x.pt"),
+        "diff": lambda: ckptctl.diff(source, TINY),
+    }
+    if command == "verify":
+        found = ckptctl.verify(source).findings
+        assert any(f"`{name}` changed" in one.what for one in found)
+    else:
+        with pytest.raises(DamagedError, match=f"`{name}` changed while"):
+            calls[command]()
+
+
+@S3
+def test_an_object_that_was_replaced_is_read_anew(bucket: str) -> None:
+    system, source = fsspec.filesystem("s3"), f"{bucket}/again/model.safetensors"
+    found = []
+    for number in (1, 2):
+        system.put(str(TINY / f"model-0000{number}-of-00003.safetensors"), source)
+        found.append(ckptctl.inspect(source).tensors)
+    assert found[0] != found[1]
 
 
 @S3
@@ -357,6 +419,25 @@ def test_s3_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     run = _command("inspect", "s3://key:hunter2@bucket/x")
     assert run.returncode == 8 and "Traceback" not in run.stderr
     assert "hunter2" not in run.stdout + run.stderr and "hint:" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "hf://hf_hunter2@org/x",
+        "HF://me:hunter2@org/x",
+        "nosuch://me:hunter2@host/x",
+        "zip::https://hunter2@host/x",
+    ],
+)
+def test_no_secret_is_echoed(where: str) -> None:
+    for call in (ckptctl.inspect, ckptctl.verify, lambda url: ckptctl.convert(url, "x", to="dcp")):
+        with pytest.raises(UsageError) as caught:
+            call(where)
+        assert "hunter2" not in str(caught.value) + str(caught.value.to_json())
+    with pytest.raises(UsageError) as caught:
+        ckptctl.convert(TINY, where, to="dcp")
+    assert "hunter2" not in str(caught.value) + str(caught.value.to_json())
 
 
 def _command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -434,7 +515,7 @@ def test_the_web(web: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_web_server_that_is_busy(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_retries, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(retries, "WAITS", (0.0, 0.0))
     monkeypatch.setattr(_Ranges, "busy", 2)
     assert ckptctl.verify(f"{web}/tiny-llama3-hf", level="full").findings == ()
     monkeypatch.setattr(_Ranges, "busy", 999)

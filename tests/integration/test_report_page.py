@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import ckptctl
+from ckptctl.ops.report import page as report_page
 from tests import browser
 from tests.browser import Browser
 
@@ -145,6 +147,96 @@ def test_holes_are_red_and_named(look: Browser, torn: Path) -> None:
     assert look.run("document.querySelector('.badge').textContent") == "not whole"
 
 
+def test_findings_that_say_the_same_are_one(look: Browser, torn: Path) -> None:
+    look.open(torn)
+    groups = "document.querySelectorAll('#findings .findings > li')"
+    assert look.run(f"{groups}.length") == 2
+    assert "elements are missing (21 times)" in look.run(f"{groups}[1].textContent")
+    places = f"{groups}[1].querySelectorAll('.places > li:not(.more)')"
+    assert look.run(f"{places}.length") == 4
+    look.run(f"{groups}[1].querySelector('.more button').click()")
+    assert look.run(f"{places}.length") == 21
+    assert look.run(f"{places}[4].contains(document.activeElement)"), "where one was"
+    look.press("Enter")
+    assert look.run("document.getElementById('details').open")
+    look.press("Escape")
+    assert look.run(f"{places}[4].contains(document.activeElement)")
+
+
+def test_whole_numbers_keep_their_digits(look: Browser, tmp_path: Path) -> None:
+    """JavaScript has no whole numbers beyond 2 ** 53."""
+    state = {"n": torch.tensor([2**53 + 1, -(2**62) - 1]), "w": torch.ones(2, 3)}
+    save_file(state, tmp_path / "a.safetensors")
+    document = ckptctl.report(tmp_path / "a.safetensors", stats=True).to_json()
+    number, weight = cast(list[dict[str, Any]], document["tensors"])
+    document |= {"parameters": 2**61 + 1, "bytes": 2**62 + 1, "file_bytes": 2**62 + 3}
+    document["left_out"] = {**cast(dict[str, int], document["left_out"]), "bytes": 2**60 + 1}
+    document["dtypes"] = {
+        "int64": {"tensors": 1, "elements": 2**60 + 1, "bytes": 2**62 + 1},
+        "float32": {"tensors": 2**53 + 1, "elements": 6, "bytes": 24},
+    }
+    high = 2**60 + 1
+    chunks = [
+        {"file": 0, "offsets": [0, 0], "sizes": [high, 3]},
+        {"file": 0, "offsets": [high, 0], "sizes": [high, 3]},
+    ]
+    weight |= {"bytes": 2**63 + 1, "shape": [2 * high, 3], "map": chunks, "chunks": 2}
+    weight["stats"] |= {"count": 2**53 + 3, "histogram": [2**53 + 3, *[0] * 39]}
+    (tmp_path / "page.html").write_text(report_page.page(document))
+    look.open(tmp_path / "page.html", "#tensor=n")
+    assert look.run("document.getElementById('summary').innerText.split('\\n')").count(
+        f"2305843 T ({2**61 + 1:,})"
+    )
+    assert f"{2**53 + 1:,}" in look.run("document.getElementById('dtypes').textContent")
+    details = "document.getElementById('details').textContent"
+    assert f"min{-(2**62) - 1:,}max{2**53 + 1:,}mean" in look.run(details)
+    look.open(tmp_path / "page.html", "#tensor=w")
+    found = look.run(details)
+    assert f"8192.0 PiB ({2**63 + 1:,})" in found and f"values{2**53 + 3:,}min" in found
+    assert f"[{high}:{2 * high}, 0:3]" in found
+    assert f"dim 0 ({2 * high:,})" in found
+    heights = "[...document.querySelectorAll('.map .chunk')].map((one) => one.height.baseVal.value)"
+    first, second = look.run(heights)
+    assert first == second > 100
+    assert number["stats"]["max"] == 2**53 + 1
+
+
+def test_fifty_thousand_tensors(look: Browser, tmp_path: Path) -> None:
+    names = [
+        f"model.layers.{i // 768}.mlp.experts.{i // 3 % 256}.{part}_proj.weight"
+        for i, part in zip(range(50_000), cycle(("down", "gate", "up")), strict=False)
+    ]
+    save_file({"w": torch.ones(2048, 7168, dtype=torch.int8)}, tmp_path / "a.safetensors")
+    document = ckptctl.report(tmp_path / "a.safetensors").to_json()
+    (one,) = cast(list[dict[str, object]], document["tensors"])
+    document |= {"tensors": [{**one, "name": name} for name in names], "tensor_count": 50_000}
+    path = tmp_path / "page.html"
+    path.write_text(report_page.page(document))
+    assert path.stat().st_size < 14_000_000
+    look.call("Performance.enable")
+    look.open(path)
+    # What the page's own thread does: about a second, on a machine that does nothing else.
+    metrics = {one["name"]: one["value"] for one in look.call("Performance.getMetrics")["metrics"]}
+    assert 0 < metrics["TaskDuration"] < 10
+    assert look.run("document.querySelectorAll('*').length") < 5_000
+    look.run("document.getElementById('search').value = '.64.mlp.experts.255.'")
+    look.run("document.getElementById('search').dispatchEvent(new Event('input'))")
+    status = look.run("document.querySelector('#tensors [role=status]').textContent")
+    assert status == f"{sum('.64.mlp.experts.255.' in name for name in names)} of 50,000"
+
+
+def test_the_colours_that_tell_most_come_first(look: Browser, big: Path, torn: Path) -> None:
+    mode = "document.querySelector('#treemap select').value"
+    legend = "[...document.querySelectorAll('#treemap .legend li')].map((one) => one.textContent)"
+    look.open(big)
+    assert look.run(mode) == "part", "all but eight bytes are float32"
+    look.open(torn)
+    assert look.run(mode) == "part"
+    assert {"exp_avg", "emb", "incomplete"} <= set(look.run(legend))
+    hatched = "document.querySelector('.cell.wrong:not(.module)')"
+    assert "repeating-linear-gradient" in look.run(f"getComputedStyle({hatched}).backgroundImage")
+
+
 def test_two_checkpoints(look: Browser, data: Path, tmp_path: Path) -> None:
     shutil.copytree(data / "tiny-llama3-hf", tmp_path / "other")
     file = min((tmp_path / "other").glob("*.safetensors"))
@@ -158,6 +250,9 @@ def test_two_checkpoints(look: Browser, data: Path, tmp_path: Path) -> None:
     assert found.difference is not None
     (name,) = [one.name for one in found.difference.tensors]
     look.open(tmp_path / "page.html")
+    assert look.run("document.querySelector('#treemap select').value") == "difference"
+    cells = "document.querySelectorAll('#treemap .cell.painted:not(.module)')"
+    assert look.run(f"[...{cells}].map((one) => one.ariaLabel.split(',')[0])") == [name]
     rows = "document.querySelectorAll('#differences tbody tr[data-index]')"
     assert look.run(f"{rows}.length") == 1
     look.run(f"{rows}[0].querySelector('button').click()")
@@ -172,6 +267,8 @@ def test_it_fits(look: Browser, torn: Path, big: Path, width: int, dark: bool) -
         look.size(width, 800, dark)
         look.open(page)
         assert look.run("document.documentElement.scrollWidth") <= width
+        tables = "[...document.querySelectorAll('.scroller')]"
+        assert look.run(f"{tables}.every((one) => one.scrollWidth <= one.clientWidth)")
         ground, text = (
             look.run(f"getComputedStyle(document.body).{one}")
             for one in ("backgroundColor", "color")
@@ -180,7 +277,38 @@ def test_it_fits(look: Browser, torn: Path, big: Path, width: int, dark: bool) -
         assert abs(brightness(ground) - brightness(text)) > 400
         look.open(page, f"#tensor={name}")
         assert look.run("document.getElementById('details').scrollWidth") <= width
+        assert look.run(f"{tables}.every((one) => one.scrollWidth <= one.clientWidth)")
         assert len(look.picture()) > 10_000
+
+
+FAINT = """[...document.querySelectorAll('body *')].flatMap((node) => {
+  const text = [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
+  if (!text || !node.checkVisibility() || node.closest('svg, script, style')) return [];
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => {
+    const curve = (part) => ((part / 255 + 0.055) / 1.055) ** 2.4;
+    const linear = (part) => (part <= 10.3 ? part / 3294.6 : curve(part));
+    const [red, green, blue] = parts(colour).map(linear);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  let under = node;
+  const clear = (one) => (parts(getComputedStyle(one).backgroundColor)[3] ?? 1) === 0;
+  while (under.parentElement && clear(under)) under = under.parentElement;
+  const both = [getComputedStyle(node).color, getComputedStyle(under).backgroundColor].map(light);
+  const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+  return contrast < 4.5 ? [`${contrast.toFixed(2)} ${node.className} ${node.textContent}`] : [];
+})"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_all_text_can_be_read(look: Browser, torn: Path, big: Path, dark: bool) -> None:
+    """By the ratio that WCAG 2.2 (1.4.3, AA) asks for."""
+    look.size(1200, 900, dark)
+    for place, name in ((torn, "model.l1.weight"), (big, "n")):
+        look.open(place)
+        assert not look.run(FAINT)
+        look.open(place, f"#tensor={name}")
+        assert not look.run(FAINT)
 
 
 def brightness(colour: str) -> int:

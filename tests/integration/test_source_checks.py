@@ -13,7 +13,8 @@ import torch
 import ckptctl
 from ckptctl.errors import DamagedError
 from ckptctl.ops.merge import run_merge
-from ckptctl.storage.executor import ExecutionOptions, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
 from tests.checkpoints import load_any_reference, save_hf, tiny_llama
 from tests.checkpoints.adapters import merged_by_hand, random_adapter, save_peft
 from tests.checkpoints.golden import Golden
@@ -98,6 +99,30 @@ def test_parts_of_a_record_are_read_once(tmp_path: Path, at: int) -> None:
     (tmp_path / "in.pt").write_bytes(data)
     with pytest.raises(DamagedError, match="does not have the checksum"):
         ckptctl.convert(tmp_path / "in.pt", tmp_path / "again.pt", to="torch")
+
+
+@pytest.mark.parametrize(("to", "options"), [("meta", {"mp": 2}), ("hf", {}), ("dcp", {})])
+def test_parts_that_every_rank_gets_or_that_are_permuted(
+    tmp_path: Path, to: str, options: dict[str, Any]
+) -> None:
+    hf = save_hf(tmp_path / "hf", STATE, CONFIG)
+    whole = torch.cat([*(value.flatten() for value in STATE.values()), torch.full((9,), 7.25)])
+    parts = torch.split(whole, [*(value.numel() for value in STATE.values()), 9])
+    state = {k: part.view(v.shape) for (k, v), part in zip(STATE.items(), parts, strict=False)}
+    torch.save(state, tmp_path / "in.pt")
+    options |= {"to": to, "model_type": "llama3", "assets": hf}
+    ckptctl.convert(tmp_path / "in.pt", tmp_path / "sound", **options)
+    held = (tmp_path / "in.pt").read_bytes()
+    begin = held.index(struct.pack("<4f", *whole[:4].tolist()))
+    starts = dict(zip(STATE, (part.storage_offset() for part in parts), strict=False))
+    norm, query = starts["model.norm.weight"], starts["model.layers.0.self_attn.q_proj.weight"]
+    for at in (norm, query, len(whole) - 1):
+        data = bytearray(held)
+        data[begin + 4 * at] ^= 1
+        (tmp_path / "in.pt").write_bytes(data)
+        with pytest.raises(DamagedError, match="does not have the checksum"):
+            ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
 
 
 def test_what_an_adapter_changes(tmp_path: Path) -> None:

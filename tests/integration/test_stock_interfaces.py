@@ -35,6 +35,7 @@ def test_plans_are_used_again_and_never_stale(tmp_path: Path) -> None:
         run_on_ranks(getattr(stock_ranks, name), (2,), tmp_path / name)
 
 
+@pytest.mark.slow
 def test_leaves_that_differ_are_kept_or_an_error(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.save_apart, (3,), tmp_path)
 
@@ -43,6 +44,7 @@ def test_a_failing_disk_raises_everywhere_and_publishes_nothing(tmp_path: Path) 
     run_on_ranks(stock_ranks.swallowed, (2,), tmp_path)
 
 
+@pytest.mark.slow
 def test_what_ranks_disagree_on_is_refused(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.places, (2,), tmp_path)
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptctl
-from ckptctl.storage.publish import staging_directory
+from ckptctl.storage.destinations import staging_directory
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 
@@ -188,6 +188,7 @@ def test_what_is_refused(sources: Path, alone: tuple[Path, list[int]], tmp_path:
     nothing_is_left(out)
 
 
+@pytest.mark.slow
 def test_other_options_on_one_rank(sources: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = [["convert", str(sources / "big"), str(out), "--to", "dcp"]]

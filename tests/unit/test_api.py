@@ -15,11 +15,31 @@ from ckptctl.errors import UsageError
         ("memory", "much"),
         ("mp", 0),
         ("jobs", -1),
+        ("weights", "both"),
+        ("tied", "keep"),
+        ("lora_alpha", 0),
+        ("sizes", {"n_heads": 0}),
     ],
 )
 def test_options_are_checked(name, value):
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         api.conversion_options("hf", **{name: value})
+    unnamed = ("max_shard_size", "memory")
+    assert name in unnamed or name in (caught.value.where or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("only", "all"),
+        ("weights", "master"),
+        ("weights", "module"),
+        ("tied", "drop"),
+        ("tied", "copy"),
+    ],
+)
+def test_words_that_are_known_are_taken(name, value):
+    assert getattr(api.conversion_options("hf", **{name: value}), name) == value
 
 
 def test_options_are_translated():

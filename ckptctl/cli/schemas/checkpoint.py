@@ -17,5 +17,5 @@ CHECKPOINT = {
     ),
     "problem": string("why it is not complete", null=True),
     "protected_by": array(string(), "pointers, links and states of trainers that name it"),
-    "metrics": mapping(number(), "what it was rated with"),
+    "metrics": mapping(number(null=True), "what it was rated with; null: NaN or infinite"),
 }

@@ -32,7 +32,8 @@ from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp.partial import Usable, usable
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import read_archive, read_item_tensor
+from ckptctl.storage.remote.read_ahead import Place, ahead, ends
+from ckptctl.storage.zips.reader import read_archive, read_item_tensor
 
 BYTECHECKPOINT = b"bytecheckpoint."
 
@@ -82,7 +83,10 @@ class DcpFormat(WritableFormat):
         """Locate the element bytes of every item and read the values of other leaves."""
         with SourceFiles(catalog.root) as files:
             tensors = resolved(files, catalog.tensors)
-            blobs = {name: _valued(files, blob) for name, blob in catalog.blobs.items()}
+            blobs = {
+                name: _valued(files, blob)
+                for name, blob in ahead(files, catalog.blobs.items(), lambda item: ends(item[1]))
+            }
             replicas = {
                 name: tuple(_resolved_extent(files, entry, copy) for copy in catalog.replicas[name])
                 for name, entry in catalog.tensors.items()
@@ -276,10 +280,16 @@ def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str
             by_file.setdefault(extent.file, []).append((extent.offset, position, entry))
     for places in by_file.values():
         places.sort(key=itemgetter(0))
-        for _, position, entry in places:
+        for _, position, entry in ahead(files, places, _ends):
             extents = found[entry.name]
             extents[position] = _resolved_extent(files, entry, extents[position])
     return {name: replace(entry, extents=tuple(found[name])) for name, entry in tensors.items()}
+
+
+def _ends(place: tuple[int, int, TensorEntry]) -> Iterator[Place]:
+    _, position, entry = place
+    if entry.extents[position].codec != "raw":
+        yield from ends(entry.extents[position])
 
 
 def _resolved_extent(files: SourceFiles, entry: TensorEntry, extent: Extent) -> Extent:

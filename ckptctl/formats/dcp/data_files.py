@@ -14,8 +14,9 @@ from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
 from ckptctl.planner.shards import fill, grouped
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.pickle_writer import StorageTensor, dump_state
-from ckptctl.storage.torch_zip_writer import ZipLayout, lay_out
+from ckptctl.storage.pickles.storage_tensor import StorageTensor
+from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.zips.writer import ZipLayout, lay_out
 
 
 def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
@@ -81,7 +82,7 @@ class DataFiles:
     def add_blob(self, blob: Blob) -> None:
         """Append a leaf that is no tensor."""
         if blob.file is None:
-            layout = lay_out(dump_state(blob.value), [], base=self.size)
+            layout = lay_out(dumps(blob.value), [], base=self.size)
             self._append((blob.name, None), layout, 0, 0)
             return
         self.raw_copies.append(RawCopy(blob.file, blob.offset, blob.nbytes, self.file, self.size))
@@ -112,7 +113,7 @@ def _pickled(dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: boo
         strides=row_major(sizes),
         requires_grad=requires_grad,
     )
-    return dump_state(stored)
+    return dumps(stored)
 
 
 def _nbytes(tensor: OutputTensor, box: Box) -> int:

@@ -16,8 +16,8 @@ from ckptctl.catalog import Box, Index, Path
 from ckptctl.errors import CkptError, DamagedError, FormatError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
 from ckptctl.formats.shared.malformed import malformed
-from ckptctl.storage.files import contained
-from ckptctl.storage.pickle_reader import TORCH_TABLE, Builder, Global, Inert, loads
+from ckptctl.storage.contained import contained
+from ckptctl.storage.pickles.reader import TORCH_TABLE, Builder, Global, Inert, loads
 
 METADATA = ".metadata"
 MAX_METADATA = 4 << 30

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box
-from ckptctl.storage.inert import Builder, Global, Size
+from ckptctl.storage.pickles.inert import Builder, Global, Size
 
 _REF = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J...[\0-\x7f]|\x8a\x04....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7})"

@@ -14,7 +14,7 @@ from ckptctl import dtypes
 from ckptctl.errors import DamagedError
 from ckptctl.formats.deepspeed.partitions import Segment, Shape, partition_numels
 from ckptctl.formats.deepspeed.states import ModelState, OptimState
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.zips.reader import StoredTensor
 
 
 def complete_models(

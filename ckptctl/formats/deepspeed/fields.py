@@ -12,9 +12,9 @@ from typing import cast
 
 from ckptctl.errors import DamagedError, FormatError
 from ckptctl.formats.deepspeed.partitions import Segment, Shape
-from ckptctl.storage.inert import Inert
-from ckptctl.storage.torch_globals import MAX_RANK
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.zips.reader import StoredTensor
 
 
 def mapping_of(value: object, what: str, where: str) -> Mapping[str, object]:

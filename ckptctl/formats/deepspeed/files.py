@@ -63,9 +63,12 @@ class RankFiles:
 
 def evidence(folder: Path) -> str | None:
     """Return what tells that *folder* is one save of all ranks, or None; not a universal one."""
-    if not folder.is_dir() or (folder / "zero").is_dir():
+    try:
+        if not folder.is_dir() or (folder / "zero").is_dir():
+            return None
+        names = [item.name for item in folder.iterdir() if item.name.endswith("_states.pt")]
+    except PermissionError:  # `lost+found` beside saves
         return None
-    names = [item.name for item in folder.iterdir() if item.name.endswith("_states.pt")]
     known = [name for name in names if saved_name(name)]
     return f"{listed(natural(known), 1)}" if known else None
 

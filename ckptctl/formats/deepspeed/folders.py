@@ -15,7 +15,7 @@ from ckptctl.formats.deepspeed.files import ZERO, require_world
 from ckptctl.formats.deepspeed.states import ModelState, read_model
 from ckptctl.formats.shared.faults import Faults
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import StoredTensor, read_archive
+from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 SETTINGS = "optimizer_state.pt"
 Values = Mapping[str, Mapping[str, object]]

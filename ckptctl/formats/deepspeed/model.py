@@ -14,7 +14,7 @@ from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save
 from ckptctl.formats.shared.faults import Faults
 from ckptctl.formats.torch_file import Contents, contents_of, extent_of
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.zips.reader import StoredTensor
 
 ROOT = "module"
 

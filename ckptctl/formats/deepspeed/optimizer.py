@@ -19,8 +19,8 @@ from ckptctl.formats.deepspeed.zero import Save, strips_of
 from ckptctl.formats.shared.leaves import Leaves, stored_entry
 from ckptctl.formats.shared.structure import join
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.inert import Inert
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.zips.reader import StoredTensor
 
 
 def surroundings(save: Save, files: SourceFiles) -> Leaves:

@@ -17,7 +17,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError
 from ckptctl.planner.runs import product_boxes
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.zips.reader import StoredTensor
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

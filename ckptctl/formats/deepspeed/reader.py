@@ -7,16 +7,15 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import UsageError
-from ckptctl.formats.assets import documents, left_behind, side_files
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.files import SCRIPTS, evidence, rank_files
+from ckptctl.formats.deepspeed.assembly import catalog_of
+from ckptctl.formats.deepspeed.files import evidence, rank_files
 from ckptctl.formats.deepspeed.model import as_saved, master, optimised, without_partitions
 from ckptctl.formats.deepspeed.optimizer import surroundings
 from ckptctl.formats.deepspeed.replicas import Replicas, of_counters, of_models
 from ckptctl.formats.deepspeed.zero import Save, read_save
 from ckptctl.formats.shared.faults import Faults
 from ckptctl.formats.shared.tags import LATEST, tag_folder
-from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents
 from ckptctl.storage.files import SourceFiles
 
@@ -36,29 +35,19 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         save = read_save(files, found, asked.weights != "module", faults if asked.partial else None)
         model = _weights(save, path, asked, faults)
         others = surroundings(save, files)
-        tensors, lost = faults.usable({**model.tensors, **others.tensors})
-        replicas = _replicas(save, files, tensors, asked.replicas)
-        sizes = {name: files.size(name) for name in save.files}
-    return Catalog(
-        root=str(path),
-        path=str(path),
-        format=name,
-        files=sizes,
-        tensors={**tensors, **replicas.apart},
-        blobs={**model.blobs, **others.blobs},
-        assets=side_files(path, exclude=SCRIPTS),
-        documents=documents(path),
-        notes=(
-            *_notes(save),
-            *others.notes,
-            *unknown_notes(others.blobs.values()),
-            *replicas.notes(),
-            *left_behind(path, exclude={folder, *SCRIPTS}),
-        ),
-        replicas=replicas.listed(),
-        findings=tuple(faults.findings),
-        lost=lost,
-    )
+        usable = faults.usable({**model.tensors, **others.tensors})
+        return catalog_of(
+            path,
+            name,
+            folder=folder,
+            files={file: files.size(file) for file in save.files},
+            model=model,
+            others=others,
+            usable=usable,
+            replicas=_replicas(save, files, usable[0], asked.replicas),
+            notes=_notes(save),
+            findings=faults.findings,
+        )
 
 
 def _notes(save: Save) -> Iterator[str]:

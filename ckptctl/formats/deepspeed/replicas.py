@@ -21,7 +21,7 @@ from ckptctl.formats.shared.own_values import below_rank, kept_apart
 from ckptctl.formats.torch_file import extent_of
 from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.zips.reader import StoredTensor
 
 
 class Copy(NamedTuple):

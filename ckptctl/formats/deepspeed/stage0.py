@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.formats.deepspeed.partitions import Shapes
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.zips.reader import StoredTensor
 
 INNER = "optimizer_state_dict"
 NUMBERED = (

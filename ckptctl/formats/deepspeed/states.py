@@ -29,7 +29,7 @@ from ckptctl.formats.deepspeed.fields import (
 from ckptctl.formats.deepspeed.files import ADVICE, saved_name
 from ckptctl.formats.deepspeed.partitions import Segment, Shape
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import TorchArchive, read_archive
+from ckptctl.storage.zips.reader import TorchArchive, read_archive
 
 INDEX = (
     "module",

@@ -21,6 +21,7 @@ from ckptctl.formats.deepspeed.partitions import Part, Parts, Segment, Strip, in
 from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
 from ckptctl.formats.shared.faults import Faults
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import zips_ahead
 
 State = TypeVar("State", ModelState, OptimState)
 
@@ -82,8 +83,8 @@ def read_save(
     """
     if faults is not None:
         return _read_part(files, found, faults)
-    models = tuple(read_model(files, name) for name in found.models)
-    optims = tuple(read_optim(files, name) for name in found.optims)
+    models = tuple(read_model(files, name) for name in zips_ahead(files, found.models))
+    optims = tuple(read_optim(files, name) for name in zips_ahead(files, found.optims))
     where = str(files.root / found.models[0])
     if not optims:
         _require_none(models[0], found, partitions, where)

@@ -40,6 +40,7 @@ from ckptctl.formats.hf.files import (
     weights,
 )
 from ckptctl.formats.hf.partial import usable
+from ckptctl.formats.hf.proof import proven, shards_of
 from ckptctl.formats.hf.shards import (
     checked_index,
     keys_by_file,
@@ -53,6 +54,7 @@ from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.planner.shards import fill, grouped
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.remote.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
 
 
@@ -113,7 +115,7 @@ class HfFormat(WritableFormat):
     def _read_safetensors(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
         tensors: dict[str, TensorEntry] = {}
         metadata: dict[str, str] = {}
-        for name in names:
+        for name in heads_ahead(files, names):
             found, strings = read_shard(files, name)
             merge(tensors, found, name)
             metadata |= strings
@@ -121,21 +123,24 @@ class HfFormat(WritableFormat):
         return self._catalog(files, path, tensors, metadata, names, notes, None)
 
     def _read_index(self, files: SourceFiles, path: Path, main: str) -> Catalog:
-        index = read_json(files, main)
+        known = shards_of(files, main)
+        index = proven(files, main, known) or read_json(files, main)
         weight_map, strings = checked_index(index, str(files.root / main))
         tensors: dict[str, TensorEntry] = {}
         metadata = dict(strings)
         shards = keys_by_file(weight_map)
         notes: dict[str, None] = {}
         require_present(files, list(shards), main)
-        for name, expected in shards.items():
-            if name.endswith(".safetensors"):
+        for name in heads_ahead(files, shards):
+            if name in known:
+                found, more = known[name]
+            elif name.endswith(".safetensors"):
                 found, more = read_shard(files, name)
             else:
                 contents = read_bin(files, name)
                 found, more = contents.tensors, {}
                 notes |= dict.fromkeys(contents.notes)
-            require_agreement(expected, found, name, str(files.root / main))
+            require_agreement(shards[name], found, name, str(files.root / main))
             tensors |= found
             metadata |= {key: value for key, value in more.items() if key != "format"}
         ordered = {name: tensors[name] for name in weight_map}

@@ -123,6 +123,14 @@ def _complete_set(names: Sequence[str]) -> bool:
     return len(stems) == 1 and set(names) == expected
 
 
+def shards_beside(root: Path, index: str) -> list[str]:
+    """Return the whole set of safetensors that is called as *index* is; nothing: there is none."""
+    stem = index.removesuffix(INDEX)
+    matches = (_PART.fullmatch(item.name) for item in root.iterdir())
+    names = sorted(m[0] for m in matches if m and (m[1], m[4]) == (stem, "safetensors"))
+    return names if _complete_set(names) else []
+
+
 def torch_consolidated(root: Path) -> tuple[str, ...]:
     """Return a note where the shards of ranks lie beside what torch has made of them.
 

@@ -10,6 +10,7 @@ from ckptctl.errors import CkptError, UnsafePickleError
 from ckptctl.formats.hf.shards import keys_by_file, read_bin, read_shard, require_agreement
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import heads_ahead
 
 
 @dataclass(slots=True)
@@ -45,7 +46,9 @@ def usable(
         where: Path of the index, for errors.
     """
     found = Usable(metadata=dict(strings))
-    for name, expected in keys_by_file(weight_map).items():
+    shards = keys_by_file(weight_map)
+    for name in heads_ahead(files, shards):
+        expected = shards[name]
         kept: dict[str, TensorEntry] = {}
         try:
             found.sizes[name] = files.size(name)

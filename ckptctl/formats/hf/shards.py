@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError, listed
 from ckptctl.formats import torch_file
-from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.storage.contained import contained
+from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.safetensors_header import read_header
 
+Shard = tuple[dict[str, TensorEntry], Mapping[str, str]]
+"""The tensors of one file, and its metadata."""
 
-def read_shard(files: SourceFiles, name: str) -> tuple[dict[str, TensorEntry], Mapping[str, str]]:
+
+def read_shard(files: SourceFiles, name: str) -> Shard:
     """Return the tensors of one safetensors file, and its metadata."""
     header = read_header(files, name)
     tensors = {

@@ -11,7 +11,7 @@ from ckptctl.formats.megatron.grid import Grid
 from ckptctl.formats.megatron.places import Place
 from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.zips.reader import StoredTensor
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from ckptctl.formats.megatron.grid import Grid
 from ckptctl.formats.megatron.names import Names, anonymous
 from ckptctl.formats.megatron.rules import BUILT_IN, Rules, built_in
 
-_ADVICE = "write a rules file: docs/how-to/consolidate.md"
+_ADVICE = "write a rules file: docs/how-to/megatron.md"
 SHOWN = 20
 
 

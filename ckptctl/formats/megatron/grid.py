@@ -23,6 +23,7 @@ from ckptctl.formats.megatron.places import (
 from ckptctl.formats.megatron.state import Local, RankState, read_state
 from ckptctl.formats.shared.faults import UNUSABLE, Faults
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import zips_ahead
 
 
 class Grid(NamedTuple):
@@ -76,7 +77,8 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults | None) -> Grid:
     named = {
         key: f"{prefix}{name}/{MODEL}" for key, name in rank_folders(files.root, folder).items()
     }
-    read = {key: _state(files, name, faults) for key, name in named.items()}
+    loaded = (_state(files, name, faults) for name in zips_ahead(files, named.values()))
+    read = dict(zip(named, loaded, strict=True))
     states = {key: state for key, state in read.items() if state is not None}
     if not states:
         raise DamagedError("no file of any rank can be read", where=where)

@@ -23,7 +23,7 @@ from ckptctl.formats.shared.dtensor import Piece
 from ckptctl.formats.shared.rank_merge import piece_extent
 from ckptctl.formats.shared.structure import join
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.zips.reader import StoredTensor
 
 _WHOLE = Rule((), None)
 

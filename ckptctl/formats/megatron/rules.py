@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ckptctl.errors import SourceNotFoundError, UsageError, listed, nearest
-from ckptctl.storage.torch_globals import MAX_RANK
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 
 BUILT_IN = "megatron-core"
 GATED = "gated"

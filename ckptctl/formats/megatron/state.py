@@ -15,8 +15,8 @@ from ckptctl.errors import DamagedError, listed
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.inert import Inert
-from ckptctl.storage.torch_zip import StoredTensor, read_archive
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 MODEL, ARGUMENTS, ITERATION = "model", "args", "iteration"
 EXTRA = "_extra_state"

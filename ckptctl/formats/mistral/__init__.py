@@ -20,6 +20,7 @@ from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
 from ckptctl.formats.mistral.params import PARAMS, in_todays_words, is_mistral
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.read_ahead import zips_ahead
 
 STEM = "consolidated"
 INDEX = f"{STEM}{hf_files.INDEX}"
@@ -102,7 +103,7 @@ class MistralFormat(hf.HfFormat):
             _require_all(names, str(path))
         tensors: dict[str, TensorEntry] = {}
         notes: dict[str, None] = {}
-        for name in names:
+        for name in zips_ahead(files, names):
             found = hf_shards.read_bin(files, name)
             hf_shards.merge(tensors, found.tensors, name)
             notes |= dict.fromkeys(found.notes)

@@ -14,8 +14,8 @@ from functools import cached_property
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.shared.inert_fields import Ints, attributes, integers
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.torch_globals import MAX_RANK
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.zips.reader import StoredTensor
 
 Axis = tuple[tuple[int, int], ...]
 """Sizes and strides of what makes up one dimension of a mesh, the slowest first."""

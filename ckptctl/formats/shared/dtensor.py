@@ -16,9 +16,9 @@ from ckptctl.errors import DamagedError, FormatError
 from ckptctl.formats.shared.device_mesh import Mesh, Meshes
 from ckptctl.formats.shared.inert_fields import Ints, attributes, integers
 from ckptctl.planner.placements import Local, Shard, local_part
-from ckptctl.storage.pickle_reader import Global, Inert
-from ckptctl.storage.torch_globals import MAX_RANK
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.reader import Global, Inert
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.zips.reader import StoredTensor
 
 _HOMES = ("torch.distributed.tensor", "torch.distributed._tensor")
 _SUBMODULES = ("", ".api", "._api", ".placement_types", "._dtensor_spec", ".device_mesh")

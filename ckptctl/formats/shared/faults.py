@@ -19,6 +19,7 @@ T = TypeVar("T")
 UNUSABLE = (DamagedError, SourceNotFoundError, StorageError)
 """What is raised about one file among others: it is damaged, gone, or may not be read."""
 Lost = dict[str, tuple[tuple[Box, str], ...]]
+"""As :attr:`ckptctl.catalog.Catalog.lost`."""
 
 
 @dataclass(slots=True)

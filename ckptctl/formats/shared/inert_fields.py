@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptctl.storage.pickle_reader import Inert
-from ckptctl.storage.torch_globals import MAX_INT, MAX_RANK
+from ckptctl.storage.pickles.reader import Inert
+from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
 
 Ints = tuple[int, ...]
 

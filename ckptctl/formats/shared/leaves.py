@@ -9,8 +9,8 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
-from ckptctl.storage.inert import walk
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.inert import walk
+from ckptctl.storage.zips.reader import StoredTensor
 
 
 @dataclass(slots=True)

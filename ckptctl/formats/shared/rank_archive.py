@@ -15,8 +15,8 @@ from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.shared.unknown_classes import require_known
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickle_reader import TORCH_TABLE, Global, Inert, Table
-from ckptctl.storage.torch_zip import StoredTensor, read_archive
+from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Inert, Table
+from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 Leaf = Sharded | StoredTensor | object
 _NAMED = (dtensor.CLASSES, sharded_tensor.CLASSES)

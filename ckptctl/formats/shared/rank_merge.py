@@ -25,8 +25,8 @@ from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import Contents, extent_of
 from ckptctl.storage.compare import WINDOW, equal, row_major
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_globals import geometry
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.torch_tensors import geometry
+from ckptctl.storage.zips.reader import StoredTensor
 
 
 @dataclass(slots=True)

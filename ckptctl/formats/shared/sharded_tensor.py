@@ -14,8 +14,8 @@ from ckptctl.catalog import Box
 from ckptctl.errors import DamagedError, FormatError
 from ckptctl.formats.shared.dtensor import Piece, Sharded, wrapped
 from ckptctl.formats.shared.inert_fields import attributes, integers
-from ckptctl.storage.pickle_reader import Builder, Global
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.reader import Builder, Global
+from ckptctl.storage.zips.reader import StoredTensor
 
 _SHARD = "torch.distributed._shard"
 API = f"{_SHARD}.sharded_tensor.api"

@@ -19,7 +19,7 @@ def flatten(
     """Yield ``(path, leaf)`` of a nested object.
 
     Args:
-        root: A finite tree, as :func:`ckptctl.storage.inert.check_tree` proves it.
+        root: A finite tree, as :func:`ckptctl.storage.pickles.inert.check_tree` proves it.
         is_tensor: Tells tensors from other leaves.
         path: Where *root* lies.
     """

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptctl.errors import DamagedError, FormatError, UsageError, listed, nearest
-from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.storage.contained import contained
+from ckptctl.storage.files import SourceFiles
 from ckptctl.units import natural
 
 LATEST = "latest"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from ckptctl.catalog import Blob
 from ckptctl.errors import RefusedError, UnsafePickleError, listed
-from ckptctl.storage.inert import Global, Inert, walk
-from ckptctl.storage.torch_globals import TORCH_TABLE
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.pickles.inert import Global, Inert, walk
+from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.zips.reader import StoredTensor
 
 
 def unknown_class(value: object) -> str | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ckptctl.catalog import Blob
 from ckptctl.formats.shared.unknown_classes import require_known
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickle_writer import dump_state
-from ckptctl.storage.torch_zip_writer import lay_out
+from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.zips.writer import lay_out
 
 
 def value_bytes(files: SourceFiles, blob: Blob) -> bytes:
@@ -24,7 +24,7 @@ def value_bytes(files: SourceFiles, blob: Blob) -> bytes:
     if blob.file is not None:
         return files.read(blob.file, blob.offset, blob.nbytes)
     require_known([blob])
-    layout = lay_out(dump_state(blob.value), [], base=0)
+    layout = lay_out(dumps(blob.value), [], base=0)
     content = bytearray(layout.size)
     for offset, part in layout.frame([]):
         content[offset : offset + len(part)] = part

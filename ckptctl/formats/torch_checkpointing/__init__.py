@@ -19,7 +19,7 @@ from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import left_behind
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.formats.shared.faults import UNUSABLE, Lost
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
@@ -34,11 +34,11 @@ from ckptctl.formats.torch_checkpointing.metadata import (
 from ckptctl.formats.torch_file import Contents, is_stored
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.remote.read_ahead import ahead, zip_ends
 
 NAME = re.compile(
     r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<kind>pt|json|bin|safetensors)", re.ASCII
 )
-Lost = dict[str, tuple[tuple[Box, str], ...]]
 UNFINISHED = "tmp_"
 MAX_RAW = 16 << 20
 
@@ -192,7 +192,7 @@ def _joined(
     files: SourceFiles, found: _Found, merger: RankMerger, gaps: Gaps
 ) -> tuple[Contents, Lost]:
     for name, ranks in found.items.items():
-        for rank, file in sorted(ranks.items()):
+        for rank, file in ahead(files, sorted(ranks.items()), lambda one: zip_ends(one[1])):
             leaves = gaps.usable(Gap(rank, (name,), file), _leaves(files, name, file))
             merger.add(rank, file, leaves)
     joined = merger.finish()

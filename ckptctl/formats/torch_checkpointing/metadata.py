@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from ckptctl.errors import DamagedError
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage import json_reader
-from ckptctl.storage.files import SourceFiles, contained
-from ckptctl.storage.pickle_reader import check_tree, loads
+from ckptctl.storage.contained import contained
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickles.reader import check_tree, loads
 
 METADATA = "metadata.pkl"
 VERSION = "2.0"

@@ -35,7 +35,7 @@ from ckptctl.formats.torchsnapshot.manifest import (
 )
 from ckptctl.formats.torchsnapshot.partial import SHARDED, Lost, unfit
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.torch_zip import StoredTensor, read_archive, read_item_tensor
+from ckptctl.storage.zips.reader import StoredTensor, read_archive, read_item_tensor
 
 
 @dataclass(slots=True)

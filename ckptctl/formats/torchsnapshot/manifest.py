@@ -17,7 +17,8 @@ from ckptctl.catalog import Box, Index
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError
 from ckptctl.formats.shared.inert_fields import integers
-from ckptctl.storage.files import SourceFiles, contained
+from ckptctl.storage.contained import contained
+from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 
 METADATA = ".snapshot_metadata"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ckptctl.errors import SourceNotFoundError
 from ckptctl.ops.doctor.check import Check
+from ckptctl.storage.destinations import require_path
 from ckptctl.storage.nearby import nearby
-from ckptctl.storage.publish import require_path
 
 
 def doctor(directory: Path) -> tuple[Check, ...]:

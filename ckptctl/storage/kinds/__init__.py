@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Computed
-    from ckptctl.storage.computed import Inputs
+    from ckptctl.storage.computed_inputs import Inputs
 
 
 class Kind(Protocol):
@@ -42,7 +42,7 @@ def kinds() -> dict[str, Kind]:
     return {name: cast(Kind, module) for name, module in found}
 
 
-def arithmetic(computed: Computed) -> bool:
-    """Return whether *computed* takes torch."""
+def needs_torch(computed: Computed) -> bool:
+    """Return whether torch computes *computed*."""
     plain = getattr(kinds()[computed.kind], "plain", None)
     return plain is None or not plain(computed)

@@ -10,7 +10,7 @@ import math
 
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.computed import Inputs
+from ckptctl.storage.computed_inputs import Inputs
 
 
 def compute(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.computed import Inputs
+from ckptctl.storage.computed_inputs import Inputs
 
 
 def compute(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.computed import Inputs
+from ckptctl.storage.computed_inputs import Inputs
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 
 import ckptctl
 from ckptctl import formats
+from ckptctl.cli import checks, choices
 from ckptctl.errors import RefusedError
 
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
@@ -32,6 +34,7 @@ class Plan:
     free_bytes = 400 << 30
     memory_bytes = 64 << 20
     arithmetic = True
+    options = SimpleNamespace(resume=False, verify=False)
 
     def to_json(self):
         return {"bytes": self.nbytes}
@@ -187,6 +190,36 @@ def test_dry_run_for_people(run, calls, monkeypatch):
     )
 
 
+def test_a_dry_run_says_that_the_disk_is_too_small(run, calls, monkeypatch):
+    monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes - 1)
+    said = "warning: there is not enough space for the output: it would be refused"
+    assert said in run("convert", "a", "b", "--to", "hf", "-n").stderr
+    assert said not in run("convert", "a", "s3://b/c", "--to", "hf", "-n").stderr
+    monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes)
+    assert said not in run("convert", "a", "b", "--to", "hf", "-n").stderr
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_ctrl_c_says_what_is_kept(run, calls, monkeypatch, resume):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["ckptctl.ops.convert"], "run_conversion", stop)
+    monkeypatch.setattr(Plan, "options", SimpleNamespace(resume=resume, verify=False))
+    result = run("convert", "a", "b", "--to", "hf")
+    assert result.exit_code == 130
+    assert ("note: what was copied is kept" in result.stderr) is resume
+
+
+@pytest.mark.parametrize(("jobs", "least"), [(1, "64.0 KiB"), (3, "192.0 KiB")])
+def test_memory_has_a_least(run, tiny_llama3_hf, tmp_path, jobs, least):
+    command = ("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp", "--jobs", jobs)
+    result = run(*command, "--memory", 65536 * jobs - 1)
+    assert result.exit_code == 2
+    assert f"--memory is less than the {least} that {jobs} thread" in result.stderr
+    assert run(*command, "--memory", 65536 * jobs).exit_code == 0
+
+
 def test_result_for_people(run, calls, monkeypatch):
     from ckptctl.cli import output
 
@@ -209,7 +242,10 @@ def test_refusal(run, calls, monkeypatch):
     ("args", "said"),
     [
         (["--to", "hff"], "unknown format 'hff'. Known: dcp, hf. Did you mean 'hf'?"),
-        (["--to", "deepspeed"], "unknown format 'deepspeed'. Known: dcp, hf."),
+        (["--to", "deepspeed"], "format 'deepspeed' is read, not written. Written: dcp, hf."),
+        (["--to", "vLLM"], "unknown format 'vLLM'. Known: dcp, hf. Did you mean 'hf'?"),
+        (["--to", "FSDP2"], "Did you mean 'dcp'?"),
+        (["--to", "lora"], "unknown format 'lora'. Known: dcp, hf."),
         (["--to", "hf", "--from", "deepsped"], "Did you mean 'deepspeed'?"),
         (["--to", "hf", "-m", "lama3"], "unknown model type `lama3`"),
         (["--to", "hf", "--dtype", "bf61"], "Did you mean 'bf16'?"),
@@ -228,12 +264,31 @@ def test_bad_options(run, calls, args, said):
     assert calls.plan == []
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("gguf", "unknown format 'gguf'."),
+        ("Torchtitan", "unknown format 'Torchtitan'. Did you mean 'dcp'?"),
+    ],
+)
+def test_more_formats_than_a_message_lists(value, said):
+    with pytest.raises(typer.BadParameter) as caught:
+        checks.readable(value)
+    count = len(choices.readable_formats())
+    assert str(caught.value) == f"{said} `ckptctl formats` lists all {count}."
+
+
+def test_what_formats_are_called_elsewhere():
+    assert set(choices.FORMATS_ELSEWHERE.values()) <= set(formats.names())
+    assert not set(choices.FORMATS_ELSEWHERE) & set(formats.names())
+
+
 def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
     made = run("convert", tiny_llama3_hf, tmp_path / "m.pt", "--to", "torch", "-q")
     assert made.exit_code == 0, made.stderr
     arguments = ("convert", tmp_path / "m.pt", tmp_path / "t.pt", "--to", "torch", "-m", "llama3")
     refused = run(*arguments, "--to-layout", "torchtune")
-    assert refused.exit_code == 5 and "--set gives single numbers" in refused.stderr
+    assert refused.exit_code == 5 and "`--set` gives single numbers" in refused.stderr
     heads = ("--set", "num_attention_heads=4", "--set", "k=2")
     assert run(*arguments, "--to-layout", "torchtune", *heads).exit_code == 0
     state = torch.load(tmp_path / "m.pt", weights_only=True)

@@ -54,6 +54,12 @@ def test_people(run, pair, monkeypatch):
     assert result.exit_code == 1
     assert "3 differences, 4 in one of them alone" in result.stdout.splitlines()[0]
     assert "--only model" in result.output
+    result = run("diff", *pair, "--only", "model", NO_COLOR="1")
+    said = [line for line in result.stdout.splitlines() if "not compared" in line]
+    assert said == [
+        "1 name in A is not compared: not part of the model",
+        "1 name in B is not compared: not part of the model",
+    ]
 
 
 def test_the_fields_are_documented(run, pair):

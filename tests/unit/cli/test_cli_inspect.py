@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -6,6 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptctl
+from ckptctl import formats
+from ckptctl.cli.inspect import CANDIDATES
 from ckptctl.cli.tables import bars
 
 LONG = "x" * 200
@@ -134,6 +137,42 @@ def test_run_folder(run, fake, folder):
     assert quiet == [row[0] for row in found]
 
 
+def test_run_with_a_member_that_cannot_be_read(run, tiny_llama3_hf, tmp_path):
+    for name in ("step-1", "step-2"):
+        shutil.copytree(tiny_llama3_hf, tmp_path / name)
+    (tmp_path / "step-2" / "model-00002-of-00003.safetensors").unlink()
+    result = run("inspect", tmp_path)
+    whole, broken = rows(result)
+    assert whole[1:] == ["hf", "254592", "complete"]
+    assert broken[1:3] == ["unreadable", ""] and broken[3].startswith("incomplete: 1 of 3 shards")
+    assert f"hint: `ckptctl latest {tmp_path}` names the newest complete one" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--stats"], ["--tensors"], ["--include", "w"], ["--markdown"], ["--stats", "--json"]],
+)
+def test_what_a_run_folder_has_no_answer_to(run, fake, folder, options):
+    fake.save(folder.parent / "step-9", {"w": torch.ones(2)})
+    result = run("inspect", folder.parent, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{options[0]}` wants one checkpoint" in result.stderr
+
+
+def test_a_terminal_shows_some_of_many_model_types(run, terminal, tmp_path):
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    weights = {name.format("A"): torch.ones(4, 64), name.format("B"): torch.ones(64, 4)}
+    save_file(weights, tmp_path / "adapter_model.safetensors", {"format": "pt"})
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
+    )
+    count = len(json.loads(run("inspect", tmp_path, "--json").stdout)["candidates"])
+    assert count > CANDIDATES
+    (line,) = (line for line in terminal("inspect", tmp_path).splitlines() if "model type:" in line)
+    assert line.count("-lora") == CANDIDATES
+    assert f"-lora and {count - CANDIDATES} more; `-m NAME` decides" in line
+
+
 def test_unknown_format(run, fake, folder):
     result = run("inspect", folder, "--from", "fak")
     assert result.exit_code == 2
@@ -183,3 +222,41 @@ def test_what_cannot_be_dequantised_is_not_advised(run, tmp_path):
         False,
     )
     assert "--dequantize" not in run("inspect", tmp_path / "fp8").stderr
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other(run, tiny_llama3_hf, tmp_path, monkeypatch):
+    for name in ("locked", "model"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+    sniff = formats.sniff
+
+    def guarded(path, **options):
+        if path.name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return sniff(tiny_llama3_hf if path.name == "model" else path, **options)
+
+    monkeypatch.setattr(formats, "sniff", guarded)
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 3
+    assert "there are some below: `a/model`" in result.stderr
+
+
+def test_what_is_no_checkpoint(run, tmp_path):
+    assert "no checkpoint is recognised here" in run("inspect", tmp_path).stderr
+    assert "known formats; it is empty" in run("inspect", tmp_path).stderr
+    (tmp_path / "b10").touch()
+    (tmp_path / "b9").mkdir()
+    assert "known formats; it holds `b9/`, `b10`\n" in run("inspect", tmp_path).stderr
+
+
+def test_many_possible_model_types(run, tmp_path, monkeypatch):
+    from ckptctl.cli import output
+
+    save_file({"model.norm.weight": torch.zeros(4)}, tmp_path / "x.safetensors")
+    possible = ckptctl.inspect(tmp_path / "x.safetensors").candidates
+    assert len(possible) > 3
+    facts = dict(rows(run("inspect", tmp_path / "x.safetensors"))[:4])
+    assert facts["model_type"] == ",".join(possible)
+    monkeypatch.setattr(output, "_tty", lambda _: True)
+    shown = run("inspect", tmp_path / "x.safetensors", NO_COLOR="1").stdout
+    assert f" · one of {len(possible)} model types · " in shown
+    assert f"  model type: {', '.join(possible)}; `-m NAME` decides\n" in shown

@@ -1,5 +1,6 @@
 import io
 import sys
+import time
 
 import pytest
 
@@ -36,8 +37,8 @@ def test_a_line_every_ten_seconds(clock, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
-        "copying: 2.0 MiB of 4.0 MiB (50 %), 170.7 KiB/s, 12.0 s left",
-        "copying: 4.0 MiB of 4.0 MiB (100 %), 170.7 KiB/s, 0.00 s left",
+        "copying: 2.0 MiB of 4.0 MiB (50 %), 170.7 KiB/s, 12 s left",
+        "copying: 4.0 MiB of 4.0 MiB (100 %)",
     ]
 
 
@@ -54,9 +55,72 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
     drive(clock)
     assert "copying" in shown.getvalue()
-    assert "MiB" in shown.getvalue()
+    assert "4.0 MiB of 4.0 MiB (100 %)" in shown.getvalue()
+
+
+def made(kind=module._Lines, total=4 << 20):
+    return kind(Output(), "copying", total, "syncing")
+
+
+def pace(clock, *steps):
+    """Return what is said of the speed after *steps*: seconds, then bytes done in them."""
+    lines = made(total=1 << 40)
+    for seconds, nbytes in steps:
+        clock[0] += seconds
+        lines.advance(nbytes)
+    return lines.pace(clock[0])
+
+
+def test_what_was_there_already_is_no_speed(clock):
+    resumed = ((1, 600 << 30), (0.1, 100 << 30))
+    assert pace(clock, *resumed) == ()
+    assert pace(clock, *resumed, *[(1, 1 << 30)] * 4)[0] == "1.0 GiB/s"
+
+
+def test_only_the_last_seconds_count(clock):
+    assert pace(clock, *[(1, 1 << 20)] * 60, *[(1, 8 << 20)] * 30)[0] == "8.0 MiB/s"
+
+
+def test_steps_that_take_long(clock):
+    assert pace(clock, *[(60, 6 << 30)] * 3)[0] == "102.4 MiB/s"
+
+
+def test_speed_falls_while_nothing_is_done(clock):
+    lines = made(total=1 << 40)
+    for _ in range(40):
+        clock[0] += 1
+        lines.advance(1 << 20)
+    assert lines.pace(clock[0])[0] == "1.0 MiB/s"
+    clock[0] += 45
+    assert lines.pace(clock[0])[0] == "256.0 KiB/s"
+
+
+def test_the_end_has_a_name(clock):
+    lines = made()
+    lines.advance(4 << 20)
+    assert (lines.doing, lines.pace(clock[0])) == ("syncing", ())
+
+
+def test_a_narrow_terminal_gets_less(clock):
+    bar = made(module._Bar)
+    bar.done = 1 << 20
+    assert bar.said(module.NARROW - 1) == "25 %"
+    assert bar.said(module.NARROW) == "1.0 MiB of 4.0 MiB (25 %)"
+
+
+def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress(Output(), "reading", 10):
+        end = time.monotonic() + 10
+        while "reading" not in shown.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+    assert "0 B of 10 B (0 %)" in shown.getvalue()
 
 
 def test_no_bar_for_what_is_quick(clock, monkeypatch):

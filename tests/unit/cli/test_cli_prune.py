@@ -6,12 +6,16 @@ import json
 import os
 import pty
 import select
+import shlex
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ckptctl.cli.app import RAW_ARGUMENTS
+from ckptctl.cli.retyped import retyped
 from tests.contract.test_docs import documented_fields, fields_of
 from tests.runs import START, save_step, tear
 from tests.unit.cli.conftest import environment, program
@@ -46,6 +50,15 @@ def test_the_plan_for_a_pipe(run, root):
     assert rows[5:] == [["would_remove", "1"], ["bytes", rows[1][2]]]
     assert snapshot(root) == before
     assert f"`ckptctl prune {root} --keep-last 1`" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [["-n"], ["-ny"], ["-yn"], ["--dry-run", "-y"]])
+def test_the_hint_is_what_to_type_next(flags):
+    """The plan alone is not asked for again."""
+    more = [] if flags == ["-n"] else ["-y"]
+    context = SimpleNamespace(meta={RAW_ARGUMENTS: ["prune", "a b", *flags, "--keep", "x-n"]})
+    said = shlex.join(["ckptctl", "prune", "a b", *more, "--keep", "x-n", "--json"])
+    assert retyped(context, "--json") == said
 
 
 def test_nobody_can_be_asked(run, root):

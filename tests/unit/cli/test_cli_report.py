@@ -78,10 +78,15 @@ def test_options_arrive(run, source, tmp_path):
     assert document("--stats")["tensors"][0]["stats"]["count"] == 3
     assert document(other)["difference"]["tensors"][0]["values"]["max_abs"] == 2
     assert document(other, "--structure")["difference"]["same"]
+    assert document(other, "--atol", "2")["difference"]["within"] == 1
+    assert document(other, "--rtol", "2")["difference"]["tensors"]
+    assert document(other, "--ignore-dtype")["difference"]["tensors"]
     assert [one["name"] for one in document("--include", "y")["tensors"]] == ["y"]
     assert document("--max-tensors", "1")["left_out"]["tensors"] == 1
     assert run("report", source, "--json", "--from", "dcp").exit_code != 0
     assert run("report", source, other, "--json", "--from-other", "dcp").exit_code != 0
     assert run("report", source, "--json", "-m", "nothing").exit_code == 2
+    for option, value in (("atol", "-1"), ("weights", "some"), ("tag-other", "x"), ("rtol", "1")):
+        assert run("report", source, "--json", f"--{option}", value).exit_code == 2
     note = run("report", source, "-o", tmp_path / "p.html", "--max-tensors", "1").stderr
     assert note == "note: 1 tensor is not listed in it\n"

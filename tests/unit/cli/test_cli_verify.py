@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckptctl.catalog import Box
+from tests.checkpoints import save_dcp
 from tests.contract.test_docs import documented_fields, fields_of
 
 
@@ -74,6 +75,17 @@ def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
     assert "not whole: 16 errors" in result.stdout.splitlines()[0]
     assert result.stdout.count("error: ") == 10
     assert "and 6 more; `--json` lists all" in result.stdout
+
+
+def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    state = {"w": torch.ones(3), **{f"v{i}": f"text {i}" for i in range(9)}}
+    (save_dcp(tmp_path / "c", state) / "__0_0.distcp").unlink()
+    result = run("verify", tmp_path / "c", NO_COLOR="1")
+    assert "not whole: 11 errors" in result.stdout.splitlines()[0]
+    assert result.stdout.count("error: ") == 3
+    said = "error: a value is missing (9 times)\n    where: `v0` and 8 more, __0_0.distcp\n"
+    assert said in result.stdout
 
 
 def test_json(run, fake, folder):

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 
 from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer, compat
 from ckptctl.errors import CkptError, StorageError
-from ckptctl.storage import remote
-from ckptctl.storage.remote_blocks import BLOCK
+from ckptctl.storage.remote import direct
+from ckptctl.storage.remote.blocks import BLOCK
 from tests.remote_reads import counted
 
 
@@ -231,7 +231,7 @@ def test_errors_of_worker_threads_are_raised(
     def full(*_: object) -> None:
         raise StorageError("No space left on device")
 
-    monkeypatch.setattr("ckptctl.storage.worker.write_all", full)
+    monkeypatch.setattr("ckptctl.storage.execution.worker.write_all", full)
     with pytest.raises(CheckpointException, match="No space left"):
         save(state, tmp_path / "ours", jobs=4)
     assert not (tmp_path / "ours").exists()
@@ -361,7 +361,7 @@ def test_a_save_that_fails_below_a_url_leaves_no_checkpoint(
     monkeypatch.setattr("ckptctl.distributed.streams._blocks", _breaking)
     with pytest.raises(CheckpointException, match="the network is down"):
         save({"w": torch.ones(64, 64)}, url, checksum=False)
-    assert not remote.exists(url, ".metadata") and not remote.exists(url, "__0_0.distcp")
+    assert not direct.exists(url, ".metadata") and not direct.exists(url, "__0_0.distcp")
 
 
 def _breaking(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -22,7 +22,7 @@ from ckptctl.formats.dcp import metadata_writer as dcp_metadata_writer
 from ckptctl.formats.dcp.metadata import TABLE, Item, decode, leaves_of
 from ckptctl.formats.dcp.metadata_scan import Scanner
 from ckptctl.formats.dcp.metadata_writer import encode, encode_tensors
-from ckptctl.storage.pickle_reader import loads
+from ckptctl.storage.pickles.reader import loads
 
 SHARED = "sizes are shared"
 FILES = ("dcp-rank-local/w2/ckpt/__1.metadata", "dcp/dcp_2d/ckpt/.metadata", SHARED)

@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
 from ckptctl.formats.deepspeed.partitions import Part, Segment, Strip, extents
-from ckptctl.storage.torch_zip import StoredTensor
+from ckptctl.storage.zips.reader import StoredTensor
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted, damaged, refused_or_right
 

@@ -292,3 +292,12 @@ def test_quantised_against_what_was_made_of_it(tmp_path):
         assert ckptctl.diff(*both, dequantize="bf16").same
     with pytest.raises(UsageError, match="quantised"):
         ckptctl.diff(b, b, dequantize="bf16")
+
+
+def test_the_models_alone_though_there_are_several_optimizers(tmp_path):
+    """Lightning numbers them; what is left of them without a model beside counts as well."""
+    a = {"w": torch.ones(2), "optimizer_0": {"lr": 0.1, "state": {"m": torch.ones(2)}}}
+    torch.save(a, tmp_path / "a.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "b.pt")
+    assert not ckptctl.diff(tmp_path / "a.pt", tmp_path / "b.pt").same
+    assert ckptctl.diff(tmp_path / "a.pt", tmp_path / "b.pt", only="model").same

@@ -182,3 +182,30 @@ def test_a_quantised_tensor_as_a_plain_one(tmp_path):
     out = tmp_path / "w.safetensors"
     ckptctl.extract(tmp_path / "q.safetensors", "l.weight[1:3]", out, dequantize="fp32")
     assert torch.equal(load_file(out)["l.weight"], (weight.float() * 0.5)[1:3])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[0:2]", None),
+        ("[-3:]", None),
+        ("[:, 0:4]", None),
+        ("[0:99]", "the slice reaches beyond `a.x`, whose dimension 0 has 3"),
+        ("[:, -99:2]", "the slice reaches beyond `a.x`, whose dimension 1 has 4"),
+        ("[7:9]", "the slice takes nothing of `a.x`, whose dimension 0 has 3"),
+        ("[2:1]", "the slice takes nothing of `a.x`, whose dimension 0 has 3"),
+    ],
+)
+def test_less_than_the_slice_asks_for(source, text, said):
+    assert ckptctl.extract(source[0], "a.x", slice=text).notes == ((said,) if said else ())
+
+
+def test_less_than_the_slice_asks_for_of_several(source):
+    (note,) = ckptctl.extract(source[0], "a.*", slice="[0:9]").notes
+    assert note == "the slice reaches beyond `a.x`, whose dimension 0 has 3; so it is with 1 more"
+
+
+def test_a_part_of_a_name(source):
+    with pytest.raises(MappingError) as raised:
+        ckptctl.extract(source[0], "x")
+    assert raised.value.hint == "did you mean `a.x`?"

@@ -15,7 +15,8 @@ from ckptctl.ops.load_options import LoadOptions
 from ckptctl.ops.loading import prepare
 from ckptctl.ops.state_mapping import Leaf, StateMapping, map_state
 from ckptctl.ops.wanted import Target, Wanted
-from ckptctl.storage.executor import Execution, ExecutionOptions, execute
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from tests.checkpoints import rename, save_hf, tiny_llama, to_meta_names
 
 QUERY = "layers.0.attention.wq.weight"

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.errors import MappingError
-from tests.checkpoints import save_hf, tiny_llama
+from ckptctl.errors import MappingError, SourceNotFoundError
+from tests.checkpoints import save_hf, save_meta, tiny_llama
 from tests.checkpoints.golden import Golden
+
+CLASSLESS = "config.json has no `architectures`, where vLLM looks for the class of the model"
 
 
 def test_a_model_type_that_does_not_fit_is_said(tmp_path: Path) -> None:
@@ -58,3 +60,57 @@ def test_a_model_type_that_no_family_has(tmp_path: Path, stated: object, said: s
     with pytest.raises(MappingError, match="the model type is not known") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="meta")
     assert (caught.value.why or "").endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({}, []),
+        ({"architectures": None}, ['; that of llama3 is `["LlamaForCausalLM"]`']),
+        ({"architectures": None, "model_type": None}, []),
+    ],
+)
+def test_a_configuration_that_names_no_class(
+    tmp_path: Path, stated: dict[str, object], said: list[str]
+) -> None:
+    state, config = tiny_llama("llama3")
+    told = {"architectures": ["LlamaForCausalLM"], **config, **stated}
+    source = save_hf(tmp_path / "in", state, {k: v for k, v in told.items() if v is not None})
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
+    found = [note for note in plan.notes if "architectures" in note]
+    assert found == [CLASSLESS + one for one in said]
+    other = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    assert not any("architectures" in note for note in other.notes)
+
+
+def test_a_class_that_is_not_known_is_not_made_up(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3")
+    odd = {key: value for key, value in config.items() if key != "architectures"}
+    source = save_hf(tmp_path / "in", {"no": state["lm_head.weight"]}, {**odd, "model_type": "no"})
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
+    assert CLASSLESS in plan.notes
+
+
+def test_assets_that_are_no_folder(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3")
+    source = save_hf(tmp_path / "in", state, config)
+    other = (source / "config.json", "is a file"), (tmp_path / "inn", f"did you mean `{source}`?")
+    for named, hint in other:
+        with pytest.raises(SourceNotFoundError, match="no such directory") as caught:
+            ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=named)
+        assert (caught.value.why or "").endswith("names a folder with config.json or params.json")
+        assert (caught.value.hint or "").endswith(hint)
+
+
+def test_what_decides_between_families(tmp_path: Path) -> None:
+    """Without a configuration, a folder with one is what helps most: it states the heads, too."""
+    state, config = tiny_llama("llama3")
+    source = save_meta(tmp_path / "meta", state, config)
+    (source / "params.json").unlink()
+    with pytest.raises(MappingError, match="several model types") as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
+    assert (caught.value.why or "").startswith("the tensors fit")
+    assert (caught.value.hint or "").startswith("`--assets DIR`, with the config.json")
+    with pytest.raises(MappingError, match="num_attention_heads") as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", model_type="llama3")
+    assert (caught.value.hint or "").startswith("`--assets DIR` takes them from the model")

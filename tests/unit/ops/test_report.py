@@ -17,10 +17,16 @@ from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import FormatError, MappingError, RefusedError, SourceNotFoundError
-from ckptctl.ops import report_page
-from ckptctl.ops.report_chunks import ChunkMaps
-from ckptctl.ops.report_page import embedded, page
+from ckptctl.errors import (
+    FormatError,
+    MappingError,
+    RefusedError,
+    SourceNotFoundError,
+    UsageError,
+)
+from ckptctl.ops.report import page as report_page
+from ckptctl.ops.report.chunks import ChunkMaps
+from ckptctl.ops.report.page import embedded, page
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 
@@ -102,6 +108,70 @@ def test_two_checkpoints(source, tmp_path):
     assert structure["structure"] and not structure["tensors"]
 
 
+def test_tolerances_and_dtypes(source, tmp_path):
+    other = tmp_path / "other.safetensors"
+    near = torch.arange(6.0).view(2, 3) + 0.01
+    save_file({"a.w": near, "a.b": torch.ones(3).half(), HOSTILE: torch.zeros(0)}, other)
+    found = ckptctl.report(source, other=other).difference
+    assert [one.name for one in found.tensors] == ["a.w", "a.b"]
+    found = ckptctl.report(source, other=other, atol=0.1).difference
+    assert [one.kinds for one in found.tensors] == [("dtype",)] and found.within == 1
+    assert ckptctl.report(source, other=other, atol=0.1, ignore_dtype=True).difference.same
+    with pytest.raises(UsageError, match="tolerance"):
+        ckptctl.report(source, other=other, rtol=-1)
+
+
+def test_saves_and_copies_of_weights(data, tmp_path):
+    zero = tmp_path / "zero"
+    shutil.copytree(data / "deepspeed" / "z1_bf16" / "ckpt", zero)
+    shutil.copytree(zero / "global_step2", zero / "global_step4")
+    master, module = (
+        {one.info.dtype for one in ckptctl.report(zero, weights=kind).tensors}
+        for kind in ("master", "module")
+    )
+    assert "bfloat16" not in master and "bfloat16" in module
+    with pytest.raises(UsageError, match="neither"):
+        ckptctl.report(zero, weights="some")
+    files = list(ckptctl.report(zero, tag="global_step4").verification.files)
+    assert files and all(file.startswith("global_step4/") for file in files)
+    same = ckptctl.report(zero, other=zero, tag_other="global_step4").difference
+    assert same.same and same.compared
+    for option in ("tag", "tag_other"):
+        with pytest.raises(UsageError, match="nowhere"):
+            ckptctl.report(zero, other=zero, **{option: "nowhere"})
+    between = {"weights": "master", "weights_other": "module", "structure": True}
+    found = ckptctl.report(zero, other=zero, **between).difference
+    assert {one.kinds for one in found.tensors} == {("dtype",)}
+
+
+def test_rules_count_where_they_have_a_meaning(data, tmp_path):
+    ranks = data / "megatron" / "tp2_pp2_vp2" / "ckpt"
+    ckptctl.convert(ranks, tmp_path / "whole", to="dcp", rules="megatron-core")
+    for one, other in ((ranks, tmp_path / "whole"), (tmp_path / "whole", ranks)):
+        found = ckptctl.report(one, other=other, rules="megatron-core", structure=True)
+        assert found.difference and found.difference.compared and not found.difference.tensors
+    for other in (None, tmp_path / "whole"):
+        with pytest.raises(UsageError, match="--rules"):
+            ckptctl.report(tmp_path / "whole", other=other, rules="megatron-core")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"structure": True},
+        {"atol": 0},
+        {"ignore_dtype": True},
+        {"format_other": "hf"},
+        {"weights_other": "module"},
+        {"tag_other": "x"},
+    ],
+)
+def test_nothing_to_compare_with(source, tmp_path, options):
+    with pytest.raises(UsageError, match="needs a second checkpoint"):
+        ckptctl.report(source, tmp_path / "page.html", **options)
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_another_one_that_cannot_be_compared(source, torn, tmp_path_factory):
     found = ckptctl.report(source, other=torn).to_json()
     assert found["difference"] is None and found["difference_error"]["exit_code"] == 4
@@ -164,6 +234,15 @@ def test_any_text_can_be_embedded(name):
     assert json.loads(text)["name"] == name
     assert text.isascii() and not set("<>&") & set(text)
     assert json.loads(DATA.search(page({"path": name}))[1])["path"] == name
+
+
+def test_whole_numbers_keep_their_digits():
+    document = {"few": 2**53 - 1, "many": [2**53 + 1, {"fewer": -(2**60) - 1}], "real": 1e300}
+    assert json.loads(embedded(document)) == {
+        "few": 2**53 - 1,
+        "many": [str(2**53 + 1), {"fewer": str(-(2**60) - 1)}],
+        "real": 1e300,
+    }
 
 
 def test_the_policy_allows_its_own_script_and_style_alone(source, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ckptctl.ops.run_names import parse, staged
@@ -23,6 +25,12 @@ from ckptctl.ops.run_names import parse, staged
         ("epoch=0-step=3.ckpt", "epoch=N-step=N.ckpt", (3, 0, 0)),
         ("epoch=0-step=3-v1.ckpt", "epoch=N-step=N.ckpt", (3, 0, 1)),
         ("epoch=7.ckpt", "epoch=N.ckpt", (7, 0)),
+        ("epoch=7-loss=nan.ckpt", "epoch=N-loss=N.ckpt", (7, 0)),
+        ("epoch=7-loss=-inf.ckpt", "epoch=N-loss=N.ckpt", (7, 0)),
+        ("epoch=7-model=info.ckpt", "epoch=N-model=info.ckpt", (7, 0)),
+        ("epoch=1-top1=1.ckpt", "epoch=N-top1=N.ckpt", (1, 0)),
+        ("epoch_2_step_7_loss=1e-05", "epoch_E_step_S", (7, 2)),
+        ("epoch_2_step_7_loss=nan", "epoch_E_step_S", (7, 2)),
         ("model_epoch=7-step=90.ckpt", "model_epoch=N-step=N.ckpt", (90, 7, 0)),
     ],
 )
@@ -62,6 +70,7 @@ def test_metrics_in_names():
     found = parse("epoch=3-step=100-val_loss=0.25-lr=1e-05-acc=-2.ckpt")
     assert found.metrics == {"val_loss": 0.25, "lr": 1e-05, "acc": -2.0}
     assert parse("epoch_1_step_20_val_loss=0.5").metrics == {"val_loss": 0.5}
+    assert math.isnan(parse("epoch=3-val_loss=nan.ckpt").metrics["val_loss"])
 
 
 @pytest.mark.parametrize(

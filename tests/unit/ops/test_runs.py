@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,7 +14,9 @@ import pytest
 
 from ckptctl.errors import FormatError, SourceNotFoundError
 from ckptctl.ops import run_completeness
+from ckptctl.ops.prune import plan_prune
 from ckptctl.ops.runs import newest_complete, read_run
+from ckptctl.planner.retention import Policy
 from tests.runs import START, age, save_step, tear
 
 DATA = Path(__file__).parents[2] / "data"
@@ -211,6 +214,65 @@ def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
     found, skipped = newest_complete(tmp_path)
     assert found.entry.path.name == "step-1"
     assert "EACCES" in skipped[0].candidate.problem
+
+
+def test_what_was_killed_before_its_index_is_incomplete(tmp_path):
+    """DCP writes `.metadata` last: without it the files of the ranks are no checkpoint."""
+    sample = DATA / "dcp" / "torchtitan" / "steps" / "ckpt" / "checkpoint" / "step-8"
+    for step in (1, 2):
+        shutil.copytree(sample, tmp_path / f"step-{step}")
+    shutil.copytree(sample, tmp_path / "step-3" / "optimizer_0")
+    (tmp_path / "step-2" / ".metadata").unlink()
+    shutil.copytree(tmp_path / "step-2", tmp_path / "step-3" / "pytorch_model_fsdp_0")
+    for step in (1, 2, 3):
+        age(tmp_path / f"step-{step}", START + step)
+    assert states(tmp_path) == {
+        "step-1": "complete",
+        "step-2": "incomplete",
+        "step-3": "incomplete",
+    }
+    problems = [one.candidate.problem for one in read_run(tmp_path).checkpoints]
+    assert problems[1:] == ["`.metadata` is missing", "`pytorch_model_fsdp_0/.metadata` is missing"]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_what_the_system_does_not_let_us_read_is_unknown(tmp_path, monkeypatch, code):
+    """It may be whole, so `--include-incomplete` must not take it."""
+    for step in (1, 2, 3):
+        save_step(tmp_path / f"step-{step}", files=2)
+    tear(tmp_path / "step-2")
+    real = os.preadv
+
+    def fail(descriptor, *rest):
+        if "step-1/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(code, os.strerror(code))
+        return real(descriptor, *rest)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: fail(fd, [b := bytearray(n)], at) and b)
+    assert states(tmp_path) == {"step-1": "unknown", "step-2": "incomplete", "step-3": "complete"}
+    plan = plan_prune(tmp_path, Policy(last=1, incomplete=True), force=True)
+    assert [one.name for one in plan.of("remove")] == ["step-2"]
+
+
+class Own:
+    """What a trainer of somebody's puts into its checkpoints."""
+
+
+def test_a_pickle_of_somebodys_own_classes_is_unknown(tmp_path):
+    torch = pytest.importorskip("torch")
+    for step, held in ((1, Own()), (2, 3)):
+        path = tmp_path / f"epoch=0-step={step}.ckpt"
+        torch.save({"state_dict": {"w": torch.ones(2)}, "args": held}, path)
+        age(path, START + step)
+    assert [*states(tmp_path).values()] == ["unknown", "complete"]
+
+
+def test_metrics_that_are_no_numbers_of_json(tmp_path):
+    trainer(save_step(tmp_path / "checkpoint-2"), 2, "", eval_loss=float("nan"), x=float("inf"))
+    (found,) = read_run(tmp_path).checkpoints
+    assert found.to_json()["metrics"] == {"eval_loss": None, "loss": 3.0, "x": None}
+    json.dumps(found.to_json(), allow_nan=False)
 
 
 def lightning(path: Path, step: int, best: str, score: float | None, monitor: str | None) -> None:

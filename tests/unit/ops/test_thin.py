@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptctl.errors import StorageError
 from ckptctl.ops import thin as thinning
+from ckptctl.ops import thin_lists
 from ckptctl.ops.prune import plan_prune, run_prune
+from ckptctl.ops.verify import VerifyOptions, verify
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import rename
 from tests.checkpoints import (
@@ -23,7 +26,7 @@ from tests.checkpoints import (
 )
 from tests.checkpoints.readers import flatten
 from tests.checkpoints.training import Style
-from tests.runs import START, age
+from tests.runs import START, age, save_step
 
 MODEL, CONFIG = tiny_llama("llama3", layers=1)
 STYLES: tuple[Style, ...] = ("torchtitan", "prefixed")
@@ -149,3 +152,54 @@ def test_what_is_added_while_it_is_written_anew_is_not_lost(
     assert "changed" in result.failed["step-1"].what
     assert (tmp_path / "step-1" / "eval.json").exists()
     assert any("optim" in name for name in load_any_reference(tmp_path / "step-1"))
+
+
+def test_lists_of_digests_say_what_is_left(tmp_path: Path) -> None:
+    """The weights stay proven, and nothing is said of the optimizer any more."""
+    for step in (1, 2):
+        path = save_step(tmp_path / f"checkpoint-{step}")
+        (path / "optimizer.pt").write_bytes(b"m" * 5000)
+        verify(path, VerifyOptions(level="full", manifest=True))
+    sums = tmp_path / "checkpoint-1" / "SHA256SUMS"
+    age(tmp_path / "checkpoint-1", START)
+    before = sums.read_text().splitlines()
+    _, result = thin(tmp_path)
+    assert (result.done, result.failed) == (("checkpoint-1",), {})
+    assert result.freed == 5000 + len(before[1]) + 1
+    assert sums.read_text().splitlines() == [line for line in before if "optimizer" not in line]
+    assert sums.stat().st_mtime == START
+    assert verify(tmp_path / "checkpoint-1", VerifyOptions(level="full")).whole
+
+
+def test_a_list_that_cannot_be_written_keeps_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        path = save_step(tmp_path / f"checkpoint-{step}")
+        (path / "optimizer.pt").write_bytes(b"m" * 5000)
+        (path / "SHA256SUMS").write_text(f"{'0' * 64}  ./optimizer.pt\n")
+        age(path, START + step)
+
+    def full(path: Path, *_: object) -> None:
+        raise StorageError("cannot write: No space left on device (ENOSPC)", where=str(path))
+
+    monkeypatch.setattr(thin_lists, "write_file", full)
+    _, result = thin(tmp_path)
+    assert "ENOSPC" in result.failed["checkpoint-1"].what
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
+    assert "optimizer" in (tmp_path / "checkpoint-1" / "SHA256SUMS").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("place", [".", "optimizer_0"])
+def test_what_holds_no_weights_is_left_alone(tmp_path: Path, place: str) -> None:
+    """Nothing would be left of it: accelerate saves its optimizers beside its models."""
+    state = {"optimizer": {"m": torch.ones(20)}}
+    for step in (1, 2):
+        path = tmp_path / f"checkpoint_{step}"
+        save(state, checkpoint_id=path / place, no_dist=True)
+        age(path, START + step)
+    plan, result = thin(tmp_path)
+    assert plan.verdicts[0].reasons == ("there are no weights in it",)
+    assert (result.done, result.failed) == ((), {})
+    assert (tmp_path / "checkpoint_1" / place / ".metadata").exists()

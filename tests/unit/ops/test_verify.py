@@ -13,7 +13,7 @@ import pytest
 import ckptctl
 from ckptctl.errors import StorageError
 from ckptctl.ops import checks
-from ckptctl.storage import publish
+from ckptctl.storage import destinations
 from ckptctl.storage.publish import Staging
 
 SOURCE = Path("tests/data/tiny-llama3-hf")
@@ -103,5 +103,5 @@ def test_an_output_that_cannot_be_taken_back_is_said_to_be_there(tmp_path, sourc
 
 
 def test_free_space_is_counted_in_one_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(publish, "free_bytes", lambda _: 41)
+    monkeypatch.setattr(destinations, "free_bytes", lambda _: 41)
     assert checks.free(tmp_path) == 41

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.planner import copies, runs
-from ckptctl.planner.copies import Limits, Tile, lower
+from ckptctl.planner import copies, runs, tiling
+from ckptctl.planner.copies import lower
 from ckptctl.planner.plan import Operand, Record, Side, Transfer
+from ckptctl.planner.tile import Limits, Tile
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64", 16: "complex128"}
 
@@ -158,10 +159,10 @@ def cast(data, item, out):
 def test_every_element_arrives(made, sizes, permuted, few_reads):
     transfer, records, item, out = made
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "FEW_READS", few_reads)
+        patch.setattr(tiling, "FEW_READS", few_reads)
         if permuted:
-            patch.setattr(copies, "FEW_RUNS", 0)
-            patch.setattr(copies, "SHORT_RUN", 1 << 30)
+            patch.setattr(tiling, "FEW_RUNS", 0)
+            patch.setattr(tiling, "SHORT_RUN", 1 << 30)
         check_transfer(transfer, records, item, out, Limits(*sizes))
 
 

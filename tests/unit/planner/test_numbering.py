@@ -4,6 +4,7 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
+from ckptctl.planner.key_kinds import key_kinds
 from ckptctl.planner.numbering import observed, planned
 
 VISION = family("llama3_vision")
@@ -30,7 +31,7 @@ def test_meta_counts_each_kind_from_0() -> None:
 
 def test_they_are_found_again() -> None:
     keys = [f"decoder.layers.{n}.fusion_layer.attn.q_proj.weight" for n in (1, 3)]
-    found = observed(VISION, "torchtune", keys)
+    found = observed(VISION, "torchtune", key_kinds(keys))
     assert found.logical({"j": 3}) == {"j": 1} and found.logical({"j": 2}) is None
     assert [found.logical({"i": n}) for n in (1, 3)] == [{"i": 1}, {"i": 3}]
 

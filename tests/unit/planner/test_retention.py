@@ -36,6 +36,13 @@ def test_every():
     assert list(found) == ["s-100", "s-1000", "s-9900", "s-10000"]
 
 
+def test_a_time_to_come_does_not_make_the_others_old():
+    """A run that ended long ago, and the clock was wrong when its newest one was written."""
+    future = candidate(10_001, time=NOW + 1e6)
+    found = kept(Policy(within=100.0), *STEPS, future)
+    assert list(found) == ["s-9900", "s-10000", "s-10001"]
+
+
 def test_within_counts_from_the_newest():
     assert list(kept(Policy(within=100.0), *STEPS)) == ["s-9900", "s-10000"]
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from ckptctl.storage.nearby import nearby
 
 
@@ -15,3 +17,12 @@ def test_what_there_is_instead(tmp_path: Path) -> None:
     assert nearby(tmp_path / "q") == f"`{tmp_path}` holds `file`, `logs`, `step-1000` and 2 more"
     assert nearby(tmp_path / "file") == f"`{tmp_path / 'file'}` is a file"
     assert nearby(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"
+
+
+def test_a_repository_without_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub = "a repository of the Hub is written `hf://meta-llama/Llama-3.1-8B`"
+    assert nearby("meta-llama/Llama-3.1-8B") == hub
+    assert "holds" in nearby("meta-llama/Llama/3.1") and "holds" in nearby("Llama-3.1-8B")
+    (tmp_path / "meta-llama").mkdir()
+    assert "holds" in nearby("meta-llama/Llama-3.1-8B")

@@ -12,7 +12,9 @@ import pytest
 
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import publish, rename, trash
-from ckptctl.storage.publish import Terminated, free_space, require_writable, staging
+from ckptctl.storage.destinations import require_space, require_writable
+from ckptctl.storage.publish import staging
+from ckptctl.storage.termination import Terminated
 
 
 def tree(path: Path):
@@ -276,10 +278,10 @@ def test_termination_is_like_an_interrupt(tmp_path):
 
 
 def test_free_space(tmp_path):
-    free_space(tmp_path / "not" / "there", 1)
+    require_space(tmp_path / "not" / "there", 1)
     with pytest.raises(RefusedError, match="space"):
-        free_space(tmp_path, 1 << 60)
-    free_space(tmp_path, 1 << 60, held=1 << 60)
+        require_space(tmp_path, 1 << 60)
+    require_space(tmp_path, 1 << 60, held=1 << 60)
 
 
 def test_removing_never_follows_links(tmp_path):

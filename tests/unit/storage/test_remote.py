@@ -13,15 +13,14 @@ import fsspec
 import pytest
 
 from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage import remote_mounts
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote_blocks import BLOCK, MOST, Blocks
-from ckptctl.storage.remote_files import RemoteFiles
-from ckptctl.storage.remote_hub import parse
-from ckptctl.storage.remote_mounts import Mount
-from ckptctl.storage.remote_path import RemotePath, named, path_at, path_of
-from ckptctl.storage.remote_store import FsspecStore, Stored
-from ckptctl.storage.urls import hide, is_url, local_path, masked
+from ckptctl.storage.remote import mounts
+from ckptctl.storage.remote.blocks import BLOCK, MOST, Blocks
+from ckptctl.storage.remote.hub import parse
+from ckptctl.storage.remote.mounts import Mount
+from ckptctl.storage.remote.path import RemotePath, named, path_at, path_of
+from ckptctl.storage.remote.store import FsspecStore, Stored
+from ckptctl.storage.remote.urls import hide, is_url, local_path, masked
 
 MEMORY = fsspec.filesystem("memory")
 
@@ -50,6 +49,10 @@ def url(tmp_path: Path) -> str:
         ("c:/windows", False),
         ("file:///tmp/x", False),
         ("local:///tmp/x", False),
+        ("File:///tmp/x", False),
+        ("S3://b/x", True),
+        ("zip::s3://b/x", True),
+        ("a::b", False),
         ("/abs/s3://b", False),
     ],
 )
@@ -64,7 +67,8 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
     with SourceFiles(tmp_path / "a:b") as files:
         assert files.local and files.read("x.json", 0, 2) == b"{}"
     assert path_of(tmp_path / "a:b").is_dir()
-    assert local_path(f"file://{tmp_path}") == str(tmp_path)
+    for scheme in ("file", "FILE", "local"):
+        assert local_path(f"{scheme}://{tmp_path}") == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +80,42 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
         ("s3://bucket/x?y", "s3://bucket/x?y"),
         ("sftp://user@host/x", "sftp://user@host/x"),
         ("hf://org/name@main", "hf://org/name@main"),
+        ("hf://hf_token@org/name@main/x", "hf://***@org/name@main/x"),
+        ("hf://me:hunter2@org/name", "hf://***@org/name"),
+        ("s3://AKIA:hun/ter/2@bucket/x@y", "s3://***@y"),
+        ("https://host:8080/x@y", "https://host:8080/x@y"),
+        ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+        ("zip::https://token@host/y", "zip::https://***@host/y"),
     ],
 )
 def test_no_secret_is_shown(url: str, shown: str) -> None:
     assert masked(url) == shown
     assert str(named(url)) == shown
-    assert remote_mounts.secret_of(shown) == url
-    assert remote_mounts.secret_of(f"{shown}/sub").replace("/sub", "") == url
+    assert mounts.secret_of(shown) == url
+    assert mounts.secret_of(f"{shown}/sub").replace("/sub", "") == url
+
+
+def test_a_scheme_in_capitals(url: str) -> None:
+    loud = url.replace("memory", "MEMory")
+    assert is_url(loud) and str(named(loud)) == str(path_of(loud)) == url
+    with SourceFiles(loud) as files:
+        assert files.size("a.bin") == 1024
+    assert FsspecStore(loud).members("") and parse("HF://o/n") == parse("hf://o/n")
+    assert masked("HTTPS://user:hunter2@Host/X?signed=1") == "https://***@Host/X"
+
+
+def test_secrets_are_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not those of what is in use."""
+    monkeypatch.setattr(mounts, "SECRETS", 10)
+    monkeypatch.setattr(mounts, "_secrets", {})
+    monkeypatch.setattr(mounts, "_mounts", type(mounts._mounts)())
+    used = mounts.remember("https://host/used?signed=0")
+    mounts._mounts[f"{used}/x"] = Mount(FsspecStore(url))
+    for number in range(50):
+        mounts.remember(f"https://host/{number}?signed={number}")
+    assert len(mounts._secrets) == 10
+    assert mounts.secret_of(used) == "https://host/used?signed=0"
+    assert mounts.secret_of("https://host/49") == "https://host/49?signed=49"
 
 
 def test_no_secret_is_in_an_error() -> None:
@@ -194,7 +227,7 @@ def test_reads(url: str) -> None:
     path_of(url)
     content = bytes(range(256)) * 4
     with SourceFiles(url) as files:
-        assert isinstance(files, RemoteFiles) and files.root == path_at(url)
+        assert not files.local and files.root == path_at(url)
         assert files.size("a.bin") == 1024 and files.size("empty") == 0
         assert files.read("a.bin", 0, 1024) == content
         assert files.read("a.bin", 1000, 24) == content[1000:]
@@ -218,11 +251,11 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
     asked: list[int] = []
 
     class Counting(FsspecStore):
-        def read(self, name: str, version: str, start: int, stop: int) -> bytes:
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             asked.append(stop - start)
             return super().read(name, version, start, stop)
 
-    remote_mounts._mounts[url] = Mount(Counting(url))
+    mounts._mounts[url] = Mount(Counting(url))
     with SourceFiles(url) as files:
         views = [memoryview(bytearray(size)) for size in (1, 9 << 20, (11 << 20) - 1)]
         files.readv("big", views, 0)
@@ -232,20 +265,20 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
 
 def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> None:
     class Short(FsspecStore):
-        def read(self, name: str, version: str, start: int, stop: int) -> bytes:
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read(name, version, start, stop)[:-1]
 
-    remote_mounts._mounts[url] = Mount(Short(url))
+    mounts._mounts[url] = Mount(Short(url))
     with SourceFiles(url) as files, pytest.raises(DamagedError, match="truncated"):
         files.read("a.bin", 0, 1024)
 
 
 def test_a_place_that_sends_everything(url: str) -> None:
     class Whole(FsspecStore):
-        def read(self, name: str, version: str, start: int, stop: int) -> bytes:
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read(name, version, 0, 1024) * 2
 
-    remote_mounts._mounts[url] = Mount(Whole(url))
+    mounts._mounts[url] = Mount(Whole(url))
     with SourceFiles(url) as files, pytest.raises(StorageError, match="ranges"):
         files.read("a.bin", 0, 10)
 

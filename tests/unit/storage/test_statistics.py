@@ -69,6 +69,25 @@ def test_integers(tmp_path, dtype):
     agrees(measured(tmp_path, tensor, 32), tensor)
 
 
+@pytest.mark.parametrize("window", [8, 1 << 20])
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [
+        ("int64", -(2**63) + 1, 2**63 - 1),
+        ("int64", 2**53 + 1, 2**53 + 3),
+        ("uint64", 3, 2**64 - 1),
+        ("uint64", 2**63 - 1, 2**63 + 1),
+    ],
+)
+def test_integers_of_64_bits_keep_their_digits(tmp_path, dtype, low, high, window):
+    tensor = torch.tensor([high, low, high, low], dtype=getattr(torch, dtype))
+    found = measured(tmp_path, tensor, window)
+    assert (found.count, found.minimum, found.maximum) == (4, low, high)
+    assert found.mean == pytest.approx((low + high) / 2, abs=1e-15 * high)
+    assert found.std == pytest.approx((high - low) / 2, abs=1e-15 * high)
+    assert sum(found.histogram) == 4
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
 def test_complex_counts_its_parts(tmp_path, dtype):

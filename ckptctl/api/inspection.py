@@ -1,0 +1,40 @@
+"""What a checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptctl.api.options import AnyPath
+from ckptctl.ops import option_checks as checks
+
+if TYPE_CHECKING:
+    from ckptctl.ops.inspection import Inspection
+
+
+def inspect(
+    path: AnyPath,
+    *,
+    format: str | None = None,
+    stats: bool = False,
+    model_type: str | None = None,
+    converter: AnyPath | None = None,
+    rules: AnyPath | None = None,
+) -> Inspection:
+    """Say what the checkpoint at *path* holds and whether it is whole.
+
+    Args:
+        path: A directory or a file; a folder of checkpoints lists its members.
+        format: Its format; None: detect it.
+        stats: Read the data too and add statistics of every tensor; imports torch.
+        model_type: Model family; None: detect it.
+        converter: Python file that defines one more family, as ``FAMILY``; it is run.
+        rules: See :class:`~ckptctl.api.Options`.
+
+    Raises:
+        CkptError: It is missing, not recognised, or its index is damaged.
+    """
+    from ckptctl import families
+    from ckptctl.ops.inspect import inspect as run
+
+    with families.using(converter):
+        return run(path, format, stats, model_type=model_type, rules=checks.path(rules))

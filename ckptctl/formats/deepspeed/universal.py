@@ -1,0 +1,239 @@
+"""What a universal checkpoint of DeepSpeed holds: whole parameters, each in a folder of its own.
+
+Source: ``deepspeed/checkpoint/ds_to_universal.py``. Stage 3 leaves tensors flat. The converter
+makes all buffers float32, so they come from the model states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import DamagedError, FormatError, UsageError, listed
+from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.deepspeed.files import FP32, ZERO, model_files
+from ckptctl.formats.deepspeed.folders import (
+    SETTINGS,
+    Values,
+    read_folders,
+    read_models,
+    require_finished,
+    tensor_in,
+)
+from ckptctl.formats.deepspeed.model import ROOT, as_saved, entry_of, master
+from ckptctl.formats.deepspeed.partitions import Part, Segment, Shape, Strip, extents
+from ckptctl.formats.deepspeed.states import ModelState
+from ckptctl.formats.deepspeed.trainer import OPTIMIZER
+from ckptctl.formats.shared.faults import Faults
+from ckptctl.formats.shared.leaves import stored_entry
+from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.units import natural
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalSave:
+    """One universal checkpoint.
+
+    Attributes:
+        source: The checkpoint's files.
+        prefix: Of all names: the tag's folder.
+        models: Model states: of tensor-parallel ranks, or of all ranks at stage 3.
+        partitioned: Whether it was made from stage 3.
+        values: By parameter and key (``fp32``, ``exp_avg``, ...) what that file holds.
+        shapes: The optimised parameters that the model states name.
+        faults: What cannot be used.
+        partial: Whether a part of it was asked for.
+    """
+
+    source: SourceFiles
+    prefix: str
+    models: tuple[ModelState, ...]
+    partitioned: bool
+    values: Values
+    shapes: Mapping[str, Shape]
+    faults: Faults
+    partial: bool = False
+
+    @classmethod
+    def of(cls, source: SourceFiles, prefix: str, partial: bool = False) -> UniversalSave:
+        """Read everything, or as much as there is.
+
+        Raises:
+            DamagedError: Files are missing, or are not what they should be.
+        """
+        faults = Faults()
+        asked = faults if partial else None
+        names = model_files(source.root, prefix.rstrip("/"), asked)
+        require_finished(source.root / prefix, prefix, names, asked)
+        partitioned = "zero_pp_rank" in names[0]
+        models = read_models(source, names, partitioned, asked)
+        values = read_folders(source, prefix + ZERO, asked)
+        shapes = {name: shape for model in models for name, shape in model.shapes.items()}
+        return cls(source, prefix, models, partitioned, values, shapes, faults, partial)
+
+    @property
+    def model(self) -> ModelState:
+        """Return the model states of the first rank that has any."""
+        return next(model for model in self.models if not model.absent)
+
+    def files(self) -> list[str]:
+        """Return the names of all files that are part of it."""
+        inner = (self.file(name, key) for name in self.values for key in self.values[name])
+        found = [*(model.file for model in self.models), *inner, f"{self.prefix}{ZERO}/{SETTINGS}"]
+        return [name for name in found if name not in self.faults.files]
+
+    def file(self, name: str, key: str) -> str:
+        """Return the file of one value of a parameter."""
+        return f"{self.prefix}{ZERO}/{name}/{key}.pt"
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader should know."""
+        if not self.model.checksums:
+            yield NO_CHECKSUMS
+        if self.model.content["module"] is None:
+            yield "saved by a pipeline engine: its buffers are not part of a universal checkpoint"
+
+    @property
+    def divided(self) -> bool:
+        """Return whether tensor or pipeline parallelism divided the model states."""
+        first = self.model.content
+        return first.get("mp_world_size", 1) != 1 or first["module"] is None
+
+    def weights(self, asked: ReadOptions) -> Contents:
+        """Return the model as asked for."""
+        root = self.source.root
+        if asked.weights == "module":
+            if self.partitioned or self.divided:
+                raise UsageError(
+                    "the weights in `module` are divided among ranks",
+                    where=str(root / self.models[0].file),
+                    hint="`--weights master`",
+                )
+            return as_saved(self.model, root)
+        self._require_order()
+        missing = [name for name in self.shapes if FP32 not in self.values.get(name, {})]
+        if missing and not self.partial:
+            raise DamagedError(
+                f"{len(missing)} parameters are missing",
+                where=str(root / self.prefix / ZERO),
+                why=listed([f"{name}/{FP32}.pt" for name in missing]),
+            )
+        if not self.divided:
+            found = self._parameters({*self.model.module, *self.model.frozen})
+            return master(self.models, found, self.partitioned, root, self._asked)
+        return self._undivided(root)
+
+    @property
+    def _asked(self) -> Faults | None:
+        return self.faults if self.partial else None
+
+    def _undivided(self, root: Path) -> Contents:
+        """The model where no model states have whole tensors, except for buffers."""
+        first = self.model
+        buffers = first.content.get("buffer_names")
+        kept = set(buffers) if isinstance(buffers, list) else set()
+        module = {name: item for name, item in first.module.items() if name in kept}
+        found = self._parameters(kept)
+        lost = [*(first.module.keys() - found.keys() - kept - first.shared.keys())]
+        if lost and self.partial:
+            for name in lost:
+                self.faults.nowhere(name, "it is divided among the model states, and not whole")
+        elif lost:
+            raise DamagedError(
+                f"{len(lost)} tensors are whole nowhere",
+                where=str(root / self.prefix / ZERO),
+                why=f"model states have {listed(natural(lost))}, divided among ranks",
+            )
+        return master((replace(first, module=module),), found, False, root, self._asked)
+
+    def _require_order(self) -> None:
+        """Refuse what the converter gets wrong: it ignores the order of round robin."""
+        config = self.model.content.get("ds_config")
+        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        shuffled = isinstance(zero, dict) and zero.get("round_robin_gradients")
+        if shuffled and not self.partitioned and self.model.content.get("dp_world_size") != 1:
+            raise FormatError(
+                "ds_to_universal.py mixes up the parameters of such a checkpoint",
+                where=str(self.source.root / self.models[0].file),
+                why="the converter ignores the order that `round_robin_gradients` gives them",
+                hint="read the checkpoint that it was made from, or `--weights module`",
+            )
+
+    def _parameters(self, others: Set[str]) -> dict[str, TensorEntry]:
+        """The tensors under ``zero`` that are parameters, and not *others*."""
+        found = {
+            name: self.parameter(name, FP32)
+            for name in natural(self.values)
+            if FP32 in self.values[name] and (name in self.shapes or name not in others)
+        }
+        gone = ((name, self.missing(name, FP32, None)) for name in self.shapes.keys() - found)
+        return {**found, **{name: entry for name, entry in gone if entry is not None}}
+
+    def missing(self, name: str, key: str, like: object) -> TensorEntry | None:
+        """Return what a missing file would hold; None where nothing says so.
+
+        Args:
+            name: The parameter.
+            key: The value of it.
+            like: The same value of another parameter.
+        """
+        file, shape = self.file(name, key), self._known_shape(name)
+        if file not in self.faults.files:
+            self.faults.missing(file, f"`{key}` of the parameter `{name}`")
+        other = tensor_in(like or next(self._others(key), None))
+        if other is None and not self.partial:
+            where = str(self.source.root / file)
+            raise DamagedError(f"`{key}` of `{name}` is missing", where=where)
+        if other is None or (shape is None and other.shape):
+            self.faults.nowhere(f"{ROOT}.{name}" if key == FP32 else f"{name}.{key}", file, file)
+            return None
+        shape = shape if other.shape and key != "step" and shape is not None else other.shape
+        return entry_of(name, other.dtype, shape, (Extent(Box.whole(shape), file, 0, 0),))
+
+    def _others(self, key: str) -> Iterator[object]:
+        for name, keys in self.values.items():
+            if name in self.shapes and key in keys:
+                yield keys[key]
+
+    def _known_shape(self, name: str) -> Shape | None:
+        """The shape of a parameter by what else there is of it; vocabularies are cut or padded."""
+        for key, value in self.values.get(name, {}).items():
+            tensor = tensor_in(value)
+            if key != "step" and tensor is not None and tensor.shape:
+                return self.parameter(name, key).shape
+        return None if self.divided else self.shapes[name]
+
+    def parameter(self, name: str, key: str) -> TensorEntry:
+        """Return one value of a parameter, in its shape; stage 3 leaves it flat."""
+        value = self.values[name][key]
+        tensor = value.get("param") if isinstance(value, dict) else value
+        where = str(self.source.root / self.file(name, key))
+        if not isinstance(tensor, StoredTensor):
+            raise DamagedError(f"`{key}` of `{name}` is not a tensor", where=where)
+        shape = self._shape(name, tensor, isinstance(value, dict) and "vocab_tensor" in value)
+        if shape is None or (shape != tensor.shape and tensor.strides is not None):
+            raise DamagedError(
+                f"`{key}` of `{name}` has another shape than the parameter",
+                where=where,
+                why=f"{list(tensor.shape)}, the model states say {list(self.shapes[name])}",
+            )
+        if shape == tensor.shape:
+            found = stored_entry((OPTIMIZER, "state", name, key), tensor, self.file(name, key))
+            return entry_of(name, tensor.dtype, shape, found.extents)
+        strip = Strip([Segment(self.file(name, key), tensor)])
+        boxes = extents(Part(shape, ((0, 0, math.prod(shape)),), 0), [strip])
+        return entry_of(name, tensor.dtype, shape, boxes)
+
+    def _shape(self, name: str, tensor: StoredTensor, cut: bool) -> Shape | None:
+        """The parameter's shape; None where the tensor cannot have it."""
+        shape = self.shapes.get(name)
+        if shape is None or self.divided or shape == tensor.shape:
+            return tensor.shape
+        if cut and shape[1:] == tensor.shape[1:]:
+            return tensor.shape
+        return shape if tensor.shape == (math.prod(shape),) else None

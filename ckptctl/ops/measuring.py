@@ -1,0 +1,59 @@
+"""Statistics of many tensors, read one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ckptctl.catalog import TensorEntry
+from ckptctl.errors import CkptError
+from ckptctl.ops.watch import Watch
+
+if TYPE_CHECKING:
+    from ckptctl.storage.compare import Readable
+    from ckptctl.storage.statistics import Statistics
+
+
+def measured(
+    files: Readable,
+    entries: Iterable[TensorEntry],
+    progress: Watch,
+    bins: int,
+    failed: Callable[[CkptError, TensorEntry], None] | None = None,
+) -> dict[str, Statistics]:
+    """Return the statistics of *entries* by name; torch is imported here.
+
+    A tensor with holes is measured as far as it is there, and one whose dtype has no numbers has
+    none.
+
+    Args:
+        files: The checkpoint that holds them; their extents must be ``raw``.
+        entries: The tensors.
+        progress: Called with the bytes that are going to be read.
+        bins: Steps of each histogram.
+        failed: Called with what is wrong with a tensor, which is then left out.
+
+    Raises:
+        CkptError: A tensor cannot be read, and nothing is to be called.
+    """
+    from ckptctl.storage.statistics import measure
+
+    entries = list(entries)
+    found: dict[str, Statistics] = {}
+    with progress(sum(map(_stored, entries))) as advance:
+        for entry in entries:
+            try:
+                statistics = measure(files, entry, bins=bins)
+            except CkptError as error:
+                if failed is None:
+                    raise
+                failed(error, entry)
+            else:
+                found |= {entry.name: statistics} if statistics else {}
+            if advance:
+                advance(_stored(entry))
+    return found
+
+
+def _stored(entry: TensorEntry) -> int:
+    return sum(extent.nbytes for extent in entry.extents)

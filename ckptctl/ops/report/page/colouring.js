@@ -1,0 +1,71 @@
+// What the colours of the treemap can say of a tensor.
+
+const PARTS = 9;
+
+// Each: its hues by what they mean, and what a tensor is; null: nothing worth a colour.
+function colourings(report) {
+  const dtypes = hues(Object.keys(report.dtypes));
+  const found = { dtype: { hues: dtypes, of: (tensor) => tensor.dtype }, part: partColouring(report.tensors) };
+  if (report.difference) found.difference = differenceColouring(report.difference);
+  return found;
+}
+
+// What the page starts with: what tells most.
+function firstColouring(report) {
+  if (report.difference && !report.difference.same) return "difference";
+  const minor = Object.values(report.dtypes).filter((use) => Number(use.bytes) > 0.01 * Number(report.bytes));
+  return minor.length > 1 ? "dtype" : "part";
+}
+
+// What a tensor is in its layer: q_proj, of model.layers.3.self_attn.q_proj.weight.
+function partOf(name) {
+  const words = name.split(".").filter((word) => !/^\d+$/.test(word));
+  const last = words.pop() ?? name;
+  const plain = last === "weight" || last === "bias";
+  return (plain && words.pop()) || last;
+}
+
+function partColouring(tensors) {
+  const parts = new Map();
+  const sizes = new Map();
+  for (const tensor of tensors) {
+    if (tensor.alias_of !== null) continue;
+    const part = partOf(tensor.name);
+    parts.set(tensor, part);
+    sizes.set(part, (sizes.get(part) || 0) + Number(tensor.bytes));
+  }
+  const largest = [...sizes].sort((a, b) => b[1] - a[1]).slice(0, PARTS).map(([part]) => part);
+  const colours = hues(largest);
+  const of = (tensor) => (colours.has(parts.get(tensor)) ? parts.get(tensor) : null);
+  return { hues: colours, of, other: sizes.size > largest.length ? "other parts" : null };
+}
+
+function differenceColouring(difference) {
+  const meanings = { shape: "another shape", dtype: "another dtype", values: "other values" };
+  const kinds = new Map(difference.tensors.map((one) => [one.name, meanings[one.kinds[0]]]));
+  for (const name of difference.a.only) kinds.set(name, "only here");
+  const colours = [["other values", 30], ["another dtype", 275], ["another shape", 340], ["only here", 180]];
+  const used = new Set(kinds.values());
+  return {
+    hues: new Map(colours.filter(([kind]) => used.has(kind))),
+    of: (tensor) => kinds.get(tensor.name) ?? null,
+    other: "equal, or not compared",
+  };
+}
+
+// What most bytes under a node are that have a colour.
+function mainKind(node, mode, of) {
+  node.kinds ??= new Map();
+  if (!node.kinds.has(mode)) {
+    const sums = new Map();
+    const pending = [node];
+    while (pending.length > 0) {
+      const one = pending.pop();
+      if (!one.tensor) pending.push(...one.children);
+      else if (of(one.tensor) !== null) sums.set(of(one.tensor), (sums.get(of(one.tensor)) || 0) + one.bytes);
+    }
+    const most = [...sums].sort((a, b) => b[1] - a[1])[0];
+    node.kinds.set(mode, most ? most[0] : null);
+  }
+  return node.kinds.get(mode);
+}

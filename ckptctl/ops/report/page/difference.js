@@ -1,0 +1,61 @@
+// Where two checkpoints differ, the worst first.
+
+function difference(report, open) {
+  if (report.other === null) return;
+  const found = report.difference;
+  if (!found) {
+    const error = report.difference_error;
+    const lines = [error.message, error.where, error.why, error.hint].filter(Boolean);
+    section("differences", "Differences", element("p", {}, `It could not be compared with ${report.other}:`),
+      element("ul", { class: "findings" }, element("li", { class: "error" }, lines.map((line) => element("div", {}, line)))));
+    return;
+  }
+  const parts = [element("p", {}, verdict(report, found))];
+  if (found.tensors.length > 0) parts.push(differing(found, open));
+  parts.push(
+    names(`Only in ${found.a.path}`, [...found.a.only, ...found.a.only_leaves]),
+    names(`Only in ${found.b.path}`, [...found.b.only, ...found.b.only_leaves]),
+    names("Other values that differ", found.leaves.map((leaf) => `${leaf.name}: ${leaf.a} here, ${leaf.b} there`)),
+    names("Not compared", [found.a, found.b].flatMap((side) => Object.entries(side.left_out).map((one) => one.join(": ")))),
+    ...found.notes.map((note) => element("p", { class: "dim" }, note)),
+  );
+  section("differences", "Differences", parts);
+}
+
+function verdict(report, found) {
+  const how = found.structure ? "names, shapes and dtypes" : "names, shapes, dtypes and values";
+  const count = found.tensors.length;
+  const least = report.left_out.differences > 0 ? "At least " : "";
+  const same = found.same ? "Nothing differs" : `${least}${counted(count, "tensor")} ${count === 1 ? "differs" : "differ"}`;
+  const said = [`${same} between ${report.path} and ${report.other}: ${counted(found.compared, "tensor")} compared by ${how}.`];
+  if (found.by_checksum) said.push(`Recorded checksums show that ${grouped(found.by_checksum)} of them are equal.`);
+  if (found.within) said.push(`The elements of ${grouped(found.within)} are as near as the tolerances ask.`);
+  return said.join(" ");
+}
+
+function differing(found, open) {
+  const value = (row, key) => (row.values ? row.values[key] : null);
+  const number = (key) => (row) => value(row, key) ?? -1;
+  const columns = [
+    { title: "name", text: (row) => row.name, sort: (row) => row.name, wide: true },
+    { title: "differs in", text: (row) => row.kinds.join(", "), sort: (row) => row.kinds.join(), minor: true },
+    { title: "max |a − b|", text: (row) => real(value(row, "max_abs")), sort: number("max_abs"), number: true },
+    { title: "relative", text: (row) => real(value(row, "max_rel")), sort: number("max_rel"), number: true, minor: true },
+    {
+      title: "elements",
+      text: (row) => (row.values ? share(row.values.differing, row.values.count) : ""),
+      sort: (row) => (row.values ? row.values.differing / row.values.count : -1),
+      number: true,
+      minor: true,
+    },
+  ];
+  return lazyTable("Tensors that differ", columns, [...found.tensors], (row) => open(row.name), true).node;
+}
+
+function names(title, found) {
+  if (found.length === 0) return null;
+  const shown = 200;
+  const items = found.slice(0, shown).map((name) => element("li", {}, name));
+  if (found.length > shown) items.push(element("li", { class: "dim" }, `and ${grouped(found.length - shown)} more`));
+  return element("details", {}, element("summary", {}, `${title} (${grouped(found.length)})`), element("ul", {}, items));
+}

@@ -1,0 +1,83 @@
+"""The tensors that a virtual file is made of, as :mod:`ckptctl.storage.kinds` reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from ckptctl.catalog import Box, Computed, TensorEntry
+from ckptctl.planner.runs import product_boxes
+from ckptctl.storage.arithmetic import elements
+from ckptctl.storage.compare import Readable, read_box
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Files(Protocol):
+    """What all virtual files of one thread share."""
+
+    def reader(self, root: str) -> Readable:
+        """Return what reads the files below *root*, virtual ones included."""
+
+    def kept(self, key: tuple[str, str], read: Callable[[], memoryview]) -> memoryview:
+        """Return what *read* returned for *key*, now or, where it is small, earlier."""
+
+
+class Inputs:
+    """What one virtual file is made of.
+
+    Args:
+        files: Where it belongs.
+        name: The virtual file.
+        computed: Its definition.
+    """
+
+    def __init__(self, files: Files, name: str, computed: Computed) -> None:
+        self._files = files
+        self._name = name
+        self._computed = computed
+
+    def entry(self, key: str) -> TensorEntry:
+        """Return the tensor called *key* in the definition."""
+        return self._computed.inputs[key].entry
+
+    def tensor(self, key: str, rows: range) -> torch.Tensor:
+        """Return consecutive rows of the input *key*, seen as a matrix of its last dimension.
+
+        Returns:
+            ``[len(rows), last dimension]``; a fresh copy.
+        """
+        entry = self.entry(key)
+        return elements(memoryview(self._rows(key, rows)), entry.dtype, last_of(entry.shape))
+
+    def whole(self, key: str) -> torch.Tensor:
+        """Return all of a small input as it is shaped; kept for the next call, so do not write.
+
+        Nothing bounds its size: it is for inputs that are small by nature.
+        """
+        entry = self.entry(key)
+        rows = range(math.prod(entry.shape[:-1]))
+        kept = self._files.kept((self._name, key), lambda: memoryview(self._rows(key, rows)))
+        return elements(kept, entry.dtype, last_of(entry.shape)).view(entry.shape)
+
+    def _rows(self, key: str, rows: range) -> bytearray:
+        found = self._computed.inputs[key]
+        entry, reader = found.entry, self._files.reader(found.root)
+        parts = [read_box(reader, entry, box) for box in _boxes(entry.shape, rows)]
+        return parts[0] if len(parts) == 1 else bytearray(b"".join(parts))
+
+
+def last_of(shape: tuple[int, ...]) -> int:
+    """Return the last dimension of *shape*; 1 where there is none."""
+    return shape[-1] if shape else 1
+
+
+def _boxes(shape: tuple[int, ...], rows: range) -> Iterator[Box]:
+    """Yield the boxes that hold consecutive rows of a tensor of *shape*."""
+    if not shape:
+        yield Box((), ())
+        return
+    for offsets, sizes in product_boxes(rows.start, rows.stop, shape[:-1]):
+        yield Box((*offsets, 0), (*sizes, shape[-1]))

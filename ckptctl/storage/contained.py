@@ -1,0 +1,28 @@
+"""Names that come from inside a checkpoint, which must not lead out of it."""
+
+from __future__ import annotations
+
+from pathlib import PureWindowsPath
+
+from ckptctl.errors import DamagedError
+
+
+def contained(name: str, where: str) -> str:
+    """Return *name* if it is a plain relative path below a checkpoint's root.
+
+    Args:
+        name: A path found inside a checkpoint (``weight_map``, ``relative_path``).
+        where: The file that names it, for the error.
+
+    Raises:
+        DamagedError: The path is absolute, has a drive, a ``..`` or a NUL, or is empty.
+    """
+    pure = PureWindowsPath(name)
+    parts = pure.parts
+    if not parts or pure.drive or pure.root or ".." in parts or "\0" in name or "\\" in name:
+        raise DamagedError(
+            f"`{name}` is not a path inside the checkpoint",
+            where=where,
+            why="names in a checkpoint must be relative and must not contain `..`",
+        )
+    return "/".join(parts)

@@ -1,0 +1,144 @@
+"""Where an output may appear: what is refused before anything is made there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptctl.errors import RefusedError, StorageError, UsageError
+from ckptctl.storage.remote.urls import SCHEME, is_url, masked
+
+Recognise = Callable[[Path], bool]
+"""Whether a path is something that may be overwritten."""
+
+
+def destination(target: Path) -> Path:
+    """Return *target* as an absolute path whose parents are resolved and whose name is not.
+
+    Raises:
+        RefusedError: It has no name of its own (``/``, ``.``, ``..``).
+        UsageError: It was meant as a URL.
+    """
+    require_path(target)
+    if target.name in ("", ".", ".."):
+        raise RefusedError(
+            "the destination needs a name of its own",
+            where=str(target),
+            hint="give the path of a directory that does not exist yet",
+        )
+    return target.parent.resolve() / target.name
+
+
+def require_path(path: str | os.PathLike[str]) -> None:
+    """Refuse a URL, and what was one: ``Path("s3://a")`` is ``s3:/a``, a folder of this machine.
+
+    Raises:
+        UsageError: It is a URL, or has a folder with a scheme as its name that does not exist.
+    """
+    if is_url(path):
+        raise UsageError("a URL is not taken here", where=masked(str(path)), hint="name a path")
+    for folder in Path(path).parents:
+        if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
+            raise UsageError(
+                "this looks like a URL, and is a path",
+                where=str(path),
+                why=f"there is no folder `{folder.name}`",
+                hint="only checkpoints go to URLs, which have `://`; in Python they are text",
+            )
+
+
+def staging_directory(target: Path) -> Path:
+    """Return where the output for *target* is staged."""
+    return target.parent / f".{target.name}.ckptctl-staging"
+
+
+def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> None:
+    """Refuse a destination that must not be touched.
+
+    Raises:
+        RefusedError: It exists without *overwrite*, is a symbolic link, or is not a checkpoint.
+    """
+    if target.is_symlink():
+        raise RefusedError(
+            "the destination is a symbolic link", where=str(target), hint="name what it points to"
+        )
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise already_exists(target)
+    empty = target.is_dir() and not any(target.iterdir())
+    if not empty and not is_checkpoint(target):
+        raise RefusedError(
+            "the destination is not a checkpoint, so it is not overwritten",
+            where=str(target),
+            hint="remove it yourself, or choose another destination",
+        )
+
+
+def require_writable(target: Path) -> None:
+    """Refuse a destination where nothing can be made, before anything is read for it.
+
+    Args:
+        target: The destination, absolute; directories above it may be missing.
+
+    Raises:
+        StorageError: What is there above it is no directory, or may not be written to.
+    """
+    parent = target.parent
+    while not os.path.lexists(parent) and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        code = errno.ENOTDIR
+    elif not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
+        code = errno.EROFS if os.statvfs(parent).f_flag & os.ST_RDONLY else errno.EACCES
+    else:
+        return
+    error = OSError(code, os.strerror(code))
+    raise StorageError.from_os_error(error, f"make `{target.name}`", str(parent))
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the file system that *path* is, or will be, on.
+
+    Raises:
+        StorageError: The system does not say.
+    """
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "look at", str(path)) from error
+    return found.f_bavail * found.f_frsize
+
+
+def require_space(path: Path, needed: int, held: int = 0) -> None:
+    """Refuse a run that cannot fit.
+
+    Args:
+        path: Where it will write; need not exist.
+        needed: Bytes of the output.
+        held: Bytes of it that are on disk already.
+
+    Raises:
+        RefusedError: The file system has less room.
+    """
+    free = free_bytes(path)
+    if free < needed - held:
+        raise RefusedError(
+            "there is not enough space for the output",
+            where=str(path),
+            why=f"{needed - held:,} bytes are needed, {free:,} are free",
+        )
+
+
+def already_exists(target: Path) -> RefusedError:
+    """Return the error of a destination that exists."""
+    return RefusedError(
+        "the destination exists",
+        where=str(target),
+        hint="choose another one, or pass --overwrite to replace a checkpoint",
+    )

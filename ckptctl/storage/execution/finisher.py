@@ -1,0 +1,159 @@
+"""Syncs and file frames, in threads of their own, so that waiting for a disk stops no copy."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+from ckptctl.errors import StorageError
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.execution.journal import Done, Journal
+from ckptctl.storage.execution.ledger import Ledger
+from ckptctl.storage.execution.target_files import open_target, write_all
+from ckptctl.storage.remote.outbox import Outbox
+from ckptctl.storage.sync import begin_writeback
+
+THREADS = 3
+Task = Callable[[], None]
+
+
+class Finisher:
+    """Completes output files in the background.
+
+    Args:
+        plan: The plan.
+        root: Directory of the output files.
+        ledger: Knows the checksums that frames contain.
+        journal: Where durable units are noted; None: nowhere.
+        ended: Called by each of its threads when it ends; see
+            :meth:`~ckptctl.storage.execution.supervisor.Supervisor.ended`.
+        sync: Whether files have to be on disk.
+        outbox: Where complete files go; None: they stay.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        root: Path,
+        ledger: Ledger,
+        journal: Journal | None,
+        ended: Callable[[BaseException | None, Callable[[], None]], None],
+        *,
+        sync: bool = True,
+        outbox: Outbox | None = None,
+    ) -> None:
+        self._files = {file.path: file for file in plan.files}
+        self._root = root
+        self._ledger = ledger
+        self._journal = journal
+        self._ended = ended
+        self._sync = sync
+        self._outbox = outbox
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._appending = threading.Lock()
+        self._syncing: set[str] = set()
+        self._stopped = False
+        self._working = 0
+        count = min(THREADS, max(1, len(plan.files)))
+        self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._working = len(self.threads)
+        for thread in self.threads:
+            thread.start()
+
+    def finish(self, path: str) -> None:
+        """Write the frame of a file whose records are complete, and sync it."""
+        if self._outbox:
+            self._outbox.announce(path)
+        self._tasks.put(lambda: self._finish(path))
+
+    def sync(self, path: str) -> None:
+        """Let the disk begin with what a file holds so far."""
+        if not self._sync:
+            return
+        with self._lock:
+            if path in self._syncing:
+                return
+            self._syncing.add(path)
+        self._tasks.put(lambda: self._early(path))
+
+    def record(self, units: Sequence[Done], paths: Sequence[str]) -> None:
+        """Note *units* in the journal once the files at *paths* are on disk."""
+        self._tasks.put(lambda: self._record(units, paths))
+
+    def close(self) -> None:
+        """Let the threads end when everything asked for is done."""
+        for _ in self.threads:
+            self._tasks.put(None)
+
+    def stop(self) -> None:
+        """Let the threads end as soon as they can."""
+        self._stopped = True
+        self.close()
+
+    def idle(self) -> bool:
+        """Return whether all threads have ended."""
+        return not self._working
+
+    def _work(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while (task := self._tasks.get()) and not self._stopped:
+                task()
+        except BaseException as error:
+            failure = error
+        self._ended(failure, self._leave)
+
+    def _leave(self) -> None:
+        self._working -= 1
+
+    def _finish(self, path: str) -> None:
+        file = self._files[path]
+        full = self._root / path
+        descriptor = open_target(full)
+        try:
+            for offset, data in file.frame(self._ledger.crc):
+                write_all(descriptor, memoryview(data), offset, full)
+            if self._sync:
+                _sync(descriptor, full)
+        finally:
+            os.close(descriptor)
+        if self._outbox:
+            self._outbox.take(path, full)
+
+    def _early(self, path: str) -> None:
+        descriptor = open_target(self._root / path)
+        try:
+            begin_writeback(descriptor)
+        finally:
+            os.close(descriptor)
+        with self._lock:
+            self._syncing.discard(path)
+
+    def _record(self, units: Sequence[Done], paths: Sequence[str]) -> None:
+        for path in paths:
+            self._sync_path(path)
+        if self._journal:
+            with self._appending:
+                self._journal.append(units)
+
+    def _sync_path(self, path: str) -> None:
+        full = self._root / path
+        descriptor = open_target(full)
+        try:
+            _sync(descriptor, full)
+        finally:
+            os.close(descriptor)
+
+
+def _sync(descriptor: int, path: Path) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "sync", str(path)) from error

@@ -1,0 +1,146 @@
+"""What a run has durably written, so that a later one need not write it again.
+
+A text file of lines ``<crc32 of the rest, 8 hex digits> <JSON>``. The first names the plan; each
+later one lists units of work and their checksums, and is appended only after the data it speaks of
+has been synced. A torn or damaged line ends the file: what follows it is not believed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptctl.errors import StorageError
+from ckptctl.storage.crc import crc32
+
+VERSION = 1
+Header = Mapping[str, object]
+Key = tuple[int, int]
+
+
+class Done(NamedTuple):
+    """A finished unit.
+
+    Attributes:
+        transfer: Index of its transfer.
+        number: Index of its tile.
+        written: CRC-32 of each of its writes.
+        read: CRC-32 of each of its checked reads.
+    """
+
+    transfer: int
+    number: int
+    written: Sequence[int]
+    read: Sequence[int]
+
+
+class Journal:
+    """An append-only journal.
+
+    Args:
+        path: The file; created or cut to its sound part.
+        header: What must be equal for the journal to be believed: the plan's digest, the sources'
+            identities and whatever else decides where units begin and end.
+        resume: Whether to believe what is there; otherwise it starts empty.
+
+    Attributes:
+        done: The units found in it, by transfer and tile.
+    """
+
+    def __init__(self, path: Path, header: Header, *, resume: bool) -> None:
+        self._path = path
+        self.done: dict[Key, Done] = {}
+        self._first = _line({"journal": VERSION, **header})
+        self._lock = threading.Lock()
+        self._writing = self._closed = False
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "open", str(path)) from error
+        size = self._believe(self._first) if resume else 0
+        self._cut(size)
+        self._pending = b"" if size else self._first
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Does not wait for a write that hangs in the kernel: that one closes when it returns.
+        with self._lock:
+            self._closed = True
+            if not self._writing:
+                os.close(self._descriptor)
+
+    def restart(self) -> None:
+        """Forget everything: the data it speaks of is not there."""
+        self._pending = self._first
+        self._cut(0)
+        self.done = {}
+
+    def append(self, units: Sequence[Done]) -> None:
+        """Add *units*, whose data is on disk, and sync; a closed journal stays as it is.
+
+        For one thread at a time.
+
+        Raises:
+            StorageError: The journal could not be written.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._writing = True
+        try:
+            self._write(memoryview(self._pending + _line({"units": units})))
+        finally:
+            with self._lock:
+                self._writing = False
+                if self._closed:
+                    os.close(self._descriptor)
+        self._pending = b""
+
+    def _cut(self, size: int) -> None:
+        try:
+            os.ftruncate(self._descriptor, size)
+            os.lseek(self._descriptor, size, os.SEEK_SET)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "write", str(self._path)) from error
+
+    def _write(self, data: memoryview) -> None:
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "write", str(self._path)) from error
+
+    def _believe(self, first: bytes) -> int:
+        """Fill ``done`` and return how many bytes of the file are sound."""
+        sound = 0
+        with os.fdopen(os.dup(self._descriptor), "rb") as lines:
+            if next(lines, b"") != first:
+                return 0
+            sound = len(first)
+            for line in lines:
+                units = _units(line)
+                if units is None:
+                    break
+                self.done.update({(unit.transfer, unit.number): unit for unit in units})
+                sound += len(line)
+        return sound
+
+
+def _line(value: Mapping[str, object]) -> bytes:
+    text = json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+    return b"%08x %s\n" % (crc32(text), text)
+
+
+def _units(line: bytes) -> list[Done] | None:
+    check, _, text = line.rstrip(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
+        return None
+    return [Done(*unit) for unit in json.loads(text)["units"]]

@@ -1,0 +1,113 @@
+"""Which thread does which unit of work next.
+
+Two threads that write one file wait for each other in the kernel, so every output file has a lane
+of its own and a thread stays in its lane while it lasts; threads without one help the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ckptctl.planner.tile import Tile
+from ckptctl.storage.files import SourceFiles
+
+BATCH_BYTES = 1 << 18
+BATCH_UNITS = 64
+"""What a thread takes at a time, so that small units cost few locks."""
+
+
+class Unit(NamedTuple):
+    """A tile and its name in the journal.
+
+    Attributes:
+        transfer: Index of the transfer; raw copies count on from the last one, and checks from
+            these.
+        number: Index of the tile in the transfer.
+        tile: What is to be done.
+        files: Where its source files are.
+    """
+
+    transfer: int
+    number: int
+    tile: Tile
+    files: SourceFiles
+
+
+class Lane:
+    """The units of one output file, or the checks of a source file, handed out in order.
+
+    Args:
+        units: All of them; drawn from under a lock, by one thread at a time.
+    """
+
+    def __init__(self, units: Iterator[Unit]) -> None:
+        self._units = units
+        self._lock = threading.Lock()
+        self.workers = 0
+        self.empty = False
+
+    def take(self) -> list[Unit]:
+        """Return the next few units, small ones together; none: the lane is at its end."""
+        taken: list[Unit] = []
+        total = 0
+        with self._lock:
+            while total < BATCH_BYTES and len(taken) < BATCH_UNITS and not self.empty:
+                unit = next(self._units, None)
+                if unit is None:
+                    self.empty = True
+                    break
+                taken.append(unit)
+                total += unit.tile.nbytes
+        return taken
+
+
+class Lanes:
+    """All lanes of a run.
+
+    Args:
+        lanes: In the order in which they are started.
+        room: Returns once another lane may be started; then all threads work on one as long as
+            there is work in it. None: each thread has a lane of its own while there are enough.
+    """
+
+    def __init__(self, lanes: list[Lane], room: Callable[[], None] | None = None) -> None:
+        self._room = room
+        self._fresh = list(reversed(lanes))
+        self._busy: list[Lane] = []
+        self._lock = threading.Lock()
+
+    def units(self) -> Iterator[tuple[list[Unit], bool]]:
+        """Yield batches for one thread, and whether its lane is its own, until nothing is left."""
+        while lane := self._claim():
+            while batch := lane.take():
+                yield batch, lane.workers == 1
+            with self._lock:
+                lane.workers -= 1
+                if lane in self._busy:
+                    self._busy.remove(lane)
+
+    def _claim(self) -> Lane | None:
+        if self._room is not None:
+            with self._lock:
+                if busy := self._shared():
+                    return busy
+            self._room()
+        with self._lock:
+            if self._fresh:
+                lane = self._fresh.pop()
+                self._busy.append(lane)
+            else:
+                return self._shared()
+            lane.workers += 1
+            return lane
+
+    def _shared(self) -> Lane | None:
+        """Return the begun lane with the fewest threads, one more now, if any has work left."""
+        open_lanes = [lane for lane in self._busy if not lane.empty]
+        if not open_lanes:
+            return None
+        lane = min(open_lanes, key=lambda lane: lane.workers)
+        lane.workers += 1
+        return lane

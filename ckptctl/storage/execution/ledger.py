@@ -1,0 +1,230 @@
+"""What has been written so far: checksums of records and sources, bytes left in each file."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckptctl.errors import CkptError, DamagedError
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.crc import combine
+from ckptctl.storage.execution.journal import Done
+from ckptctl.storage.execution.lanes import Unit
+
+Parts = list[tuple[int, int, int]]
+"""``(position, bytes, CRC-32)`` of the parts of a record or operand."""
+
+
+class News(NamedTuple):
+    """What a commit brought about.
+
+    Attributes:
+        finished: Output files all of whose bytes but the frame are written.
+        ripe: Output files with many bytes that no sync has been asked for.
+        durable: Units to be journalled, and the files they wrote; empty: not yet.
+    """
+
+    finished: list[str]
+    ripe: list[str]
+    durable: tuple[list[Done], list[str]]
+
+
+class Books(NamedTuple):
+    """What one of several processes entered, for the one that finishes their plan.
+
+    Attributes:
+        whole: CRC-32 of records that were written in one piece, by index.
+        parts: Of the other records.
+        sources: Parts of operands whose checksum is still to be compared, by transfer and operand.
+        written: Bytes of each output file.
+        finished: Output files that need nothing more.
+        read: Bytes read from source files.
+    """
+
+    whole: dict[int, int]
+    parts: dict[int, Parts]
+    sources: dict[tuple[int, int], Parts]
+    written: dict[str, int]
+    finished: list[str]
+    read: int = 0
+
+
+class Ledger:
+    """The books of a run; safe to use from many threads.
+
+    Args:
+        plan: The plan.
+        journal_every: Bytes between entries of the journal; 0: there is none.
+        sync_every: Bytes of a file between syncs.
+    """
+
+    def __init__(self, plan: Plan, journal_every: int, sync_every: int) -> None:
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._journal_every = journal_every
+        self._sync_every = sync_every
+        self._whole: dict[int, int] = {}
+        self._parts: dict[int, Parts] = {}
+        self._sources: dict[tuple[int, int], Parts] = {}
+        self._covered: Counter[tuple[int, int]] = Counter()
+        self._all: Counter[str] = Counter()
+        for record in plan.records:
+            self._all[record.file] += record.nbytes
+        for raw in plan.raw_copies:
+            self._all[raw.target] += raw.nbytes
+        self._left = self._all.copy()
+        self._unsynced: Counter[str] = Counter()
+        self._pending: list[Done] = []
+        self._pending_files: set[str] = set()
+        self._pending_bytes = 0
+        self.written = 0
+        self.resumed = 0
+
+    def untouched(self) -> list[str]:
+        """Return the output files that have nothing but a frame."""
+        return [file.path for file in self._plan.files if not self._all[file.path]]
+
+    def unfinished(self) -> list[str]:
+        """Return the output files that still lack bytes."""
+        with self._lock:
+            return [path for path, left in self._left.items() if left]
+
+    def begun(self) -> list[str]:
+        """Return the output files that have some of their bytes, but not all."""
+        with self._lock:
+            return [path for path, left in self._left.items() if 0 < left < self._all[path]]
+
+    def books(self) -> Books:
+        """Return what was entered."""
+        with self._lock:
+            written = {p: n - self._left[p] for p, n in self._all.items() if n > self._left[p]}
+            finished = [path for path in written if not self._left[path]]
+            return Books(self._whole, self._parts, self._sources, written, finished)
+
+    def add(self, books: Books) -> None:
+        """Enter what another process did.
+
+        Raises:
+            DamagedError: A source operand does not have the checksum its file records.
+        """
+        with self._lock:
+            self._whole |= books.whole
+            for record, parts in books.parts.items():
+                self._parts.setdefault(record, []).extend(parts)
+            for path, nbytes in books.written.items():
+                self._left[path] -= nbytes
+                self.written += nbytes
+            complete = [
+                entry for key, parts in books.sources.items() if (entry := self._cover(key, parts))
+            ]
+        for transfer, operand, parts in complete:
+            self._check(transfer, operand, parts)
+
+    def commit(self, units: Iterable[tuple[Unit, Done]], *, resumed: bool = False) -> News:
+        """Enter finished units.
+
+        Args:
+            units: What was done, with its checksums.
+            resumed: Whether an earlier run did it.
+
+        Raises:
+            DamagedError: A source operand does not have the checksum its file records.
+        """
+        news = News([], [], ([], []))
+        complete: list[tuple[int, int, Parts]] = []
+        with self._lock:
+            for unit, done in units:
+                self._enter(unit, done, news, resumed)
+                complete += self._read(unit, done)
+            if self._journal_every and self._pending_bytes >= self._journal_every:
+                news = news._replace(durable=(self._pending, sorted(self._pending_files)))
+                self._pending, self._pending_files, self._pending_bytes = [], set(), 0
+        for transfer, operand, parts in complete:
+            self._check(transfer, operand, parts)
+        return news
+
+    def crc(self, record: int) -> int:
+        """Return the CRC-32 of a finished record; 0 for an empty one.
+
+        Raises:
+            CkptError: Not all of its bytes have been written: a bug.
+        """
+        if record in self._whole:
+            return self._whole[record]
+        entry = self._plan.records[record]
+        value = _joined(self._parts.get(record, []), entry.nbytes)
+        if value is None:
+            raise CkptError(f"`{entry.name}` was not written completely", where=entry.file)
+        return value
+
+    def _enter(self, unit: Unit, done: Done, news: News, resumed: bool) -> None:
+        records = self._plan.records
+        total = 0
+        for write, crc in zip(unit.tile.writes, done.written, strict=True):
+            if write.record >= 0:
+                if write.nbytes == records[write.record].nbytes:
+                    self._whole[write.record] = crc
+                else:
+                    part = (write.at, write.nbytes, crc)
+                    self._parts.setdefault(write.record, []).append(part)
+            total += write.nbytes
+            self._left[write.file] -= write.nbytes
+            if not self._left[write.file]:
+                news.finished.append(write.file)
+            elif not resumed:
+                self._unsynced[write.file] += write.nbytes
+                if self._unsynced[write.file] >= self._sync_every:
+                    self._unsynced[write.file] = 0
+                    news.ripe.append(write.file)
+        if resumed:
+            self.resumed += total
+            return
+        self.written += total
+        if self._journal_every:
+            self._pending.append(done)
+            self._pending_files.update(write.file for write in unit.tile.writes)
+            self._pending_bytes += total
+
+    def _read(self, unit: Unit, done: Done) -> list[tuple[int, int, Parts]]:
+        """Enter the checked reads; return the operands that are complete now."""
+        complete: list[tuple[int, int, Parts]] = []
+        checked = (read for read in unit.tile.reads if read.operand >= 0)
+        for read, crc in zip(checked, done.read, strict=True):
+            number, operand, begin = self._plan.counted(unit.transfer, read.operand)
+            found = self._cover((number, operand), [(begin + read.at, read.nbytes, crc)])
+            complete += [found] if found else []
+        return complete
+
+    def _cover(self, key: tuple[int, int], more: Parts) -> tuple[int, int, Parts] | None:
+        """Enter parts of an operand; return it if it is complete now."""
+        parts = self._sources.setdefault(key, [])
+        parts += more
+        self._covered[key] += sum(nbytes for _, nbytes, _ in more)
+        if self._covered[key] != self._plan.recorded(*key)[2]:
+            return None
+        return *key, self._sources.pop(key)
+
+    def _check(self, number: int, index: int, parts: Parts) -> None:
+        name, file, nbytes, recorded = self._plan.recorded(number, index)
+        found = _joined(parts, nbytes)
+        if found != recorded:
+            raise DamagedError(
+                f"`{name}` does not have the checksum that its file records",
+                where=file,
+                why=f"CRC-32 is {found or 0:08x}, recorded is {recorded or 0:08x}",
+                hint="copy the checkpoint again from where it came; if the file was changed on "
+                "purpose, remove its ckptctl.manifest.json",
+            )
+
+
+def _joined(parts: Parts, nbytes: int) -> int | None:
+    """Return the CRC-32 of *parts* one after the other, None unless they are all of *nbytes*."""
+    end, value = 0, 0
+    for at, size, crc in sorted(parts):
+        if at != end:
+            return None
+        value = combine(value, crc, size) if at else crc
+        end += size
+    return value if end == nbytes else None

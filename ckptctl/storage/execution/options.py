@@ -1,0 +1,73 @@
+"""How a plan is carried out, and what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptctl.planner.tile import MIB, Limits
+from ckptctl.storage.threads import default_threads
+
+ARITHMETIC = 384 * MIB
+"""Bytes of buffers in all, for arithmetic."""
+LEAST = 64 << 10
+"""Bytes of buffers that a thread has at least."""
+Progress = Callable[[int], None]
+"""Called with the bytes finished since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionOptions:
+    """How a plan is carried out; none of it changes a byte of the output but CRCs.
+
+    Attributes:
+        jobs: Threads.
+        memory: Bytes of buffers in all, arithmetic apart.
+        checksum: Whether to compute CRCs of records and check those of sources.
+        resume: Whether to believe the journal of an earlier run.
+        journal_every: Bytes written between entries of the journal.
+        sync: Whether files and directories have to be on disk in the end.
+        shared: Whether others write below the same directory: then nothing there is removed.
+    """
+
+    jobs: int = 0
+    memory: int = 64 * MIB
+    checksum: bool = True
+    resume: bool = False
+    journal_every: int = 1 << 30
+    sync: bool = True
+    shared: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Return the number of threads: *jobs*, or this process's part of the cores."""
+        return self.jobs or default_threads()
+
+    def limits(self) -> Limits:
+        """Return the sizes of tiles that keep within *memory*."""
+        each = max(LEAST, self.memory // self.threads // 64 * 64)
+        return Limits(
+            tile=min(MIB, each),
+            widest=min(4 * MIB, each),
+            flat=min(MIB, each) if self.checksum else 16 * MIB,
+            arithmetic=min(16 * MIB, ARITHMETIC // (4 * self.threads)),
+            check=self.checksum,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What was done.
+
+    Attributes:
+        crcs: CRC-32 of each record of the plan; all 0 without checksums.
+        bytes_written: Bytes of records and raw copies that this run wrote.
+        resumed_bytes: Those that an earlier run had written.
+        bytes_read: Bytes read into memory from source files, what computed tensors are made of
+            apart.
+    """
+
+    crcs: list[int]
+    bytes_written: int
+    resumed_bytes: int
+    bytes_read: int = 0

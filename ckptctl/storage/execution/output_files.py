@@ -1,0 +1,77 @@
+"""The files that a plan writes: made at their full size, looked at again, made durable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ckptctl.planner.plan import OutputFile
+from ckptctl.planner.tile import Write
+from ckptctl.storage import trash
+from ckptctl.storage.contained import contained
+from ckptctl.storage.execution.target_files import write_failed
+from ckptctl.storage.sync import sync_directory
+
+
+class OutputFiles:
+    """The output files of a plan.
+
+    Args:
+        files: Those of the plan.
+        root: The directory that they lie below.
+        shared: Whether others write below it: then nothing there is removed.
+        sync: Whether directories have to be on disk.
+    """
+
+    def __init__(
+        self, files: Sequence[OutputFile], root: Path, *, shared: bool, sync: bool
+    ) -> None:
+        self._files = files
+        self._root = root
+        self._shared = shared
+        self._sync = sync
+
+    def intact(self) -> bool:
+        """Return whether the output files are there, at their full size."""
+        return all(
+            path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
+            for file in self._files
+            for path in (self._root / file.path,)
+        )
+
+    def create(self) -> None:
+        """Create the output files at their full size.
+
+        Raises:
+            StorageError: One cannot be made.
+        """
+        if self._files and not self._shared:
+            trash.clear(self._root)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        for file in self._files:
+            path = self._root / contained(file.path, str(self._root))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, flags, 0o666)
+                try:
+                    os.ftruncate(descriptor, file.size)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise write_failed(error, path) from error
+
+    def sync_directories(self) -> None:
+        """Sync every directory that holds an output file."""
+        if not self._files or not self._sync:
+            return
+        found = {self._root}
+        for file in self._files:
+            found.update(self._root / parent for parent in Path(file.path).parents)
+        for directory in sorted(found, reverse=True):
+            sync_directory(directory)
+
+    def read(self, write: Write) -> bytes:
+        """Return what is there of the bytes that *write* is about."""
+        with (self._root / write.file).open("rb") as file:
+            return os.pread(file.fileno(), write.nbytes, write.offset)

@@ -1,0 +1,165 @@
+"""Reading what a tile is made of: from files, from memory, and what is computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckptctl.catalog import is_computed, is_memory
+from ckptctl.errors import StorageError
+from ckptctl.planner.tile import Read, Tile
+from ckptctl.storage.crc import crc32
+from ckptctl.storage.execution.descriptors import Descriptors
+from ckptctl.storage.execution.tile_buffers import TileBuffers, scatter
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.local_files import after
+
+if TYPE_CHECKING:
+    from ckptctl.storage.computed import ComputedFiles
+
+
+class TileReader:
+    """Reads for one thread.
+
+    Args:
+        descriptors: The thread's.
+        buffers: Likewise.
+        memory: What of this process's memory is read, by name.
+        computed: See below.
+
+    Attributes:
+        computed: Returns virtual files for this thread's use, made ready.
+        bytes_read: Bytes that it has read from source files, those of virtual ones apart.
+    """
+
+    def __init__(
+        self,
+        descriptors: Descriptors,
+        buffers: TileBuffers,
+        memory: Mapping[str, memoryview],
+        computed: Callable[[], ComputedFiles],
+    ) -> None:
+        self._descriptors = descriptors
+        self._buffers = buffers
+        self._memory = memory
+        self.computed = computed
+        self.bytes_read = 0
+
+    def read(
+        self, files: SourceFiles, read: Read, buffer: memoryview, *, again: bool = True
+    ) -> int:
+        """Fill the buffer and return the CRC of what was read, or -1 when none is wanted.
+
+        Args:
+            files: Where the source is.
+            read: What to read.
+            buffer: Gets it.
+            again: Whether it is the buffer of tiles, which others use, too.
+        """
+        if is_computed(read.file):
+            return -1
+        if read.pattern is None or len(read.pattern.runs) == 1:
+            start = read.pattern.runs[0][0] if read.pattern else 0
+            view = buffer[start : start + read.nbytes]
+            self.fill(files, read.file, [view], read.offset, read.nbytes)
+            return crc32(view) if read.operand >= 0 else -1
+        offset, crc = read.offset, 0
+        found = self._buffers.places if again else scatter
+        for size, views in found(read.pattern, buffer):
+            self.fill(files, read.file, views, offset, size)
+            offset += size
+            if read.operand >= 0:
+                for view in views:
+                    crc = crc32(view, crc)
+        return crc if read.operand >= 0 else -1
+
+    def gather(self, name: str, reads: Sequence[Read], buffer: memoryview) -> None:
+        """Fill the buffer with all that a tile reads of one virtual file, in one go."""
+        pieces: list[tuple[int, int, int]] = []
+        for read in reads:
+            if read.file != name:
+                continue
+            offset = read.offset
+            for start, nbytes in read.pattern.runs if read.pattern else ((0, read.nbytes),):
+                pieces.append((offset, nbytes, start))
+                offset += nbytes
+        self.computed().gather(name, pieces, buffer)
+
+    def rows(self, files: SourceFiles, tile: Tile, place: memoryview) -> bool:
+        """Read many short runs of one file; return whether the tile is made of such."""
+        reads = tile.reads
+        if len(reads) < 2 or is_memory(reads[0].file) or not files.local:
+            return False
+        found = _single_runs(reads)
+        if found is None:
+            return False
+        name = reads[0].file
+        descriptor, preadv = self._descriptors.source(files, name), os.preadv
+        try:
+            for offset, start, nbytes in found:
+                view = place[start : start + nbytes]
+                count = preadv(descriptor, (view,), offset)
+                if count != nbytes:
+                    files.readv(name, after([view], count), offset + count)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(files.root / name)) from error
+        self.bytes_read += tile.nbytes
+        return True
+
+    def fill(
+        self,
+        files: SourceFiles,
+        name: str,
+        views: list[memoryview],
+        offset: int,
+        nbytes: int,
+        descriptor: int | None = None,
+    ) -> None:
+        """Fill *views*, one after the other, with the bytes of one range.
+
+        Args:
+            files: Where the source is.
+            name: The file, or the name of memory.
+            views: Get the bytes; at most IOV_MAX.
+            offset: First byte.
+            nbytes: Of all views.
+            descriptor: The file's, where it is known.
+
+        Raises:
+            DamagedError: The file ends before.
+            StorageError: The read failed.
+        """
+        if is_memory(name):
+            memory = self._memory[name]
+            for view in views:
+                view[:] = memory[offset : offset + len(view)]
+                offset += len(view)
+            return
+        self.bytes_read += nbytes
+        if not files.local:
+            files.readv(name, views, offset)
+            return
+        if descriptor is None:
+            descriptor = self._descriptors.source(files, name)
+        try:
+            count = os.preadv(descriptor, views, offset)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(files.root / name)) from error
+        if count != nbytes:
+            files.readv(name, after(views, count), offset + count)
+
+
+def _single_runs(reads: Sequence[Read]) -> list[tuple[int, int, int]] | None:
+    """Return ``(offset, start in the buffer, bytes)`` of unchecked reads of one file.
+
+    None: one of them has more than one place, is checked, or is of another file. There are
+    thousands of them, a few microseconds of work each.
+    """
+    name = reads[0].file
+    found: list[tuple[int, int, int]] = []
+    for file, offset, nbytes, pattern, operand, _ in reads:
+        if operand >= 0 or file != name or (pattern is not None and len(pattern.runs) != 1):
+            return None
+        found.append((offset, pattern.runs[0][0] if pattern is not None else 0, nbytes))
+    return found

@@ -1,0 +1,227 @@
+"""One thread of a run: how it does a tile."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ckptctl import dtypes
+from ckptctl.catalog import is_computed, is_memory
+from ckptctl.planner.moves import Move
+from ckptctl.planner.plan import Transfer
+from ckptctl.planner.tile import Tile, Write
+from ckptctl.storage.crc import crc32
+from ckptctl.storage.execution.descriptors import Descriptors
+from ckptctl.storage.execution.journal import Done
+from ckptctl.storage.execution.lanes import Unit
+from ckptctl.storage.execution.target_files import write_all
+from ckptctl.storage.execution.tile_buffers import TILE, TileBuffers
+from ckptctl.storage.execution.tile_reader import TileReader
+
+if TYPE_CHECKING:
+    from ckptctl.storage.computed import ComputedFiles
+
+
+class Worker:
+    """Does tiles, one after the other, in memory of its own.
+
+    Args:
+        root: Directory of the output files.
+        transfers: Those of the plan.
+        checksum: Whether to compute CRCs.
+        chunk: Bytes of a buffer for plain byte ranges.
+        arithmetic: Returns the module that imports torch, made ready.
+        computed: Returns virtual files for this thread's use, made ready.
+        memory: What of this process's memory is read or written, by name.
+
+    Attributes:
+        alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
+            lock while it reads, too: with two writers it is slower than reading and writing.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        transfers: Sequence[Transfer],
+        *,
+        checksum: bool,
+        chunk: int,
+        arithmetic: Callable[[], ModuleType],
+        computed: Callable[[], ComputedFiles],
+        memory: Mapping[str, memoryview],
+    ) -> None:
+        self._root = root
+        self._transfers = transfers
+        self._checksum = checksum
+        self._chunk = chunk
+        self._arithmetic = arithmetic
+        self._memory = memory
+        self.alone = True
+        self._descriptors = Descriptors(root)
+        self._kernel_copy = not checksum
+        self._buffers = TileBuffers()
+        self._reader = TileReader(self._descriptors, self._buffers, memory, computed)
+
+    @property
+    def bytes_read(self) -> int:
+        """Return the bytes read from source files, those of virtual ones apart."""
+        return self._reader.bytes_read
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        self._descriptors.close()
+
+    def do(self, unit: Unit) -> Done:
+        """Do one unit and return its checksums.
+
+        Raises:
+            DamagedError: A source file is shorter than it should be.
+            StorageError: A read or write failed.
+        """
+        tile = unit.tile
+        if tile.flat and is_memory(tile.reads[0].file):
+            return self._from_memory(unit)
+        place = self._in_place(unit)
+        if place is not None:
+            return self._into_memory(unit, place)
+        if tile.flat and self.alone and self._kernel_copy and self._copy_range(unit):
+            return Done(unit.transfer, unit.number, [0], [])
+        if tile.flat and tile.nbytes > self._chunk:
+            return self._flat(unit)
+        buffer = self._buffers.get(TILE, tile.nbytes)
+        for name in {one.file for one in tile.reads if is_computed(one.file)}:
+            self._reader.gather(name, tile.reads, buffer)
+        read = [
+            crc for one in tile.reads if (crc := self._reader.read(unit.files, one, buffer)) >= 0
+        ]
+        for move in tile.moves:
+            self._move(unit, move, buffer)
+        return Done(unit.transfer, unit.number, self._write(unit, tile, buffer, read), read)
+
+    def _from_memory(self, unit: Unit) -> Done:
+        """Write a plain range of memory where it lies."""
+        read, write = unit.tile.reads[0], unit.tile.writes[0]
+        view = self._memory[read.file][read.offset : read.offset + read.nbytes]
+        crc = crc32(view) if self._checksum else 0
+        self._put(write, view)
+        return Done(unit.transfer, unit.number, [crc], [crc] if read.operand >= 0 else [])
+
+    def _in_place(self, unit: Unit) -> memoryview | None:
+        """Return the memory that a tile fills alone and as it is read."""
+        tile = unit.tile
+        if len(tile.writes) != 1 or tile.moves or not is_memory(tile.writes[0].file):
+            return None
+        transfer, write = self._transfers[unit.transfer], tile.writes[0]
+        if transfer.source_dtype != transfer.target_dtype or write.nbytes != tile.nbytes:
+            return None
+        if any(is_computed(read.file) for read in tile.reads):
+            return None
+        memory = self._memory[write.file]
+        if not isinstance(memory, memoryview):
+            return None  # a device's, or scattered: it only takes what lies in a buffer
+        return memory[write.offset : write.offset + write.nbytes]
+
+    def _into_memory(self, unit: Unit, place: memoryview) -> Done:
+        """Read a tile into the memory that it is for."""
+        if self._reader.rows(unit.files, unit.tile, place):
+            return Done(unit.transfer, unit.number, [0], [])
+        read = [
+            crc
+            for one in unit.tile.reads
+            if (crc := self._reader.read(unit.files, one, place, again=False)) >= 0
+        ]
+        return Done(unit.transfer, unit.number, [0], read)
+
+    def _put(self, write: Write, view: memoryview) -> None:
+        if is_memory(write.file):
+            self._memory[write.file][write.offset : write.offset + write.nbytes] = view
+            return
+        target = self._descriptors.target(write.file)
+        write_all(target, view, write.offset, self._root / write.file)
+
+    def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
+        staged = self._buffers.get("staging", move.staging)
+        if is_computed(move.file):
+            self._reader.computed().gather(move.file, move.reads, staged)
+        else:
+            known = unit.files.local and not is_memory(move.file)
+            descriptor = self._descriptors.source(unit.files, move.file) if known else None
+            for offset, nbytes, start in move.reads:
+                views = [staged[start : start + nbytes]]
+                self._reader.fill(unit.files, move.file, views, offset, nbytes, descriptor)
+        item = dtypes.itemsize(self._transfers[unit.transfer].source_dtype)
+        self._arithmetic().permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
+
+    def _write(
+        self, unit: Unit, tile: Tile, buffer: memoryview, read: Sequence[int]
+    ) -> Sequence[int]:
+        if not tile.writes:
+            return []
+        buffer = self._cast(unit, buffer)
+        crcs: list[int] = []
+        for write in tile.writes:
+            view = buffer[write.start : write.start + write.nbytes]
+            if tile.flat and read:
+                crcs.append(read[0])
+            else:
+                wanted = self._checksum and not is_memory(write.file)
+                crcs.append(crc32(view) if wanted else 0)
+            self._put(write, view)
+        return crcs
+
+    def _cast(self, unit: Unit, buffer: memoryview) -> memoryview:
+        if unit.transfer >= len(self._transfers):
+            return buffer
+        transfer = self._transfers[unit.transfer]
+        if transfer.source_dtype == transfer.target_dtype:
+            return buffer
+        count = unit.tile.nbytes // dtypes.itemsize(transfer.source_dtype)
+        size = count * dtypes.itemsize(transfer.target_dtype)
+        target = self._buffers.get("cast", size)[:size]
+        self._arithmetic().cast(
+            buffer[: unit.tile.nbytes], transfer.source_dtype, target, transfer.target_dtype
+        )
+        return target
+
+    def _flat(self, unit: Unit) -> Done:
+        """Copy a long plain range in several steps, for its unchecked runs only."""
+        read, write = unit.tile.reads[0], unit.tile.writes[0]
+        buffer = self._buffers.get(TILE, self._chunk)
+        crc = 0
+        for done in range(0, read.nbytes, self._chunk):
+            size = min(self._chunk, read.nbytes - done)
+            view = buffer[:size]
+            if is_computed(read.file):
+                self._reader.computed().gather(read.file, [(read.offset + done, size, 0)], view)
+            else:
+                self._reader.fill(unit.files, read.file, [view], read.offset + done, size)
+            if self._checksum:
+                crc = crc32(view, crc)
+            self._put(write._replace(offset=write.offset + done, nbytes=size), view)
+        return Done(unit.transfer, unit.number, [crc], [crc] if read.operand >= 0 else [])
+
+    def _copy_range(self, unit: Unit) -> bool:
+        """Let the kernel copy a plain range; return whether it did all of it."""
+        read, write = unit.tile.reads[0], unit.tile.writes[0]
+        if is_computed(read.file) or is_memory(write.file) or not unit.files.local:
+            return False
+        source = self._descriptors.source(unit.files, read.file)
+        target = self._descriptors.target(write.file)
+        done = 0
+        while done < read.nbytes:
+            try:
+                count = os.copy_file_range(
+                    source, target, read.nbytes - done, read.offset + done, write.offset + done
+                )
+            except OSError as error:
+                # Whatever it is, reading and writing will say which of the two files it is about.
+                self._kernel_copy = error.errno in (errno.EIO, errno.ENOSPC, errno.EINTR)
+                return False
+            if not count:
+                return False
+            done += count
+        return True

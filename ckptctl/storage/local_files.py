@@ -1,0 +1,196 @@
+"""Files of this machine, opened ``O_RDONLY`` and read by position.
+
+They are read with ``preadv``, never through a memory map: a file that shrinks under one kills the
+process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError
+from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.contained import contained
+
+MAX_OPEN = 256
+IOV_MAX = 1024
+SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
+
+
+class LocalFiles:
+    """The files below one directory, opened on demand and kept open, for many threads.
+
+    Args:
+        root: The directory.
+
+    Attributes:
+        root: The same.
+        local: True.
+    """
+
+    local = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._users: dict[int, int] = {}
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+    def forget(self) -> None:
+        """Do nothing: nothing is kept."""
+
+    def path(self, name: str) -> Path:
+        """Return the path of *name* after checking that it stays inside the root.
+
+        Symbolic links may leave the root only the way the Hugging Face cache uses them: from
+        ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository, and on to
+        the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
+
+        Raises:
+            DamagedError: It leads elsewhere or is not a regular file.
+            SourceNotFoundError: There is no such file.
+        """
+        path = self.root / contained(name, str(self.root))
+        root = self.root.resolve()
+        real = path.resolve()
+        if not real.is_relative_to(root) and not _in_hub_blobs(root, real):
+            raise DamagedError(
+                f"`{name}` leads outside the checkpoint", where=str(path), why=f"it is {real}"
+            )
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            raise SourceNotFoundError(f"`{name}` is missing", where=str(self.root)) from None
+        except OSError as error:
+            raise StorageError.from_os_error(error, "look at", str(path)) from error
+        if not stat.S_ISREG(mode):
+            raise DamagedError(f"`{name}` is not a regular file", where=str(path))
+        return path
+
+    def identity(self, name: str) -> FileIdentity:
+        """See :meth:`~ckptctl.storage.files.Access.identity`."""
+        with self._descriptor(name) as descriptor:
+            found = os.fstat(descriptor)
+        return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+
+    def digest(self, name: str) -> None:
+        """Return None: a file says nothing of its content."""
+
+    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
+        """See :meth:`~ckptctl.storage.files.Access.read_some`."""
+        descriptor = self._hold(name)
+        try:
+            return os.pread(descriptor, nbytes, offset)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
+        finally:
+            self._release(descriptor)
+
+    def readv(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`~ckptctl.storage.files.Access.readv`."""
+        done = 0
+        with self._descriptor(name) as descriptor:
+            for start in range(0, len(views), IOV_MAX):
+                some = views[start : start + IOV_MAX]
+                found = self._fill(descriptor, name, some, offset + done)
+                done += found
+                if found < sum(map(len, some)):
+                    break
+        return done
+
+    def prefetch(self, name: str, offset: int) -> None:
+        """Do nothing: the operating system reads ahead."""
+
+    def descriptor(self, name: str) -> int:
+        """See :meth:`~ckptctl.storage.files.Access.descriptor`."""
+        try:
+            return os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "open", str(self.root / name)) from error
+
+    def _fill(self, descriptor: int, name: str, views: Sequence[memoryview], offset: int) -> int:
+        wanted = sum(len(view) for view in views)
+        done = 0
+        left = list(views)
+        while done < wanted:
+            try:
+                count = os.preadv(descriptor, left, offset + done)
+            except OSError as error:
+                raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
+            if count == 0:
+                break
+            done += count
+            left = after(left, count) if done < wanted else []
+        return done
+
+    @contextmanager
+    def _descriptor(self, name: str) -> Iterator[int]:
+        descriptor = self._hold(name)
+        try:
+            yield descriptor
+        finally:
+            self._release(descriptor)
+
+    def _hold(self, name: str) -> int:
+        """Return the descriptor of *name*, which stays open until it is released."""
+        with self._lock:
+            descriptor = self._open.get(name)
+            if descriptor is None:
+                descriptor = self._open[name] = self.descriptor(name)
+            else:
+                self._open.move_to_end(name)
+            self._users[descriptor] = self._users.get(descriptor, 0) + 1
+            self._shrink()
+            return descriptor
+
+    def _release(self, descriptor: int) -> None:
+        with self._lock:
+            self._users[descriptor] -= 1
+
+    def _shrink(self) -> None:
+        """Close the descriptors used longest ago, of those that nobody uses, down to the limit."""
+        for name, descriptor in list(self._open.items()):
+            if len(self._open) <= MAX_OPEN:
+                return
+            if not self._users.get(descriptor):
+                del self._open[name]
+                self._users.pop(descriptor, None)
+                os.close(descriptor)
+
+
+def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of *views* once their first *count* bytes are done."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []
+
+
+def hub_repository(root: Path) -> Path | None:
+    """Return the repository in a Hugging Face cache whose snapshot *root* is, or lies in."""
+    found = (parent.parent for parent in root.parents if parent.name == "snapshots")
+    return next(found, None)
+
+
+def _in_hub_blobs(root: Path, real: Path) -> bool:
+    repository = hub_repository(root)
+    if repository is None:
+        return False
+    shared = real.parent.parent == repository.parent / "blobs"
+    return real.parent == repository / "blobs" or (
+        shared and SHARED_BLOB.fullmatch(real.name) is not None
+    )

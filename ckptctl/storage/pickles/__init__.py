@@ -1,0 +1,1 @@
+"""Pickles, read without importing or calling what they name, and written."""

@@ -1,0 +1,281 @@
+"""What a pickle becomes when nothing in it is run: records, names, and ordinary containers.
+
+:mod:`ckptctl.storage.pickles.reader` produces these objects, :mod:`ckptctl.storage.pickles.writer`
+writes them back as they were.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from ckptctl.errors import DamagedError
+
+MAX_DEPTH = 100
+MAX_KEY_NODES = 128
+MAX_KEY_BITS = 64  # hashes of longer integers collide at will: they are taken modulo 2**61 - 1
+_ATOMS = frozenset({str, bytes, bool, float, type(None)})
+_LEAVES = _ATOMS | {int}
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that a pickle names; the name only, never the thing.
+
+    Calling it (REDUCE, NEWOBJ) makes an :class:`Inert` record.
+    """
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """A table entry that is called with the arguments of REDUCE or NEWOBJ.
+
+    Args:
+        fn: Must be cheap for any arguments: it runs on hostile input.
+        hashes: Whether *fn* hashes the elements of its arguments; they are checked first.
+        source: The name it stands for, so that a mere reference to it can be written back.
+    """
+
+    fn: Callable[..., object]
+    hashes: bool = False
+    source: Global | None = None
+
+
+class Size(tuple[int, ...]):
+    """A ``torch.Size`` that stood in a pickle as a value of its own."""
+
+    __slots__ = ()
+
+
+class DictRecord(dict[object, object]):
+    """An ``OrderedDict``, ``defaultdict``, ...: a dict that remembers its class.
+
+    Attributes:
+        origin: The class.
+        args: What its constructor was given, as the factory of a ``defaultdict``.
+        state: The instance attributes, as ``{"_metadata": ...}`` of ``Module.state_dict()``.
+    """
+
+    __slots__ = ("args", "origin", "state")
+
+    def __init__(self, origin: Global, args: tuple[object, ...] = ()) -> None:
+        self.origin = origin
+        self.args = args
+        self.state: object = None
+
+    def build(self, state: object) -> None:
+        """Take the state of a BUILD opcode."""
+        self.state = state
+
+
+class Inert:
+    """An instance of a class that was not imported.
+
+    Two records are equal when class, arguments and state are; only records that consist of plain
+    values can be hashed. Subclasses may define equality anew.
+
+    Attributes:
+        module: Module of the class or function.
+        name: Qualified name in it.
+        args: Positional arguments of the call.
+        state: What BUILD gave, usually a dict of attributes; None: nothing.
+        newobj: Made by NEWOBJ (``cls.__new__``) and not by REDUCE (a call).
+        appended: Elements that APPEND(S) added, for subclasses of list; None: none.
+        entries: Pairs that SETITEM(S) added, for subclasses of dict; None: none.
+    """
+
+    __slots__ = ("_key", "appended", "args", "entries", "module", "name", "newobj", "state")
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        args: tuple[object, ...] = (),
+        state: object = None,
+        *,
+        newobj: bool = False,
+    ) -> None:
+        self.module = module
+        self.name = name
+        self.args = args
+        self.state = state
+        self.newobj = newobj
+        self.appended: list[object] | None = None
+        self.entries: list[tuple[object, object]] | None = None
+        self._key: tuple[object, ...] | None = None
+
+    def build(self, state: object) -> None:
+        """Take the state of a BUILD opcode.
+
+        Raises:
+            DamagedError: The record is a dict key already.
+        """
+        if self._key is not None:
+            raise DamagedError(f"a `{self.module}.{self.name}` changes after its use as a key")
+        self.state = state
+
+    def key(self) -> tuple[object, ...]:
+        """Return the strings and bytes that stand for this record in comparisons.
+
+        Numbers become text, because Python salts the hashes of text alone: those of numbers
+        collide at will, and a hostile file would make every dict lookup linear.
+
+        Raises:
+            DamagedError: The record holds something that cannot be compared cheaply.
+        """
+        if self._key is None:
+            if self.appended is not None or self.entries is not None:
+                raise DamagedError(f"a container `{self.module}.{self.name}` is used as a key")
+            state = self.state
+            if type(state) is dict:
+                if any(type(name) is not str for name in state):
+                    raise DamagedError("an attribute's name is not a string")
+                state = tuple(sorted(state.items(), key=_first))
+            check_key((self.args, state))
+            self._key = (self.module, self.name, *_atoms((self.args, state), []))
+        return self._key
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is type(self) and self.key() == other.key())
+
+    def __repr__(self) -> str:
+        return f"<{self.module}.{self.name}>"
+
+
+def _first(pair: tuple[str, object]) -> str:
+    return pair[0]
+
+
+def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:
+    """Flatten what :func:`check_key` passed."""
+    found.append(f"({len(value)}")
+    for item in value:
+        if item.__class__ is str or item.__class__ is bytes:
+            found.append(item)
+        elif isinstance(item, tuple):
+            _atoms(item, found)
+        elif isinstance(item, Inert):
+            found += item.key()
+        else:
+            found.append(f"={item!r}")
+    return found
+
+
+def check_key(value: object) -> int:
+    """Check that *value* can be hashed and compared in constant time.
+
+    Returns:
+        The number of its nodes: 1 for a plain value or a record, more for a tuple.
+
+    Raises:
+        DamagedError: It is mutable, too large or not a plain value.
+    """
+    nodes = 0
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        nodes += 1
+        kind = type(item)
+        if nodes > MAX_KEY_NODES:
+            raise DamagedError("a key is too large", why=f"more than {MAX_KEY_NODES} values in it")
+        if isinstance(item, tuple) and kind in (tuple, Size):
+            if len(item) > MAX_KEY_NODES:
+                raise DamagedError("a key is too large", why=f"a tuple of {len(item):,}")
+            pending.extend(item)
+        elif kind is int:
+            if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]
+                raise DamagedError("a key is too large", why="an integer of more than 64 bits")
+        elif isinstance(item, Inert):
+            hash(item)
+        elif kind not in _ATOMS and kind is not Global:
+            raise DamagedError(f"a key is of type {kind.__name__}", why="keys are plain values")
+    return nodes
+
+
+def check_tree(root: object, *, limit: int, where: str) -> int:
+    """Check that *root*, walked as a tree, is small enough to walk.
+
+    A pickle of 100 bytes can hold a list of lists of lists that each name the next one ten times:
+    ten billion leaves, "a billion laughs". What passes here may be walked recursively: at most
+    *limit* nodes, at most ``MAX_DEPTH`` deep, no cycles.
+
+    Args:
+        root: What :func:`ckptctl.storage.pickles.reader.loads` returned.
+        limit: Most nodes, each counted as often as a path leads to it.
+        where: The file, for the error.
+
+    Returns:
+        The number of nodes.
+
+    Raises:
+        DamagedError: There are more, or they nest deeper.
+    """
+    count = 1
+    pending = [(root, 1)]
+    while pending:
+        value, depth = pending.pop()
+        inner = _children(value)
+        if not inner:
+            continue
+        count += len(inner)
+        if count > limit:
+            raise DamagedError(
+                "the pickle unfolds without bound",
+                where=where,
+                why=f"more than {limit:,} values",
+            )
+        if depth >= MAX_DEPTH:
+            raise DamagedError(
+                "the pickle nests too deeply", where=where, why=f"more than {MAX_DEPTH} levels"
+            )
+        pending.extend((item, depth + 1) for item in inner if item.__class__ not in _LEAVES)
+    return count
+
+
+def walk(root: object, limit: int = sys.maxsize) -> Iterator[object]:
+    """Yield every value inside *root*, itself included, containers once however often shared.
+
+    Args:
+        root: What :func:`ckptctl.storage.pickles.reader.loads` returned.
+        limit: Most values; unbounded for what :func:`check_tree` passed.
+
+    Raises:
+        DamagedError: There are more.
+    """
+    seen: set[int] = set()
+    pending = [root]
+    count = 0
+    while pending:
+        value = pending.pop()
+        count += 1
+        if count > limit:
+            raise DamagedError("the pickle unfolds without bound", why=f"over {limit:,} values")
+        yield value
+        if value.__class__ not in _LEAVES and id(value) not in seen:
+            seen.add(id(value))
+            pending.extend(_children(value))
+
+
+def _children(value: object) -> Collection[object]:
+    if isinstance(value, DictRecord):
+        return [*value.values(), value.args, value.state]
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, Inert):
+        entries = [part for pair in value.entries or () for part in pair]
+        return [*value.args, value.state, *(value.appended or ()), *entries]
+    if isinstance(value, slice):
+        return (value.start, value.stop, value.step)
+    return ()

@@ -1,0 +1,326 @@
+"""A pickle machine that imports nothing and calls nothing that a file names.
+
+It knows the opcodes of protocols 0 to 5 (``Lib/pickletools.py``, PEP 307, 3154, 574) that torch and
+Python write. Globals are looked up in a table of inert stand-ins. Everything malformed is a
+:class:`~ckptctl.errors.DamagedError`.
+
+Differences from :mod:`pickle`, all towards refusing: a key may not occur twice in a dict; keys are
+plain values, small tuples of them, or records; builders may not unfold a shared value again and
+again; EXT*, INST, OBJ, text persistent ids, Python 2 byte strings of protocol 0 and out-of-band
+buffers are refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from ckptctl.errors import CkptError, DamagedError, UnsafePickleError
+from ckptctl.storage.collection import no_collection
+from ckptctl.storage.pickles.inert import (
+    Builder,
+    DictRecord,
+    Global,
+    Inert,
+    check_key,
+    check_tree,
+    walk,
+)
+from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook
+from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+
+__all__ = [
+    "TORCH_TABLE",
+    "Builder",
+    "DictRecord",
+    "Global",
+    "Hook",
+    "Inert",
+    "Table",
+    "Unknown",
+    "check_tree",
+    "loads",
+    "walk",
+]
+
+Table = Mapping[tuple[str, str], object]
+Unknown = Literal["refuse", "inert"]
+
+MAX_TUPLE_KEYS = 10_000
+SHARED_ALLOWANCE = 1 << 16
+SHOWN_NAME = 200
+_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_SIZED = frozenset({str, bytes, bytearray, tuple, list, dict, set, frozenset, DictRecord})
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+
+
+def loads(
+    data: bytes,
+    *,
+    where: str,
+    table: Table,
+    unknown: Unknown = "refuse",
+    persistent_load: Callable[[object], object] | None = None,
+    hook: Hook | None = None,
+) -> object:
+    """Read one pickle.
+
+    Args:
+        data: The pickle; bytes after its STOP are refused.
+        where: The file, for errors.
+        table: What stands for each global: a :class:`Builder` is called with the arguments of
+            REDUCE and NEWOBJ, a :class:`Global` makes :class:`Inert` records when called, anything
+            else is a constant. Python 2 module names are translated before the look-up.
+        unknown: What to do with a global that is not in *table*: ``refuse``, or ``inert`` to make
+            records of it.
+        persistent_load: Called with each persistent id; None: there must be none.
+        hook: Called after each BUILD, as long as no entry of the memo is replaced.
+
+    Returns:
+        Plain values, containers and whatever the table made. Check it with :func:`check_tree`
+        before walking it.
+
+    Raises:
+        UnsafePickleError: A global is not in *table*, or an opcode asks for one of another kind.
+        DamagedError: The pickle is malformed.
+    """
+    machine = _Machine(data, where, table, unknown, persistent_load)
+    machine.hook = hook
+    try:
+        with no_collection():
+            return machine.run()
+    except CkptError as error:
+        error.where = error.where or where
+        raise
+    except _MALFORMED as error:
+        raise DamagedError(
+            "malformed pickle",
+            where=where,
+            why=f"{type(error).__name__} before byte {machine.pos:,}",
+        ) from error
+
+
+class _Machine:
+    """The state of one run; rare opcodes live in :mod:`ckptctl.storage.pickles.opcodes`."""
+
+    __slots__ = (
+        "allowance", "data", "globals", "hook", "memo", "persistent_load", "pos", "table",
+        "tuple_keys", "unknown", "where",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        data: bytes,
+        where: str,
+        table: Table,
+        unknown: Unknown,
+        persistent_load: Callable[[object], object] | None,
+    ) -> None:
+        self.data = data
+        self.where = where
+        self.table = table
+        self.unknown = unknown
+        self.persistent_load = persistent_load
+        self.hook: Hook | None = None
+        self.pos = 0
+        self.memo: dict[int, object] = {}
+        self.globals: dict[tuple[str, str], object] = {}
+        self.allowance = 4 * len(data) + SHARED_ALLOWANCE
+        self.tuple_keys = 0
+
+    def run(self) -> object:
+        """Run to STOP.
+
+        One long chain, most frequent opcodes first: a 100,000-tensor ``.metadata`` has twelve
+        million opcodes, and a call for each of them would double the time. Slices that pass the
+        end are short; the next fetch of an opcode then fails, so they need no check.
+        """
+        data = self.data
+        memo = self.memo
+        pos = 0
+        outer: list[list[object]] = []
+        stack: list[object] = []
+        try:
+            while True:
+                op = data[pos]
+                pos += 1
+                if op == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
+                elif op == 0x68:  # BINGET
+                    stack.append(memo[data[pos]])
+                    pos += 1
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    end = pos + 1 + data[pos]
+                    stack.append(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
+                    pos = end
+                elif op == 0x4B:  # BININT1
+                    stack.append(data[pos])
+                    pos += 1
+                elif op == 0x71:  # BINPUT
+                    memo[data[pos]] = stack[-1]
+                    pos += 1
+                    self.hook = None
+                elif op == 0x6A:  # LONG_BINGET
+                    stack.append(memo[int.from_bytes(data[pos : pos + 4], "little")])
+                    pos += 4
+                elif op == 0x72:  # LONG_BINPUT
+                    memo[int.from_bytes(data[pos : pos + 4], "little")] = stack[-1]
+                    pos += 4
+                    self.hook = None
+                elif op == 0x28:  # MARK
+                    outer.append(stack)
+                    stack = []
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    stack[-1] = self.call(stack[-1], args, False)
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif op == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                elif op == 0x75:  # SETITEMS
+                    items = stack
+                    stack = outer.pop()
+                    self.set_items(stack[-1], items)
+                elif op == 0x62:  # BUILD
+                    state = stack.pop()
+                    stack[-1].build(state)  # type: ignore[attr-defined]
+                    if self.hook is not None:
+                        pos = self.hook(data, pos, stack, outer, memo)
+                elif op == 0x7D:  # EMPTY_DICT
+                    stack.append({})
+                elif op == 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                elif op == 0x81:  # NEWOBJ
+                    args = stack.pop()
+                    stack[-1] = self.call(stack[-1], args, True)
+                elif op == 0x74:  # TUPLE
+                    items = stack
+                    stack = outer.pop()
+                    stack.append(tuple(items))
+                elif op == 0x4D:  # BININT2
+                    stack.append(data[pos] | data[pos + 1] << 8)
+                    pos += 2
+                elif op == 0x58:  # BINUNICODE
+                    end = pos + 4 + int.from_bytes(data[pos : pos + 4], "little")
+                    stack.append(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
+                    pos = end
+                elif op == 0x2E:  # STOP
+                    return self.finish(stack, outer, pos)
+                elif (closer := CLOSERS.get(op)) is not None:
+                    items = stack
+                    stack = outer.pop()
+                    closer(self, stack, items)
+                elif (cold := COLD.get(op)) is not None:
+                    pos = cold(self, stack, pos)
+                else:
+                    raise self.refused(op, pos)
+        finally:
+            self.pos = pos
+
+    def finish(self, stack: list[object], outer: list[list[object]], pos: int) -> object:
+        """Return the one value that is left."""
+        if len(stack) != 1 or outer:
+            raise DamagedError("malformed pickle", why="STOP with a stack that is not one value")
+        if pos != len(self.data):
+            raise DamagedError("malformed pickle", why=f"{len(self.data) - pos:,} bytes follow it")
+        return stack[0]
+
+    def refused(self, op: int, pos: int) -> DamagedError:
+        """Return the error for an opcode that is refused or does not exist."""
+        name = REFUSED.get(op)
+        at = f"at byte {pos - 1:,}"
+        if name is None:
+            return DamagedError("malformed pickle", why=f"no opcode {op:#04x} {at}")
+        return UnsafePickleError(
+            f"the pickle uses {name}, which no checkpoint needs", where=self.where, why=at
+        )
+
+    def call(self, target: object, args: object, newobj: bool) -> object:
+        """Return what REDUCE or NEWOBJ of *target* and *args* makes."""
+        if type(args) is not tuple:
+            raise DamagedError("malformed pickle", why="arguments are not a tuple")
+        if type(target) is Global:
+            return Inert(target.module, target.name, args, newobj=newobj)
+        if type(target) is not Builder:
+            raise DamagedError(
+                "malformed pickle", why=f"it calls a value of type {type(target).__name__}"
+            )
+        for arg in args:
+            if arg.__class__ in _SIZED:
+                self.allowance -= len(arg)
+        if self.allowance < 0:
+            raise DamagedError(
+                "the pickle unfolds without bound", why="one value is copied again and again"
+            )
+        if target.hashes:
+            for arg in args:
+                self.check_keys(arg)
+        return target.fn(*args)
+
+    def check_keys(self, keys: Iterable[object]) -> None:
+        """Check that each of *keys* can be hashed cheaply."""
+        for key in keys:
+            if key.__class__ is not str:
+                check_key(key)
+                if isinstance(key, tuple):
+                    self.tuple_keys += 1
+        if self.tuple_keys > MAX_TUPLE_KEYS:
+            raise DamagedError(
+                "too many tuples are used as keys", why=f"more than {MAX_TUPLE_KEYS:,}"
+            )
+
+    def set_items(self, target: object, items: list[object]) -> None:
+        """Put ``key, value, key, value, ...`` into a dict or a record."""
+        keys, values = items[::2], items[1::2]
+        self.check_keys(keys)
+        if len(keys) != len(values):
+            raise DamagedError("malformed pickle", why="a key without a value")
+        if isinstance(target, dict):
+            expected = len(target) + len(keys)
+            target.update(zip(keys, values, strict=True))
+            if len(target) != expected:
+                raise DamagedError("malformed pickle", why="a dict has the same key twice")
+        elif isinstance(target, Inert):
+            if target.entries is None:
+                target.entries = []
+            target.entries += zip(keys, values, strict=True)
+        else:
+            raise DamagedError("malformed pickle", why=f"items of a {type(target).__name__}")
+
+    def find(self, module: str, name: str, pos: int) -> object:
+        """Return what stands for a global."""
+        key = (_MODULES.get(module, module), name)
+        found = self.globals.get(key, self)
+        if found is self:
+            found = self.table.get(key, self)
+            if found is self:
+                if self.unknown == "refuse":
+                    raise _unsafe(*key, pos, self.where)
+                found = Global(*key)
+            self.globals[key] = found
+        return found
+
+
+def shown(text: str) -> str:
+    """Return *text* cut to a printable length."""
+    text = text.encode("unicode_escape").decode("ascii")
+    return text if len(text) <= SHOWN_NAME else text[:SHOWN_NAME] + "…"
+
+
+def _unsafe(module: str, name: str, pos: int, where: str) -> UnsafePickleError:
+    return UnsafePickleError(
+        f"the pickle asks for `{shown(module)}.{shown(name)}`, which is not allowed",
+        where=where,
+        why=f"at byte {pos:,} of the pickle; nothing was imported or run",
+    )

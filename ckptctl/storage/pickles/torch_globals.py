@@ -1,0 +1,171 @@
+"""The globals that a ``torch.save`` pickle and a harmless leaf may name, and what stands for each.
+
+Source: ``torch/_weights_only_unpickler.py`` (what torch itself allows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from ckptctl import dtypes
+from ckptctl.errors import DamagedError, FormatError
+from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
+from ckptctl.storage.pickles.torch_tensors import REBUILDERS
+
+_PLAIN_CLASSES = frozenset(
+    {
+        Global("torch", "Tensor"),
+        Global("torch.nn.parameter", "Parameter"),
+        Global("torch.nn.parameter", "Buffer"),
+    }
+)
+
+
+def _rebuild_from_type(fn: object, kind: object, args: object, attributes: object) -> object:
+    """Drop the Python attributes of a plain tensor: they are not data.
+
+    Subclasses, which only get here when unknown globals are let pass, stay records.
+    """
+    plain = type(kind) is Global and kind in _PLAIN_CLASSES
+    if plain and type(fn) is Builder and fn.fn in REBUILDERS.values():
+        if type(args) is not tuple:
+            raise DamagedError("malformed tensor", why="its arguments are not a tuple")
+        return fn.fn(*args)
+    return Inert("torch._tensor", "_rebuild_from_type_v2", (fn, kind, args, attributes))
+
+
+def _encode(text: object, encoding: object = "utf-8") -> bytes:
+    if type(text) is not str or encoding not in ("latin1", "latin-1", "utf-8"):
+        raise DamagedError("malformed bytes", why="only latin1 and utf-8 text is encoded")
+    return text.encode(encoding)
+
+
+def _bytes(data: object = b"") -> bytes:
+    if type(data) is not bytes:
+        raise DamagedError("malformed bytes", why="they are not made from bytes")
+    return data
+
+
+def _bytearray(data: object = b"", encoding: object = None) -> bytearray:
+    return bytearray(_bytes(data) if encoding is None else _encode(data, encoding))
+
+
+def _complex(real: object, imaginary: object = 0.0) -> complex:
+    if type(real) not in (int, float) or type(imaginary) not in (int, float):
+        raise DamagedError("malformed complex number", why="a part is not a number")
+    return complex(real, imaginary)  # type: ignore[call-overload,no-any-return]
+
+
+def _members(items: object = ()) -> list[object]:
+    if type(items) not in (list, tuple, set, frozenset):
+        raise DamagedError("malformed set", why="it is not made from a list")
+    return list(items)  # type: ignore[call-overload,no-any-return]
+
+
+def _path(*parts: object) -> str:
+    if any(type(part) is not str for part in parts):
+        raise DamagedError("malformed path", why="a part is not a string")
+    return str(PurePosixPath(*parts))  # type: ignore[arg-type]
+
+
+def _ordered() -> DictRecord:
+    return DictRecord(_ORDERED)
+
+
+def _defaultdict(*factory: object) -> DictRecord:
+    if len(factory) > 1 or (factory and type(factory[0]) not in (Global, Builder, type(None))):
+        raise DamagedError("malformed defaultdict", why="its factory is not a class")
+    return DictRecord(_DEFAULT, factory)
+
+
+def _unsupported(kind: str) -> Callable[..., object]:
+    def refuse(*_args: object) -> object:
+        raise FormatError(f"{kind} tensors are not supported")
+
+    return refuse
+
+
+_ORDERED = Global("collections", "OrderedDict")
+_DEFAULT = Global("collections", "defaultdict")
+
+_BUILDERS: dict[str, dict[str, Callable[..., object]]] = {
+    "torch._utils": {
+        **REBUILDERS,
+        "_rebuild_sparse_tensor": _unsupported("sparse"),
+        "_rebuild_qtensor": _unsupported("quantised"),
+        "_rebuild_nested_tensor": _unsupported("nested"),
+        "_rebuild_meta_tensor_no_storage": _unsupported("meta"),
+        "_rebuild_wrapper_subclass": _unsupported("wrapper-subclass"),
+        "_rebuild_device_tensor_from_numpy": _unsupported("XLA or other device"),
+        "_rebuild_device_tensor_from_cpu_tensor": _unsupported("XLA or other device"),
+    },
+    "torch._tensor": {"_rebuild_from_type_v2": _rebuild_from_type},
+    "torch": {"Size": Size},
+    "_codecs": {"encode": _encode},
+    "builtins": {
+        "bytes": _bytes,
+        "bytearray": _bytearray,
+        "complex": _complex,
+        "slice": slice,
+        "set": lambda items=(): set(_members(items)),
+        "frozenset": lambda items=(): frozenset(_members(items)),
+    },
+    "collections": {"OrderedDict": _ordered, "defaultdict": _defaultdict},
+    **{
+        module: dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath",
+                               "PureWindowsPath"), _path)
+        for module in ("pathlib", "pathlib._local")
+    },
+}  # fmt: skip
+
+_STORAGES = (
+    *dtypes.BY_STORAGE,
+    *("QInt8Storage", "QUInt8Storage", "QInt32Storage", "QUInt4x2Storage", "QUInt2x4Storage"),
+    "UntypedStorage",
+)
+_TORCH_NAMES = (
+    *dtypes.BY_NAME,
+    *("quint8", "qint8", "qint32", "quint4x2", "quint2x4"),
+    *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    *(f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)),
+    *("per_tensor_affine", "per_channel_affine"),
+    *("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged"),
+    *("contiguous_format", "preserve_format", "channels_last", "channels_last_3d"),
+    *("device", "memory_format", "layout", "dtype", "Tensor"),
+    *_STORAGES,
+)
+_NUMPY_DTYPES = (
+    *("Bool", "Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64"),
+    *("Float16", "Float32", "Float64", "Complex64", "Complex128", "Str", "Bytes", "Object"),
+)
+_NAMES: dict[str, tuple[str, ...]] = {
+    "torch": _TORCH_NAMES,
+    "torch.cuda": _STORAGES,
+    "torch.storage": _STORAGES,
+    "torch._tensor": ("Tensor",),
+    "torch.serialization": ("_get_layout",),
+    "torch.nn.parameter": ("Parameter", "Buffer"),
+    "builtins": ("list", "dict", "int", "float", "str", "bool", "tuple", "object", "range"),
+    "collections": ("Counter", "deque"),
+    "datetime": ("datetime", "date", "time", "timedelta", "timezone"),
+    "decimal": ("Decimal",),
+    "uuid": ("UUID", "SafeUUID"),
+    "argparse": ("Namespace",),
+    "types": ("SimpleNamespace",),
+    "_io": ("BytesIO", "StringIO"),
+    "numpy": ("ndarray", "dtype", *(name.lower() for name in _NUMPY_DTYPES)),
+    "numpy.dtypes": tuple(f"{name}DType" for name in _NUMPY_DTYPES),
+    "numpy.core.multiarray": ("scalar", "_reconstruct"),
+    "numpy._core.multiarray": ("scalar", "_reconstruct"),
+    "numpy._core.numeric": ("_frombuffer",),
+    "numpy.core.numeric": ("_frombuffer",),
+}
+
+TORCH_TABLE: dict[tuple[str, str], object] = {
+    (module, name): Global(module, name) for module, names in _NAMES.items() for name in names
+} | {
+    (module, name): Builder(fn, name in ("set", "frozenset"), Global(module, name))
+    for module, builders in _BUILDERS.items()
+    for name, fn in builders.items()
+}

@@ -1,0 +1,269 @@
+"""Pickles of protocol 2, the one that torch writes and its weights-only reader reads.
+
+Byte for byte what the C pickler makes of the same objects (``Modules/_pickle.c``), except that
+equal strings are shared even when they are different objects.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from ckptctl import dtypes
+from ckptctl.errors import RefusedError
+from ckptctl.storage.pickles.emitter import PickleEmitter
+from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
+from ckptctl.storage.pickles.storage_tensor import StorageTensor
+
+BATCH = 1000
+_ORDERED = Global("collections", "OrderedDict")
+_UNTYPED = Global("torch.storage", "UntypedStorage")
+_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+_V3 = Global("torch._utils", "_rebuild_tensor_v3")
+_TYPED = {name: Global("torch", found.storage or "") for name, found in dtypes.BY_NAME.items()}
+
+
+def dumps(obj: object) -> bytes:
+    """Return the pickle of *obj*.
+
+    Args:
+        obj: None, bool, int, float, complex, str, bytes, bytearray, slice, tuple, list, dict, set,
+            frozenset, ``OrderedDict``, what the pickle reader makes, or :class:`StorageTensor`.
+
+    Raises:
+        RefusedError: It holds anything else, or nests too deeply.
+    """
+    writer = _Writer()
+    try:
+        writer.save(obj)
+    except RecursionError as error:
+        raise RefusedError("the object nests too deeply to be written") from error
+    return b"\x80\x02" + writer.out + b"."
+
+
+class _Writer(PickleEmitter):
+    """Writes objects, each by the method that its class has in the table below.
+
+    Attributes:
+        objects: Memo index of each container by its identity.
+        kept: Temporary containers, alive so that their identities stay theirs.
+    """
+
+    __slots__ = ("kept", "objects")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[int, int] = {}
+        self.kept: list[object] = []
+
+    def save(self, obj: object) -> None:
+        """Write one object."""
+        handler = _HANDLERS.get(obj.__class__)
+        if handler is None:
+            handler = _Writer.inert if isinstance(obj, Inert) else _refuse
+        handler(self, obj)
+
+    def known(self, obj: object) -> bool:
+        """Write a reference if the container *obj* was written before."""
+        index = self.objects.get(id(obj))
+        if index is None:
+            return False
+        self.get(index)
+        return True
+
+    def builder(self, found: Builder) -> None:
+        if found.source is None:
+            raise RefusedError("a table entry without a name cannot be written")
+        self.name(found.source)
+
+    def fresh_tuple(self, items: Sequence[object]) -> None:
+        """Write a tuple that nothing else refers to."""
+        count = len(items)
+        if not count:
+            self.emit(b")")
+            return
+        if count > 3:
+            self.emit(b"(")
+        for item in items:
+            self.save(item)
+        self.emit((b"\x85", b"\x86", b"\x87")[count - 1] if count <= 3 else b"t")
+        self.put()
+
+    def sequence(self, items: tuple[object, ...]) -> None:
+        if items and self.known(items):
+            return
+        self.fresh_tuple(items)
+        if items:
+            self.objects[id(items)] = self.size - 1
+
+    def array(self, items: list[object]) -> None:
+        if self.known(items):
+            return
+        self.emit(b"]")
+        self.objects[id(items)] = self.put()
+        self.appends(items)
+
+    def appends(self, items: Sequence[object]) -> None:
+        if len(items) == 1:
+            self.save(items[0])
+            self.emit(b"a")
+            return
+        for start in range(0, len(items), BATCH):
+            self.emit(b"(")
+            for item in items[start : start + BATCH]:
+                self.save(item)
+            self.emit(b"e")
+
+    def mapping(self, obj: dict[object, object]) -> None:
+        if self.known(obj):
+            return
+        self.emit(b"}")
+        self.objects[id(obj)] = self.put()
+        self.set_items(obj.items())
+
+    def set_items(self, items: Iterable[tuple[object, object]]) -> None:
+        batch: list[tuple[object, object]] = []
+        for pair in items:
+            batch.append(pair)
+            if len(batch) == BATCH:
+                self.set_batch(batch)
+                batch = []
+        if batch:
+            self.set_batch(batch)
+
+    def set_batch(self, batch: Sequence[tuple[object, object]]) -> None:
+        if len(batch) > 1:
+            self.emit(b"(")
+        save = self.save
+        for key, value in batch:
+            save(key)
+            save(value)
+        self.emit(b"u" if len(batch) > 1 else b"s")
+
+    def call(self, obj: object, target: Global, args: tuple[object, ...], op: bytes = b"R") -> None:
+        """Write a call and remember its result as *obj*."""
+        self.name(target)
+        self.sequence(args)
+        self.emit(op)
+        self.objects[id(obj)] = self.put()
+
+    def temporary(self, obj: object, target: Global, args: tuple[object, ...]) -> None:
+        """Write a call whose arguments live only here."""
+        if self.known(obj):
+            return
+        self.kept.append((obj, args))
+        self.call(obj, target, args)
+
+    def inert(self, obj: object) -> None:
+        if self.known(obj):
+            return
+        assert isinstance(obj, Inert)
+        op = b"\x81" if obj.newobj else b"R"
+        self.call(obj, Global(obj.module, obj.name), obj.args, op)
+        if obj.appended is not None:
+            self.appends(obj.appended)
+        if obj.entries is not None:
+            self.set_items(obj.entries)
+        if obj.state is not None:
+            self.save(obj.state)
+            self.emit(b"b")
+
+    def dict_record(self, obj: DictRecord) -> None:
+        if self.known(obj):
+            return
+        self.call(obj, obj.origin, obj.args)
+        self.set_items(obj.items())
+        if obj.state is not None:
+            self.save(obj.state)
+            self.emit(b"b")
+
+    def ordered(self, obj: OrderedDict[object, object]) -> None:
+        if self.known(obj):
+            return
+        self.call(obj, _ORDERED, ())
+        self.set_items(obj.items())
+
+    def octets(self, value: bytes) -> None:
+        target, args = Global("_codecs", "encode"), (value.decode("latin1"), "latin1")
+        if not value:
+            self.temporary(value, Global("builtins", "bytes"), ())
+        else:
+            self.temporary(value, target, args)
+
+    def tensor(self, obj: StorageTensor) -> None:
+        """Write what ``Tensor.__reduce_ex__`` and ``torch.save``'s persistent ids make."""
+        if self.known(obj):
+            return
+        typed = _TYPED[obj.dtype]
+        numel = obj.storage_nbytes // (dtypes.itemsize(obj.dtype) if typed.name else 1)
+        emit, string = self.emit, self.string
+        self.name(_V2 if typed.name else _V3)
+        emit(b"((")
+        string("storage")
+        self.name(typed if typed.name else _UNTYPED)
+        string(obj.storage_key)
+        string("cpu")
+        self.integer(numel)
+        emit(b"t")
+        self.put()
+        emit(b"Q")
+        self.integer(obj.offset)
+        self.fresh_tuple(obj.shape)
+        self.fresh_tuple(obj.strides)
+        emit(b"\x88" if obj.requires_grad else b"\x89")
+        self.name(_ORDERED)
+        emit(b")R")
+        self.put()
+        if not typed.name:
+            self.name(Global("torch", obj.dtype))
+        emit(b"t")
+        self.put()
+        emit(b"R")
+        self.objects[id(obj)] = self.put()
+
+
+def _refuse(_writer: _Writer, obj: object) -> None:
+    kind = type(obj)
+    raise RefusedError(
+        f"a value of type `{kind.__module__}.{kind.__qualname__}` cannot be written",
+        hint="keep tensors, numbers, strings and containers of them in a checkpoint",
+    )
+
+
+def _builtin(name: str, args_of: Callable[..., tuple[object, ...]]) -> Callable[..., None]:
+    target = Global("builtins", name)
+
+    def write(writer: _Writer, obj: object) -> None:
+        writer.temporary(obj, target, args_of(obj))
+
+    return write
+
+
+def _stable(items: Iterable[object]) -> list[object]:
+    """Return a set's members in an order that does not depend on the process."""
+    return sorted(items, key=lambda item: (type(item).__name__, repr(item)))
+
+
+_HANDLERS: dict[type, Callable[..., None]] = {
+    str: _Writer.string,
+    int: _Writer.integer,
+    bool: _Writer.truth,
+    type(None): _Writer.nothing,
+    float: _Writer.number,
+    tuple: _Writer.sequence,
+    list: _Writer.array,
+    dict: _Writer.mapping,
+    bytes: _Writer.octets,
+    OrderedDict: _Writer.ordered,
+    DictRecord: _Writer.dict_record,
+    Inert: _Writer.inert,
+    Global: _Writer.name,
+    Builder: _Writer.builder,
+    StorageTensor: _Writer.tensor,
+    complex: _builtin("complex", lambda value: (value.real, value.imag)),
+    bytearray: _builtin("bytearray", lambda value: (bytes(value),)),
+    slice: _builtin("slice", lambda value: (value.start, value.stop, value.step)),
+    set: _builtin("set", lambda value: (_stable(value),)),
+    frozenset: _builtin("frozenset", lambda value: (_stable(value),)),
+    Size: lambda writer, value: writer.temporary(value, Global("torch", "Size"), (tuple(value),)),
+}

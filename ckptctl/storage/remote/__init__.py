@@ -1,0 +1,1 @@
+"""Places behind URLs: the Hugging Face Hub, and whatever fsspec knows."""

@@ -1,0 +1,136 @@
+"""Blocks of remote files: read once, kept while there is room, read ahead where reads are in order.
+
+A read at a new place fetches one small block, so that looking at a header moves little. A read that
+goes on where an earlier one ended doubles what is fetched, as the read-ahead of kernels does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+
+BLOCK = 256 << 10
+MOST = 16
+"""Blocks of one request: 4 MiB."""
+ROOM = 32 << 20
+KEPT = 8 << 20
+"""Bytes that stay when nobody reads any more."""
+STREAMS = 256
+HEAD = 16
+"""Bytes at the beginning of a file that stay: what kind of file it is, is asked once more."""
+HEADS = 4096
+"""Files whose beginning stays."""
+TAIL = 64 << 10
+
+Fetch = Callable[[int, int], bytes | bytearray]
+"""Returns the bytes between two offsets."""
+Key = tuple[Hashable, int]
+
+
+class Blocks:
+    """A bounded store of blocks, for many files and threads."""
+
+    def __init__(self, room: int = ROOM) -> None:
+        self._room = room
+        self._lock = threading.Lock()
+        self._held = 0
+        self._blocks: OrderedDict[Key, bytes] = OrderedDict()
+        self._coming: dict[Key, Future[bytes]] = {}
+        self._next: OrderedDict[Key, int] = OrderedDict()
+        self._heads: OrderedDict[Hashable, bytes] = OrderedDict()
+
+    def read(self, file: Hashable, size: int, offset: int, nbytes: int, fetch: Fetch) -> bytearray:
+        """Return a range of bytes, shorter only where the place gave less than it promised.
+
+        Args:
+            file: What the file is known as here; another one when it changes.
+            size: Its size in bytes.
+            offset: First byte.
+            nbytes: How many; the range lies within the size.
+            fetch: Gets what is not here.
+        """
+        end = offset + nbytes
+        head = self._heads.get(file) if end <= HEAD else None
+        if head is not None:
+            return bytearray(head[offset:end])
+        found = bytearray()
+        while offset < end:
+            number = offset // BLOCK
+            wanted = -(-end // BLOCK) - number
+            block = self._block(file, size, number, wanted, fetch)
+            part = block[offset - number * BLOCK : end - number * BLOCK]
+            if not part:
+                break
+            found += part
+            offset += len(part)
+        return found
+
+    def trim(self) -> None:
+        """Let go of most."""
+        with self._lock:
+            self._shrink(min(KEPT, self._room))
+
+    def _block(self, file: Hashable, size: int, number: int, wanted: int, fetch: Fetch) -> bytes:
+        with self._lock:
+            found = self._blocks.get((file, number))
+            if found is not None:
+                self._blocks.move_to_end((file, number))
+                return found
+            coming = self._coming.get((file, number))
+            if coming is None:
+                claimed = self._claim(file, size, number, wanted)
+        if coming is not None:
+            return coming.result()
+        return self._fetch(file, size, claimed, fetch)[number - claimed.start]
+
+    def _claim(self, file: Hashable, size: int, number: int, wanted: int) -> range:
+        """Return the blocks to fetch with *number*, and note that they are coming."""
+        ahead = min(MOST, max(self._next.pop((file, number), 1), wanted))
+        last = -(-size // BLOCK)
+        first = number
+        if number == last - 1 and number and size - number * BLOCK < TAIL:
+            first -= self._absent(file, number - 1)
+        stop = number + 1
+        while stop < min(number + ahead, last) and self._absent(file, stop):
+            stop += 1
+        for one in range(first, stop):
+            self._coming[file, one] = Future()
+        self._next[file, stop] = min(MOST, 2 * ahead)
+        if len(self._next) > STREAMS:
+            self._next.popitem(last=False)
+        return range(first, stop)
+
+    def _absent(self, file: Hashable, number: int) -> bool:
+        return (file, number) not in self._blocks and (file, number) not in self._coming
+
+    def _fetch(self, file: Hashable, size: int, claimed: range, fetch: Fetch) -> list[bytes]:
+        start, stop = claimed.start * BLOCK, min(size, claimed.stop * BLOCK)
+        try:
+            data = memoryview(fetch(start, stop))
+        except BaseException as error:
+            with self._lock:
+                for number in claimed:
+                    self._coming.pop((file, number)).set_exception(error)
+            raise
+        parts = [bytes(data[at : at + BLOCK]) for at in range(0, stop - start, BLOCK)]
+        with self._lock:
+            for number, part in zip(claimed, parts, strict=True):
+                self._blocks[file, number] = part
+                self._held += len(part)
+                self._coming.pop((file, number)).set_result(part)
+            if not claimed.start and len(parts[0]) >= min(size, HEAD):
+                self._heads[file] = parts[0][:HEAD]
+                if len(self._heads) > HEADS:
+                    self._heads.popitem(last=False)
+            self._shrink(self._room)
+        return parts
+
+    def _shrink(self, room: int) -> None:
+        while self._held > room:
+            self._held -= len(self._blocks.popitem(last=False)[1])
+
+
+SHARED = Blocks()
+"""What all remote files of this process share."""

@@ -1,0 +1,309 @@
+"""The Hugging Face Hub as a place to read from: one listing of one commit, ranges of its files.
+
+``hf://[datasets/|spaces/]ORG/NAME[@REVISION][/PATH]``, as ``HfFileSystem`` has it. Everything goes
+through huggingface_hub, so that its token, endpoint, proxy and offline variables hold. Files that
+its cache has at the same commit are read there. What is read belongs to one commit: a push in the
+middle of a run changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.storage.remote.retries import retried
+from ckptctl.storage.remote.store import ITSELF, Stored
+from ckptctl.storage.remote.urls import masked, normal
+
+KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
+_WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"
+"""Revisions that stand in a URL as they are."""
+_URL = re.compile(
+    r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repository>[^/@]+/[^/@]+)"
+    rf"(?:@(?P<revision>{_WITH_SLASHES}|[^/]+))?(?:/(?P<path>.*))?"
+)
+CHANGED = 412
+LOGIN = "`hf auth login`, or a token in HF_TOKEN; private and gated repositories need one"
+
+
+@dataclass(frozen=True, slots=True)
+class HubUrl:
+    """What an ``hf://`` URL names.
+
+    Attributes:
+        kind: ``model``, ``dataset`` or ``space``.
+        repository: ``ORG/NAME``.
+        revision: Branch, tag or commit; None: the default branch.
+        path: File or folder in it; empty: all of it.
+    """
+
+    kind: str
+    repository: str
+    revision: str | None
+    path: str = ""
+
+    def __str__(self) -> str:
+        prefix = "" if self.kind == "model" else f"{self.kind}s/"
+        as_it_is = re.fullmatch(_WITH_SLASHES, self.revision or "")
+        revision = self.revision and quote(self.revision, safe="/" if as_it_is else "")
+        parts = f"hf://{prefix}{self.repository}" + (f"@{revision}" if revision else "")
+        return f"{parts}/{self.path}" if self.path else parts
+
+
+def parse(url: str) -> HubUrl:
+    """Return what *url* names.
+
+    Raises:
+        UsageError: It is none of a repository.
+    """
+    found = _URL.fullmatch(normal(url).rstrip("/"))
+    if found is None:
+        raise UsageError(
+            "this names no repository of the Hub",
+            where=masked(url),
+            hint="write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/FOLDER",
+        )
+    revision = found["revision"] and unquote(found["revision"])
+    kind = KINDS[found["kind"] or "models"]
+    return HubUrl(kind, found["repository"], revision, (found["path"] or "").strip("/"))
+
+
+class HubStore:
+    """A folder of a repository, at the commit that the revision is at now.
+
+    Args:
+        url: The ``hf://`` URL.
+
+    Attributes:
+        url: The same.
+    """
+
+    def __init__(self, url: str | HubUrl) -> None:
+        self._at = parse(url) if isinstance(url, str) else url
+        self.url = str(self._at)
+        self._commit, self._files, self._cached = look(self._at, self.url)
+        self._places: dict[str, Path | None] = {}
+
+    def members(self, folder: str) -> list[Stored]:
+        """See :class:`~ckptctl.storage.remote.store.Store`."""
+        inner = self._inner(folder)
+        if inner in self._files:
+            return [replace(self._files[inner], name=ITSELF)]
+        found: dict[str, Stored] = {}
+        prefix = f"{inner}/" if inner else ""
+        for name, one in self._files.items():
+            if name.startswith(prefix):
+                head, deeper, _ = name[len(prefix) :].partition("/")
+                found[head] = Stored(head, True) if deeper else replace(one, name=head)
+        return list(found.values())
+
+    def complete(self, name: str, found: Stored) -> Stored:
+        """Return *found*: the listing told all."""
+        del name
+        return found
+
+    def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+        """See :class:`~ckptctl.storage.remote.store.Store`."""
+        del version
+        inner = self._inner(name)
+        cached = self._local(inner)
+        if cached is not None:
+            return _read_local(cached, start, stop)
+        with hub_errors(self.url, f"read `{name}`"):
+            return _ranged(self._at, inner, self._commit, start, stop)
+
+    def refresh(self) -> None:
+        """Do nothing: a commit does not change."""
+
+    def above(self) -> HubStore | None:
+        """Return the folder that it lies in, without asking again; None: it is the repository."""
+        if not self._at.path:
+            return None
+        found = object.__new__(HubStore)
+        found.__dict__.update(self.__dict__)
+        found._at = replace(self._at, path=self._at.path.rpartition("/")[0])
+        found.url = str(found._at)
+        return found
+
+    def _inner(self, name: str) -> str:
+        return "/".join(filter(None, (self._at.path, name)))
+
+    def _local(self, inner: str) -> Path | None:
+        """Return where the cache has a file of this commit; None: it has not."""
+        if self._cached is not None:
+            return self._cached / inner
+        if inner not in self._places:
+            from huggingface_hub import try_to_load_from_cache
+
+            found = try_to_load_from_cache(
+                self._at.repository, inner, revision=self._commit, repo_type=self._at.kind
+            )
+            path = Path(found) if isinstance(found, str) else None
+            same = path is not None and path.stat().st_size == self._files[inner].size
+            self._places[inner] = path if same else None
+        return self._places[inner]
+
+
+def look(at: HubUrl, url: str) -> tuple[str, dict[str, Stored], Path | None]:
+    """Return the commit, its files, and the folder of the cache that has them when offline.
+
+    Args:
+        at: The repository, and its revision.
+        url: The same, for messages.
+
+    Raises:
+        CkptError: See :func:`hub_errors`.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    with hub_errors(url, "list it"):
+        try:
+            found: Any = HfApi().repo_info(
+                at.repository, revision=at.revision, repo_type=at.kind, files_metadata=True
+            )
+        except OfflineModeIsEnabled:
+            return _look_offline(at)
+        time = int(found.last_modified.timestamp() * 1e9) if found.last_modified else 0
+        siblings = (one for one in found.siblings or () if _inside(one.rfilename))
+        files = {one.rfilename: _stored(one, time) for one in siblings}
+        return str(found.sha), files, None
+
+
+def _look_offline(at: HubUrl) -> tuple[str, dict[str, Stored], Path | None]:
+    from huggingface_hub import snapshot_download
+
+    folder = Path(
+        snapshot_download(
+            at.repository, revision=at.revision, repo_type=at.kind, local_files_only=True
+        )
+    )
+    names = (item for item in sorted(folder.rglob("*")) if item.is_file())
+    files = {}
+    for item in names:
+        name, status = str(item.relative_to(folder)), item.stat()
+        files[name] = Stored(name, False, status.st_size, item.resolve().name, status.st_mtime_ns)
+    return folder.name, files, folder
+
+
+def _inside(name: str) -> bool:
+    """Return whether a name stays in the repository, as all names of git do."""
+    return not {"", ".", ".."} & set(name.split("/"))
+
+
+def _stored(sibling: Any, time: int) -> Stored:
+    lfs = sibling.lfs
+    digest = lfs["sha256"] if lfs else sibling.blob_id
+    return Stored(sibling.rfilename, False, int(sibling.size or 0), str(digest), time, digest)
+
+
+def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes | bytearray:
+    """Return a range of a file, in several requests where the connection breaks."""
+    return retried(lambda found: _append(found, at, name, commit, start + len(found), stop))
+
+
+def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:
+    """Append a range of a file; a server that sends the whole file is stopped.
+
+    Raises:
+        ConnectionError: The body ended too early; what there was of it is appended.
+    """
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
+
+    client: Any = hub
+    headers = {
+        **client.build_hf_headers(library_name="ckptctl"),
+        "Range": f"bytes={start}-{stop - 1}",
+        "Accept-Encoding": "identity",
+    }
+    url = hf_hub_url(
+        at.repository, name, repo_type=at.kind, revision=commit, endpoint=constants.ENDPOINT
+    )
+    with client.http_stream_backoff("GET", url, headers=headers) as response:
+        client.hf_raise_for_status(response)
+        sent = response.headers.get("Content-Range", "").removeprefix("bytes ")
+        begins = sent.partition("-")[0] if response.status_code == 206 else "0"
+        if begins != str(start):
+            raise StorageError(f"the server does not send ranges of `{name}`", where=str(at))
+        end = len(found) + stop - start
+        broken = _append_body(found, response, end)
+    if broken:
+        raise ConnectionError(f"{type(broken).__name__}: {broken}") from broken
+
+
+def _append_body(found: bytearray, response: Any, end: int) -> Exception | None:
+    """Append a body until *end* bytes are there, and return what broke it off.
+
+    An error must not pass the client's own context, which would begin the request anew.
+    """
+    try:
+        for part in response.iter_bytes(1 << 20):
+            found += part[: end - len(found)]
+            if len(found) == end:
+                break
+    except Exception as error:
+        return error
+    return None
+
+
+def _read_local(path: Path, start: int, stop: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
+
+
+@contextmanager
+def hub_errors(url: str, what: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into errors of ours.
+
+    Args:
+        url: The repository.
+        what: What is done with it, as in ``list it``.
+
+    Raises:
+        SourceNotFoundError: There is no such repository, revision or file, or not in the cache.
+        StorageError: It failed otherwise.
+    """
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        raise _failure(error, url, what) from error
+
+
+def _failure(error: Exception, url: str, what: str) -> CkptError:
+    from huggingface_hub import errors as hub
+
+    why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    if isinstance(error, hub.GatedRepoError):
+        hint = "ask for access on its page on the Hub, then log in: `hf auth login` or HF_TOKEN"
+        return StorageError("the repository is gated", where=url, why=why, hint=hint)
+    if isinstance(error, hub.RevisionNotFoundError):
+        hint = "a `/` in the name of a branch is written as %2F"
+        return SourceNotFoundError(
+            "the repository has no such revision", where=url, why=why, hint=hint
+        )
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return SourceNotFoundError("no such repository", where=url, why=why, hint=LOGIN)
+    if isinstance(error, hub.EntryNotFoundError):
+        if isinstance(error, hub.LocalEntryNotFoundError):
+            hint = "unset HF_HUB_OFFLINE, or `hf download` it first"
+            return SourceNotFoundError("not in the cache", where=url, why=why, hint=hint)
+        return SourceNotFoundError(f"cannot {what}: there is no such file", where=url, why=why)
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        hint = "unset HF_HUB_OFFLINE"
+        return StorageError(f"cannot {what}: offline mode is on", where=url, why=why, hint=hint)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == CHANGED:
+        hint = "somebody else pushed: look at what is there now, and run it again"
+        return StorageError("the repository changed meanwhile", where=url, why=why, hint=hint)
+    hint = LOGIN if status in (401, 403) else "check the network, HF_ENDPOINT and proxy settings"
+    return StorageError(f"cannot {what}", where=url, why=why, hint=hint)

@@ -1,0 +1,270 @@
+"""The URLs that are in use, as trees of names: listings are asked for once, folder by folder."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.storage.remote.blocks import SHARED
+from ckptctl.storage.remote.store import ITSELF, FsspecStore, Store, Stored
+from ckptctl.storage.remote.urls import HUB, masked, normal, scheme_of, without_query
+
+KNOWN = 64
+SECRETS = 1024
+"""URLs with secrets that are known, and all that are in use."""
+_numbers = itertools.count()
+"""What was read of one mount is never taken for what another one has."""
+
+
+class Mount:
+    """What lies behind one URL.
+
+    Args:
+        store: The folder.
+        known: Files in it that are known without a listing.
+        listed: What is in it, where that is known.
+        lenient: Whether a folder that cannot be listed counts as one with nothing else in it.
+
+    Attributes:
+        url: The URL of the folder that names are relative to, as it may be shown.
+        failure: Why the place did not answer, the last time that it did not; None: it always has.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        known: Mapping[str, Stored] | None = None,
+        listed: Sequence[Stored] = (),
+        lenient: bool = False,
+    ) -> None:
+        self.url = store.url
+        self._store = store
+        self._known = dict(known or {})
+        self._lenient = lenient or bool(known)
+        self._number = next(_numbers)
+        self._lock = threading.RLock()
+        self._folders: dict[str, dict[str, Stored]] = {}
+        self.failure: StorageError | None = None
+        if listed:
+            self._folders[""] = {one.name: one for one in listed}
+
+    def members(self, folder: str) -> dict[str, Stored]:
+        """Return what is directly in *folder*, by name; nothing where there is no such folder.
+
+        Args:
+            folder: Relative to the URL; empty: itself.
+
+        Raises:
+            StorageError: The place cannot be reached, or does not let us look.
+        """
+        with self._lock:
+            found = self._folders.get(folder)
+            if found is None:
+                found = self._folders[folder] = self._listed(folder)
+            return found
+
+    def find(self, name: str) -> Stored | None:
+        """Return what is at *name*; None: nothing.
+
+        Args:
+            name: Relative to the URL; empty: itself.
+        """
+        if name in self._known:
+            return self._known[name]
+        if not name:
+            return Stored(ITSELF, True) if self._known or self.members("") else None
+        parent, _, last = name.rpartition("/")
+        if parent:
+            above = self.find(parent)
+            if above is None or not above.folder:
+                return None
+        with self._lock:
+            found = self.members(parent).get(last)
+            if found is not None and found.size < 0 and not found.folder:
+                found = self._folders[parent][last] = self._store.complete(name, found)
+        return found
+
+    def file(self, name: str) -> Stored:
+        """Return what is known of the file *name*.
+
+        Raises:
+            SourceNotFoundError: There is no such file.
+            DamagedError: It is a folder.
+        """
+        found = self.find(name)
+        if found is None:
+            raise SourceNotFoundError(f"`{name}` is missing", where=self.url)
+        if found.folder:
+            raise DamagedError(f"`{name}` is not a regular file", where=self.url)
+        return found
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytearray:
+        """Return a range of bytes of *name*; fewer where it has no more.
+
+        Raises:
+            SourceNotFoundError: There is no such file.
+            StorageError: The read failed.
+        """
+        try:
+            return self.prefetch(name, offset, nbytes)
+        except StorageError as error:
+            self._note(error)
+            raise
+
+    def prefetch(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
+        """Do as :meth:`read` does, on trial: a failure is not noted in :attr:`failure`."""
+        found = self.file(name)
+        nbytes = min(nbytes, found.size - offset)
+        if nbytes <= 0:
+            return bytearray()
+
+        def fetch(start: int, stop: int) -> bytes | bytearray:
+            data = self._store.read(name, found.version, start, stop)
+            if len(data) > stop - start:
+                raise StorageError(
+                    f"the server does not send ranges of `{name}`",
+                    where=self.url,
+                    why=f"{stop - start:,} bytes were asked for, {len(data):,} came",
+                )
+            return data
+
+        key = (self._number, name, found.size, found.version, found.mtime_ns)
+        return SHARED.read(key, found.size, offset, nbytes, fetch)
+
+    def above(self) -> Mount | None:
+        """Return the folder that it lies in, which need not let us look; None: there is none."""
+        store = self._store.above()
+        return None if store is None else Mount(store, lenient=True)
+
+    def forget(self) -> None:
+        """Ask again for what is listed, from now on."""
+        with self._lock:
+            self._folders.clear()
+            self._store.refresh()
+            self._known = {n: self._store.complete(n, one) for n, one in self._known.items()}
+
+    def _note(self, error: CkptError) -> None:
+        if isinstance(error, StorageError):
+            self.failure = error
+
+    def _listed(self, folder: str) -> dict[str, Stored]:
+        try:
+            listed = self._store.members(folder)
+        except (SourceNotFoundError, StorageError) as error:
+            if not self._lenient or folder:
+                self._note(error)
+                raise
+            listed = []
+        found = {one.name: one for one in listed if one.name != ITSELF}
+        return found if folder else {**found, **self._known}
+
+
+def mount(url: str) -> str:
+    """Look behind *url*, anew, and return the URL as it may be shown.
+
+    Raises:
+        SourceNotFoundError: There is nothing.
+        UsageError: No file system for it is known or installed.
+        StorageError: The place cannot be reached, or does not let us look.
+    """
+    store = _open(secret_of(remember(url)))
+    listed = store.members("")
+    if not listed:
+        raise SourceNotFoundError("there is nothing at this URL", where=store.url)
+    name = store.url.rpartition("/")[2]
+    if listed[0].name == ITSELF:
+        found = Mount(_folder_of(store), {name: replace(listed[0], name=name)})
+    else:
+        found = Mount(store, listed=listed)
+    with _lock:
+        _mounts.pop(found.url, None)
+        _mounts[found.url] = found
+        while len(_mounts) > KNOWN:
+            _mounts.popitem(last=False)
+    return store.url
+
+
+def _open(url: str) -> Store:
+    if scheme_of(url) == HUB:
+        from ckptctl.storage.remote.hub import HubStore
+
+        return HubStore(url)
+    return FsspecStore(url)
+
+
+def _folder_of(store: Store) -> Store:
+    found = store.above()
+    if found is None:
+        raise UsageError("a file that lies in no folder is not read", where=store.url)
+    return found
+
+
+def remember(url: str) -> str:
+    """Return *url* as it may be shown; :func:`mount` knows what is secret in it."""
+    shown = masked(url := normal(url).rstrip("/"))
+    if shown != url:
+        with _lock:
+            _secrets.pop(shown, None)
+            _secrets[shown] = url
+            if len(_secrets) > SECRETS:
+                unused = (one for one in _secrets if not any(_inside(m, one) for m in _mounts))
+                del _secrets[next(unused)]
+    return shown
+
+
+def drop(url: str) -> None:
+    """Forget what is known of *url* and of all below and above it, which has changed."""
+    with _lock:
+        for one in [one for one in _mounts if _inside(one, url) or _inside(url, one)]:
+            del _mounts[one]
+
+
+def secret_of(url: str) -> str:
+    """Return *url* with the secrets that :func:`remember` took from it."""
+    url = url.rstrip("/")
+    with _lock:
+        found = next((shown for shown in _secrets if _inside(url, shown)), None)
+        if found is None:
+            return url
+        plain, query = without_query(_secrets[found])
+    return plain + url[len(found) :] + query
+
+
+def place(url: str) -> tuple[Mount | None, str]:
+    """Return the mount that *url* lies in, and its name there; None: it lies in none.
+
+    The folder of a URL in use counts, too: pointers and other saves may be in it.
+
+    Args:
+        url: As it may be shown.
+    """
+    with _lock:
+        found = [one for one in _mounts if _inside(url, one)] or _above(url)
+        if not found:
+            return None, ""
+        longest = max(found, key=len)
+        return _mounts[longest], url[len(longest) + 1 :]
+
+
+def _inside(url: str, folder: str) -> bool:
+    return url == folder or url.startswith(f"{folder}/")
+
+
+def _above(url: str) -> list[str]:
+    """Return the folder of a URL in use if *url* is in it; it is known from then on."""
+    for one in _mounts:
+        if _inside(url, one.rpartition("/")[0]):
+            above = _mounts[one].above()
+            if above is not None and _inside(url, above.url):
+                _mounts[above.url] = above
+                return [above.url]
+    return []
+
+
+_secrets: dict[str, str] = {}
+_mounts: OrderedDict[str, Mount] = OrderedDict()
+_lock = threading.Lock()

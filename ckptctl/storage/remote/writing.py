@@ -1,0 +1,94 @@
+"""What the lock of a place behind a URL says of the run that writes there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+
+from ckptctl.storage import processes
+
+BUSY = "another run writes to the same place"
+NAME = ".ckptctl-writing"
+"""The lock of a folder (:mod:`~ckptctl.storage.remote.lock`)."""
+SILENCE = 300.0
+"""Seconds without one after which a holder is taken for dead."""
+SILENCE_OF_THE_LIVING = 3600.0
+"""Likewise, of a process that is there: it was stopped, or could not remove its lock."""
+HELD: set[str] = set()
+"""Tokens of the locks that this process holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A file that was uploaded whole.
+
+    Attributes:
+        size: Bytes.
+        version: What the store calls its content.
+        digest: SHA-256 of its content.
+    """
+
+    size: int
+    version: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """What the lock says.
+
+    Attributes:
+        token: Of the run that wrote it, and of no other.
+        process: Its process; None: it has let go, and left files for a later run.
+        names: The files that it writes.
+        removed: Those that it removes to make room, once it has begun with that.
+        sent: Those that a later run need not send again.
+    """
+
+    token: str
+    process: processes.Process | None
+    names: tuple[str, ...]
+    removed: tuple[str, ...] = ()
+    sent: Mapping[str, Sent] = field(default_factory=dict)
+
+    def is_all(self, found: Collection[str]) -> bool:
+        """Return whether all files that the run writes are among *found*."""
+        return set(self.names) <= set(found)
+
+    def explains(self, found: Collection[str]) -> bool:
+        """Return whether *found* are what is left of the run, which did not come to its end."""
+        return set(found) <= {*self.names, *self.removed} and not self.is_all(found)
+
+    def to_bytes(self) -> bytes:
+        """Return it as it is stored."""
+        return json.dumps({"ckptctl": 1, **asdict(self)}).encode()
+
+
+def parse(content: bytes) -> Writing | None:
+    """Return what a lock says; None: nothing that is understood."""
+    try:
+        found = json.loads(content)
+        process = found["process"] and processes.Process(**found["process"])
+        sent = {str(name): Sent(**one) for name, one in found["sent"].items()}
+        names, removed = (tuple(map(str, found[one])) for one in ("names", "removed"))
+        return Writing(str(found["token"]), process, names, removed, sent)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def is_dead(found: Writing, age: Callable[[], float | None]) -> bool:
+    """Return whether nobody holds a lock.
+
+    Args:
+        found: What it says.
+        age: Returns the seconds since it was written; None: unknown.
+    """
+    own = processes.own()
+    if found.process is None or processes.ended(found.process):
+        return True
+    if found.process == own:
+        return found.token not in HELD
+    alive = bool(own.system) and found.process.system == own.system
+    seconds = age()
+    return seconds is not None and seconds > (SILENCE_OF_THE_LIVING if alive else SILENCE)

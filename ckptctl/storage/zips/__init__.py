@@ -1,0 +1,1 @@
+"""The zips that torch.save writes, whole files and write items alike."""

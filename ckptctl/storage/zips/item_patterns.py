@@ -1,0 +1,111 @@
+"""Recognise ``torch.save`` zips that differ from one already read only in what is not looked at.
+
+A checkpoint of 512 ranks has half a million write items. Those of equal size are mostly alike but
+for the elements, their checksum and a serialization id. Where every other byte is that of an item
+that passed all checks, this one passes them too; one or two short reads decide it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptctl.errors import CkptError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.zips.directory import Directory, FileRange, Record
+
+MAX_HEAD = MAX_TAIL = 4096
+CLOSE = 8192
+_UNREAD = ".data/serialization_id"
+_FLAGS, _CRC = 6, 14
+_DESCRIBED = 8
+_ENTRY_CRC = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPattern:
+    """One item without its holes.
+
+    Attributes:
+        length: Bytes of the item.
+        head: What comes before the elements.
+        tail: Where the part after the elements begins.
+        pieces: Start, end and content of the ranges of that part that have to be the same.
+        crc: Where in that part the CRC-32 of the elements is.
+    """
+
+    length: int
+    head: bytes
+    tail: int
+    pieces: tuple[tuple[int, int, bytes], ...]
+    crc: int
+
+    def match(self, files: SourceFiles, name: str, offset: int) -> int | None:
+        """Return the CRC-32 that the item records of its elements; None: it is of another pattern.
+
+        Args:
+            files: Files of the checkpoint.
+            name: The data file.
+            offset: First byte of the item.
+        """
+        before = len(self.head)
+        try:
+            if self.tail - before <= CLOSE:
+                whole = files.read(name, offset, self.length)
+                head, tail = whole[:before], whole[self.tail :]
+            else:
+                head = files.read(name, offset, before)
+                tail = files.read(name, offset + self.tail, self.length - self.tail)
+        except CkptError:
+            return None
+        if head != self.head:
+            return None
+        for start, end, content in self.pieces:
+            if tail[start:end] != content:
+                return None
+        return int.from_bytes(tail[self.crc : self.crc + 4], "little")
+
+
+def pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPattern | None:
+    """Return the pattern of an item that passed all checks; None: it is not a usual one.
+
+    Args:
+        span: The item.
+        directory: Its directory.
+        storage: Key of the storage that its tensor lies in.
+    """
+    records = sorted(directory.records.values(), key=lambda record: record.header)
+    elements = directory.records[f"{directory.folder}data/{storage}"]
+    unread = directory.records.get(directory.folder + _UNREAD)
+    open_ = [elements, *((unread,) if unread else ())]
+    tail = _end(elements, records)
+    if (
+        not directory.checksums
+        or elements.offset > MAX_HEAD
+        or span.length - tail > MAX_TAIL
+        or (unread and unread.header < elements.header)
+        or not all(_described(span, record) for record in open_)
+    ):
+        return None
+    holes = [(record.offset, _end(record, records)) for record in open_]
+    holes += [(record.entry + _ENTRY_CRC, record.entry + _ENTRY_CRC + 4) for record in open_]
+    edges = [0, *(edge for hole in sorted(holes) for edge in hole), span.length]
+    after = span.get(tail, span.length - tail)
+    pieces = [
+        (start - tail, end - tail, after[start - tail : end - tail])
+        for start, end in zip(edges[2::2], edges[3::2], strict=True)
+    ]
+    head = span.get(0, elements.offset)
+    crc = elements.entry + _ENTRY_CRC - tail
+    return ItemPattern(span.length, head, tail, tuple(pieces), crc)
+
+
+def _end(record: Record, records: list[Record]) -> int:
+    """Return where the next header begins: what lies between is not looked at either."""
+    following = [other.header for other in records if other.header > record.header]
+    return min(following, default=min(other.entry for other in records))
+
+
+def _described(span: FileRange, record: Record) -> bool:
+    """Return whether the header leaves the checksum to the directory, so that it is said once."""
+    flags = int.from_bytes(span.get(record.header + _FLAGS, 2), "little")
+    return bool(flags & _DESCRIBED) and span.get(record.header + _CRC, 4) == bytes(4)

@@ -1,0 +1,324 @@
+"""Reading ``torch.save`` zips, whole files and write items of ``.distcp`` files alike.
+
+The layout is that of ``caffe2/serialize/inline_container.cc``. Where zip readers disagree about a
+file, it is refused: see :mod:`ckptctl.storage.zips.directory`. Legacy files (``torch<1.6``), tar
+files and bare pickles are recognised and refused with advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptctl.catalog import Checksum
+from ckptctl.errors import CkptError, DamagedError, FormatError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickles.inert import check_tree
+from ckptctl.storage.pickles.reader import TORCH_TABLE, Table, Unknown, loads
+from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
+from ckptctl.storage.stand_ins import require_content
+from ckptctl.storage.zips.directory import Directory, FileRange, Record, read_directory
+from ckptctl.storage.zips.item_patterns import ItemPattern, pattern_of
+
+MAX_PICKLE = 1 << 30
+MAX_NODES = 1_000_000
+CACHED_PICKLE = 2048
+MAX_LENGTHS = 1024
+MAX_ALIKE = 8
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_SAVE_AGAIN = "load it once with torch and save it again with `torch.save`"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and the bytes of the file that hold it.
+
+    Attributes:
+        dtype: torch's name.
+        shape: Sizes.
+        strides: In elements; None: row-major without gaps.
+        offset: Byte of the file where the first element lies.
+        nbytes: Bytes from the first element to the last, both included.
+        crc32: CRC-32 of these bytes, when they are a whole record in row-major order and the file
+            has checksums.
+        storage: Key of the storage; tensors over the same one share memory.
+        requires_grad: As recorded.
+        within: The checksum of the record that these bytes are a part of, when *crc32* is None and
+            the file has checksums.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    offset: int
+    nbytes: int
+    crc32: int | None
+    storage: str
+    requires_grad: bool
+    within: Checksum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """What one zip holds.
+
+    Attributes:
+        root: The saved object: plain values, inert records, :class:`StoredTensor` leaves. It may
+            be walked recursively (:func:`ckptctl.storage.pickles.inert.check_tree` passed it).
+        checksums: False when the writer had disabled CRCs.
+        storages: The records of storage bytes by key, whether or not a tensor uses them.
+        pickle_nbytes: Size of ``data.pkl``, a bound for the work that walking *root* may cost.
+        folder: What its entries begin with: the name, without its suffix, of the file that
+            ``torch.save`` was given, or ``archive`` where it was given an open file.
+    """
+
+    root: object
+    checksums: bool
+    storages: Mapping[str, Record]
+    pickle_nbytes: int
+    folder: str = "archive"
+
+
+def read_archive(
+    files: SourceFiles,
+    name: str,
+    offset: int = 0,
+    length: int | None = None,
+    unknown: Unknown = "refuse",
+    table: Table = TORCH_TABLE,
+) -> TorchArchive:
+    """Read the directory and the pickle of one zip; no tensor data.
+
+    Args:
+        files: Files of the checkpoint.
+        name: The file.
+        offset: First byte of the zip.
+        length: Bytes of the zip; None: the file ends with it.
+        unknown: As in :func:`ckptctl.storage.pickles.reader.loads`.
+        table: Likewise; usually ``TORCH_TABLE`` with additions.
+
+    Raises:
+        FormatError: A whole file that ``torch.save`` did not write, or uses what is unsupported:
+            compression, big endian, quantised or sparse tensors, conjugate views.
+        DamagedError: It is truncated, contradicts itself, or is hostile.
+    """
+    span = FileRange(files, name, offset, files.size(name) - offset if length is None else length)
+    if offset == 0 and length is None:
+        _check_kind(span)
+    directory = read_directory(span)
+    storages = _Storages(directory, span)
+    pickle = _pickle(span, directory)
+    root = loads(
+        pickle,
+        where=span.where,
+        table=table,
+        unknown=unknown,
+        persistent_load=storages.load,
+    )
+    check_tree(root, limit=max(MAX_NODES, 8 * len(pickle)), where=span.where)
+    folder = directory.folder.rstrip("/")
+    return TorchArchive(root, directory.checksums, storages.records(), len(pickle), folder)
+
+
+def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) -> StoredTensor:
+    """Read one write item of a ``.distcp`` file that holds one tensor.
+
+    As strict as :func:`read_archive`, with one or two reads per item. What differs from an item
+    read before only in its elements is known at once.
+
+    Args:
+        files: Files of the checkpoint.
+        name: The data file.
+        offset: First byte of the item.
+        length: Bytes of the item.
+
+    Raises:
+        DamagedError: The item is truncated, contradicts itself, or is not one tensor.
+        FormatError: It uses what is unsupported.
+    """
+    for pattern, known in _PATTERNS.get(length, ()):
+        crc = pattern.match(files, name, offset)
+        if crc is not None:
+            return _moved(known, offset, crc)
+    span = FileRange(files, name, offset, length)
+    directory = read_directory(span)
+    pickle = _pickle(span, directory)
+    try:
+        view = _item_view(pickle) if len(pickle) <= CACHED_PICKLE else _parse_item(pickle)
+    except CkptError as error:
+        error.where = f"{span.where}, {error.where}" if error.where else span.where
+        raise
+    found = _placed(view, directory, span)
+    _remember(found, span, directory)
+    return found
+
+
+_PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
+
+
+def _remember(found: StoredTensor, span: FileRange, directory: Directory) -> None:
+    """Keep the pattern of an item, the latest ones of each length."""
+    pattern = pattern_of(span, directory, found.storage)
+    if pattern is None:
+        return
+    if len(_PATTERNS) >= MAX_LENGTHS:
+        _PATTERNS.clear()
+    latest = _PATTERNS.get(span.length, ())[: MAX_ALIKE - 1]
+    _PATTERNS[span.length] = ((pattern, _moved(found, -span.base)), *latest)
+
+
+def _moved(found: StoredTensor, by: int, crc: int = 0) -> StoredTensor:
+    """Return what an item of the same pattern holds, *by* bytes further on."""
+    within = found.within
+    return StoredTensor(
+        found.dtype,
+        found.shape,
+        found.strides,
+        found.offset + by,
+        found.nbytes,
+        None if found.crc32 is None else crc,
+        found.storage,
+        found.requires_grad,
+        None if within is None else Checksum(within.offset + by, within.nbytes, crc),
+    )
+
+
+def _parse_item(pickle: bytes) -> TensorView:
+    view = loads(
+        pickle,
+        where="data.pkl",
+        table=TORCH_TABLE,
+        persistent_load=lambda pid: StorageRef(*storage_id(pid)),
+    )
+    if type(view) is not TensorView:
+        raise DamagedError(
+            "an item does not hold one tensor", why=f"it holds a {type(view).__name__}"
+        )
+    return view
+
+
+_item_view = lru_cache(maxsize=1 << 14)(_parse_item)
+
+
+class _Storages:
+    """Answers the persistent ids of one archive."""
+
+    __slots__ = ("directory", "known", "span")
+
+    def __init__(self, directory: Directory, span: FileRange) -> None:
+        self.directory = directory
+        self.span = span
+        self.known: dict[str, tuple[str, int, _Placed]] = {}
+
+    def load(self, pid: object) -> object:
+        """Return the storage that a persistent id names.
+
+        Raises:
+            DamagedError: Its record is missing or has another size, or it was named before as
+                something else.
+        """
+        key, dtype, nbytes = storage_id(pid)
+        before = self.known.get(key)
+        if before is None:
+            _record(key, nbytes, self.directory, self.span)
+            before = self.known[key] = (dtype, nbytes, _Placed(key, dtype, nbytes, self))
+        if before[:2] != (dtype, nbytes):
+            raise DamagedError(
+                f"storage `{key}` is named as two different things", where=self.span.where
+            )
+        return before[2]
+
+    def records(self) -> dict[str, Record]:
+        """Return the records of all storages by key."""
+        prefix = self.directory.folder + "data/"
+        return {
+            name[len(prefix) :]: record
+            for name, record in self.directory.records.items()
+            if name.startswith(prefix)
+        }
+
+
+class _Placed(StorageRef):
+    """A storage whose bytes were found."""
+
+    __slots__ = ("home",)
+
+    def __init__(self, key: str, dtype: str, nbytes: int, home: _Storages) -> None:
+        super().__init__(key, dtype, nbytes)
+        self.home = home
+
+    def place(self, view: TensorView) -> object:
+        """Return the tensor with its place in the file."""
+        return _placed(view, self.home.directory, self.home.span)
+
+
+def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Record:
+    record = directory.records.get(f"{directory.folder}data/{key}")
+    if record is None:
+        raise DamagedError(
+            f"storage `{key[:100]}` is missing",
+            where=span.where,
+            why="the pickle names it, the zip has no such record",
+        )
+    if record.nbytes != nbytes:
+        raise DamagedError(
+            f"storage `{key}` has the wrong size",
+            where=span.where,
+            why=f"the pickle says {nbytes:,} bytes, the record has {record.nbytes:,}",
+        )
+    return record
+
+
+def _placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
+    record = _record(view.storage, view.storage_nbytes, directory, span)
+    whole = view.strides is None and view.nbytes == record.nbytes
+    begin = span.base + record.offset
+    return StoredTensor(
+        view.dtype,
+        view.shape,
+        view.strides,
+        begin + view.offset,
+        view.nbytes,
+        record.crc32 if whole and directory.checksums else None,
+        view.storage,
+        view.requires_grad,
+        None if whole or not directory.checksums else Checksum(begin, record.nbytes, record.crc32),
+    )
+
+
+def _pickle(span: FileRange, directory: Directory) -> bytes:
+    """Check byte order and kind; return the pickle."""
+    name = directory.folder + "data.pkl"
+    order = directory.records.get(directory.folder + "byteorder")
+    if order is not None and span.content(order, directory.checksums, limit=16) != b"little":
+        raise FormatError("the file is big endian", where=span.where, hint=_SAVE_AGAIN)
+    if directory.folder + "constants.pkl" in directory.records:
+        raise FormatError(
+            "this is a TorchScript archive",
+            where=span.where,
+            hint="load it with `torch.jit.load` and save its `state_dict()`",
+        )
+    record = directory.records.get(name)
+    if record is None:
+        raise FormatError("a zip, but not one of `torch.save`: no data.pkl", where=span.where)
+    return span.content(record, directory.checksums, limit=MAX_PICKLE)
+
+
+def _check_kind(span: FileRange) -> None:
+    """Refuse whole files of another kind by name."""
+    head = span.get(0, min(span.length, 512))
+    if head.startswith(b"PK\3\4"):
+        return
+    if head.startswith(_LEGACY):
+        kind = "a torch file of the legacy format, from before 1.6"
+    elif head[257:262] == b"ustar":
+        kind = "a tar archive, torch's format from before 0.1.10 or something else"
+    elif len(head) > 1 and head[0] == 0x80 and head[1] in range(2, 6):
+        kind = "a bare pickle"
+    elif span.length >= 22 and span.get(span.length - 22, 4) == b"PK\5\6":
+        raise DamagedError("bytes before the zip", where=span.where, why="it must start the file")
+    else:
+        require_content(span.files, span.name)
+        raise FormatError("not a file of `torch.save`", where=span.where)
+    raise FormatError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)

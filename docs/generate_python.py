@@ -1,0 +1,122 @@
+"""Write what functions and classes take into ``docs/reference/python.md``, from their docstrings.
+
+``python docs/generate_python.py`` replaces what stands between ``<!-- generated: NAME -->`` and
+``<!-- end -->``, where NAME is a public name of ``ckptctl``; the rest is by hand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ckptctl
+from ckptctl.distributed.rank_output import SaveOptions
+
+PAGE = Path(__file__).parent / "reference" / "python.md"
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+SECTION = re.compile(r"\n(?=(?:Args|Attributes|Keys|Returns|Yields|Raises):\n)")
+ENTRY = re.compile(r"^ {4}(\**\w+): ((?:.+\n?)(?: {8,}.+\n?)*)", re.MULTILINE)
+MARKUP = re.compile(r":(?P<role>\w+):`~?(?P<name>[\w.]+)`|``(?P<code>.+?)``|\bNone\b", re.DOTALL)
+WIDTH = 86
+
+
+def render() -> str:
+    """Return the page.
+
+    Raises:
+        LookupError: It names something that is not public.
+    """
+    page = PAGE.read_text()
+    unknown = {match[2] for match in BLOCK.finditer(page)} - set(ckptctl.__all__)
+    if unknown:
+        raise LookupError(f"{PAGE.name} names {', '.join(sorted(unknown))}")
+    return BLOCK.sub(lambda match: f"{match[1]}\n{_described(match[2])}\n{match[3]}", page)
+
+
+def _described(name: str) -> str:
+    """Return signature, what the docstring says, arguments, and the methods of a class."""
+    found: Callable[..., Any] = getattr(ckptctl, name)
+    text, *sections = SECTION.split(inspect.getdoc(found) or "")
+    of = {part.partition(":\n")[0]: part.partition(":\n")[2] for part in sections}
+    parts = [_call(f"ckptctl.{name}", found), _prose(text).strip()]
+    if "Args" in of:
+        parts.append("".join(_arguments(found, of["Args"])).rstrip())
+    if "Raises" in of:
+        parts.append("".join(_raised(of["Raises"])).rstrip())
+    if inspect.isclass(found):
+        parts += _methods(found)
+    return "\n\n".join(parts) + "\n"
+
+
+def _call(name: str, found: Callable[..., Any]) -> str:
+    call = f"{name}{_signature(found)}"
+    lines = textwrap.wrap(call, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(("```py", *lines, "```"))
+
+
+def _signature(found: Callable[..., Any]) -> str:
+    empty = inspect.Signature.empty
+    plain = inspect.signature(found)
+    parameters = [p.replace(annotation=empty) for p in plain.parameters.values()]
+    kept = [one for one in parameters if one.name != "self"]
+    return str(plain.replace(parameters=kept, return_annotation=empty)).replace("'", '"')
+
+
+def _arguments(found: Callable[..., Any], text: str) -> Iterator[str]:
+    known = inspect.signature(found).parameters
+    meanings = dict(ENTRY.findall(text))
+    if ":class:`SaveOptions`" in text:
+        shared = ENTRY.findall(inspect.getdoc(SaveOptions) or "")
+        meanings |= {name: meaning for name, meaning in shared if name in known}
+    yield "| argument | default | meaning |\n| --- | --- | --- |\n"
+    for name, meaning in meanings.items():
+        one = known[name.lstrip("*")]
+        shown = "" if one.default is one.empty else f"`{one.default!r}`".replace("'", '"')
+        stars = "**" if one.kind is one.VAR_KEYWORD else ""
+        yield f"| `{stars}{one.name}` | {shown} | {_cell(meaning)} |\n"
+
+
+def _raised(text: str) -> Iterator[str]:
+    for kind, meaning in ENTRY.findall(text):
+        yield f"Raises `{kind}`: {_line(_prose(meaning))}\n"
+
+
+def _methods(found: type) -> Iterator[str]:
+    rows = [
+        f"| `{name}{_signature(method)}` | {_cell((method.__doc__ or '').partition('.')[0])}. |"
+        for name, method in vars(found).items()
+        if not name.startswith("_") and inspect.isfunction(method)
+    ]
+    if rows:
+        yield "\n".join(("| method | |", "| --- | --- |", *rows))
+
+
+def _cell(text: str) -> str:
+    return _line(_prose(text)).replace("|", "\\|")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _prose(text: str) -> str:
+    """Return reStructuredText's roles and literals as Markdown."""
+    return MARKUP.sub(_markdown, text)
+
+
+def _markdown(found: re.Match[str]) -> str:
+    last = (found["name"] or "").rpartition(".")[2]
+    if last == "Options":
+        return "the [options](#options)"
+    if found["role"] != "meth" and last in ckptctl.__all__:
+        heading = f"\n### `ckptctl.{last}`\n" in PAGE.read_text()
+        return f"[`ckptctl.{last}`](#{f'ckptctl{last.lower()}' if heading else 'results'})"
+    return f"`{last or found['code'] or found[0]}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

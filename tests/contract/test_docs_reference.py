@@ -1,0 +1,60 @@
+"""What the hand-written part of the reference says is what the code has."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+from pathlib import Path
+
+import ckptctl
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+RESULT = re.compile(r"^\| `ckptctl\.(\w+)` \| (.*) \|$", re.MULTILINE)
+READ = re.compile(r"(?:environ(?:\.get\(|\[)|getenv\()\"([A-Z][A-Z_]+)\"")
+SHELLS = {"COMP_WORDS", "COMP_CWORD"}
+OLD = {"HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"}
+
+
+def test_the_python_reference_is_what_the_functions_say() -> None:
+    render = runpy.run_path(str(DOCS / "generate_python.py"))["render"]
+    written = (DOCS / "reference" / "python.md").read_text()
+    assert written == render(), "run `python docs/generate_python.py`"
+
+
+def test_every_public_function_and_class_with_arguments_is_generated() -> None:
+    written = (DOCS / "reference" / "python.md").read_text()
+    results = {name for name, _ in RESULT.findall(written)}
+    by_hand = {"__version__", "CkptError", "SaveFuture"} | results
+    generated = set(re.findall(r"<!-- generated: (\w+) -->", written))
+    assert generated == set(ckptctl.__all__) - by_hand
+
+
+def test_results_have_the_fields_that_are_named() -> None:
+    written = (DOCS / "reference" / "python.md").read_text()
+    rows = RESULT.findall(written)
+    assert len(rows) > 10
+    for name, text in rows:
+        kind = getattr(ckptctl, name)
+        known = {field.name for field in dataclasses.fields(kind)} | set(dir(kind))
+        own = re.sub(r"\([^()]*\)", "", text.replace("()", "").replace("`bytes` being called", ""))
+        named = re.findall(r"`(\w+)`", own)
+        assert set(named) <= known, f"{name}: {sorted(set(named) - known)}"
+
+
+def test_every_variable_that_is_read_is_documented() -> None:
+    from ckptctl.ops.doctor import surroundings
+    from ckptctl.storage import threads
+
+    written = (DOCS / "reference" / "environment.md").read_text()
+    sources = "".join(path.read_text() for path in (REPOSITORY / "ckptctl").rglob("*.py"))
+    read = {*READ.findall(sources), *threads.LAUNCHERS, *surroundings.TOKENS} - SHELLS - OLD
+    assert {"WORLD_SIZE", "NO_COLOR", "HF_HOME"} <= read
+    assert not [name for name in sorted(read) if f"`{name}`" not in written]
+
+
+def test_contents_and_pages_have_the_same_titles() -> None:
+    listed = re.findall(r"^\* \[(.*?)\]\((.+?\.md)\)", (DOCS / "index.md").read_text(), re.M)
+    titles = {page: (DOCS / page).read_text().partition("\n")[0] for _, page in listed}
+    assert titles == {page: f"# {text}" for text, page in listed}

@@ -1,0 +1,226 @@
+"""What is asked of a place behind a URL: how much, how much at a time, with which token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import safetensors.torch
+import torch
+
+import ckptctl
+from ckptctl.errors import DamagedError
+from ckptctl.formats.hf import proof
+from ckptctl.storage.remote import blocks, read_ahead
+from tests import hub_server
+from tests.hub_server import Hub
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client itself
+TINY = Path("tests/data/tiny-llama3-hf")
+INDEX = "model.safetensors.index.json"
+OWN = "/api/agent-harnesses"
+"""What the client asks for itself."""
+
+
+def _asked(hub: Hub) -> list[str]:
+    return [path.rpartition("/")[2] for _, path in hub.requests if path != OWN]
+
+
+def _shards(folder: Path) -> int:
+    return len(list(folder.glob("*-of-*.safetensors")))
+
+
+# An index that need not be read
+
+
+def _by_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY)
+    model.save_pretrained(folder, max_shard_size="100KB")
+
+
+def _by_ckptctl(folder: Path, size: int = 60_000) -> None:
+    ckptctl.convert(TINY, folder, to="hf", max_shard_size=size)
+
+
+def _by_the_hub_client(folder: Path) -> None:
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("model*"))
+    weights = {
+        key: tensor
+        for item in TINY.glob("*.safetensors")
+        for key, tensor in safetensors.torch.load_file(item).items()
+    }
+    huggingface_hub.save_torch_state_dict(
+        {name: weights[name] for name in sorted(weights)}, folder, max_shard_size=60_000
+    )
+
+
+@pytest.mark.parametrize("write", [_by_transformers, _by_ckptctl, _by_the_hub_client])
+def test_an_index_that_the_listing_proves_is_not_read(
+    hub: Hub, tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path / "model")
+    hub.add("org/model", tmp_path / "model")
+    shards = _shards(tmp_path / "model")
+    found = ckptctl.inspect("hf://org/model")
+    assert shards > 2 and len(_asked(hub)) == shards + 2 and INDEX not in _asked(hub)
+    expected = ckptctl.inspect(tmp_path / "model")
+    assert found.tensors == expected.tensors and list(found.tensors) == list(expected.tensors)
+    assert (found.metadata, found.notes) == (expected.metadata, expected.notes)
+
+
+def test_an_index_in_lfs_is_proven_by_its_sha256(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_server, "LARGE", (*hub_server.LARGE, ".index.json"))
+    ckptctl.inspect("hf://org/tiny")
+    assert INDEX not in _asked(hub)
+
+
+@pytest.mark.parametrize("change", [{"note": "mine"}, {"total_size": 1}])
+def test_another_index_is_read(hub: Hub, tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    index = json.loads((folder / INDEX).read_text())
+    index["metadata"] |= change
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+    hub.add("org/model", folder)
+    found = ckptctl.inspect("hf://org/model")
+    assert INDEX in _asked(hub) and len(_asked(hub)) == _shards(folder) + 3
+    assert found.metadata == ckptctl.inspect(folder).metadata
+
+
+def test_an_index_that_is_not_true_is_found_out(hub: Hub, tmp_path: Path) -> None:
+    """It differs from the true one in two names that change places, not in its length."""
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    index = json.loads((folder / INDEX).read_text())
+    places = index["weight_map"]
+    one = next(iter(places))
+    other = next(key for key, file in places.items() if file != places[one])
+    places[one], places[other] = places[other], places[one]
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    assert (folder / INDEX).stat().st_size == (TINY / INDEX).stat().st_size
+    hub.add("org/model", folder)
+    with pytest.raises(DamagedError, match="lacks 1 tensors"):
+        ckptctl.inspect("hf://org/model")
+    assert any(one in str(finding) for finding in ckptctl.verify("hf://org/model").findings)
+
+
+def test_shards_that_are_damaged_prove_nothing(hub: Hub, tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    (folder / "model-00002-of-00003.safetensors").write_bytes(b"x" * 100)
+    hub.add("org/model", folder)
+    there, here = ckptctl.verify("hf://org/model"), ckptctl.verify(folder)
+    assert [one.what for one in there.findings] == [one.what for one in here.findings] != []
+
+
+def test_nothing_is_tried_where_no_digest_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_candidates", None)
+    assert ckptctl.inspect(TINY).parameters == 127296
+
+
+# Requests at the same time
+
+
+def test_headers_are_read_side_by_side(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _by_ckptctl(tmp_path / "model", 5_000)
+    hub.add("org/model", tmp_path / "model")
+    shards = _shards(tmp_path / "model")
+    hub.wait = 0.05
+    ckptctl.inspect("hf://org/model")
+    count = len(_asked(hub))
+    assert shards > 10 and count == shards + 2 and hub.most >= 8
+    hub.requests.clear()
+    hub.most = 0
+    monkeypatch.setattr(read_ahead, "AHEAD", 1)
+    ckptctl.inspect("hf://org/model")
+    assert len(_asked(hub)) == count and hub.most <= 2
+
+
+def test_items_are_read_side_by_side(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lies apart from the others by more than what one request gets."""
+    weights = {f"{n:02}": torch.zeros(1 << 18) for n in range(16)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    ckptctl.convert(tmp_path / "model.safetensors", tmp_path / "dcp", to="dcp")
+    hub.add("org/dcp", tmp_path / "dcp")
+    hub.wait = 0.05
+    assert ckptctl.verify("hf://org/dcp").findings == ()
+    count = len(_asked(hub))
+    assert count > 16 and hub.most >= 8
+    hub.requests.clear()
+    monkeypatch.setattr(read_ahead, "AHEAD", 1)
+    ckptctl.verify("hf://org/dcp")
+    assert abs(count - len(_asked(hub))) <= 2, "which end of a block is first asked for may differ"
+
+
+def test_rank_files_are_read_side_by_side(hub: Hub, tmp_path: Path) -> None:
+    ckptctl.convert(TINY, tmp_path / "meta", to="meta", mp=2)
+    hub.add("org/meta", tmp_path / "meta")
+    hub.wait = 0.05
+    assert ckptctl.inspect("hf://org/meta").format == "meta" and hub.most >= 2
+
+
+def test_what_cannot_be_fetched_ahead_is_an_error_where_it_is_read(
+    hub: Hub,
+) -> None:
+    repository = hub.repositories["org/tiny"]
+    files = dict(repository.files)
+    files["model-00003-of-00003.safetensors"] = b""
+    repository.commit(files)
+    found = ckptctl.verify("hf://org/tiny").findings
+    assert [one.file for one in found if one.file] != []
+
+
+def test_many_shards_are_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though fewer blocks are kept than there are shards."""
+    monkeypatch.setattr(blocks.SHARED, "_room", 200_000)
+    monkeypatch.setattr(read_ahead, "AHEAD", 1)
+    assert ckptctl.verify("hf://org/tiny").findings == ()
+    assert sum(name.endswith(".safetensors") for name in _asked(hub)) == 3
+
+
+# Repositories
+
+
+@pytest.mark.parametrize("kind", ["datasets", "spaces"])
+def test_other_kinds_of_repositories(hub: Hub, kind: str) -> None:
+    hub.add(f"{kind}/org/tiny", TINY)
+    del hub.repositories["org/tiny"]
+    assert ckptctl.inspect(f"hf://{kind}/org/tiny@main").parameters == 127296
+    assert all(f"{kind}/org/tiny" in path for _, path in hub.requests if path != OWN)
+
+
+def test_a_token_goes_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.cdn, server = hub_server.start()
+    hub.token = "secret"
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert ckptctl.verify("hf://org/tiny", level="full").findings == ()
+    server.shutdown()
+    server.server_close()
+    assert hub.cdn.sent > 100_000 and hub.cdn.tokens
+    assert set(hub.cdn.tokens) == {None} and "Bearer secret" in hub.tokens
+
+
+def test_full_compares_with_the_digests_of_the_hub(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ckptctl.verify("hf://org/tiny", level="full")
+    assert found.findings == () and sum(found.proven.values()) == found.nbytes
+    name = "model-00002-of-00003.safetensors"
+    original = hub_server._sibling
+
+    def sibling(file: str, data: bytes) -> dict[str, object]:
+        return original(file, data[:-1] + b"x" if file in (name, "config.json") else data)
+
+    monkeypatch.setattr(hub_server, "_sibling", sibling)
+    bad = ckptctl.verify("hf://org/tiny", level="full").findings
+    assert {one.file for one in bad} == {name, "config.json"}
+    assert {one.severity for one in bad} == {"error"} and "the Hub says" in str(bad[0].why)

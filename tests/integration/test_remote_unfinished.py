@@ -1,0 +1,135 @@
+"""What readers say of a place that a run is writing to, or was: there is no checkpoint yet."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import ckptctl
+from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
+from ckptctl.ops import runs
+from ckptctl.storage import processes
+from ckptctl.storage.remote.path import path_of
+from ckptctl.storage.remote.writing import NAME, Writing
+from tests.conftest import DATA
+
+TINY = DATA / "tiny-llama3-hf"
+MEMORY = fsspec.filesystem("memory")
+INDEX = "model.safetensors.index.json"
+NAMES = tuple(sorted(item.name for item in TINY.iterdir()))
+ELSEWHERE = processes.Process("elsewhere", "another boot", 77, 1)
+WRITING = Writing("token", ELSEWHERE, NAMES)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[str]:
+    yield f"memory://{tmp_path.name}"
+    MEMORY.rm(f"/{tmp_path.name}", recursive=True)
+
+
+def _upload(root: str, name: str, said: Writing | bytes | None, *without: str) -> str:
+    """Put a checkpoint there without some of its files, and the lock of who writes it."""
+    folder = f"/{root.removeprefix('memory://')}/{name}"
+    for item in TINY.iterdir():
+        if item.name not in without:
+            MEMORY.pipe_file(f"{folder}/{item.name}", item.read_bytes())
+    if said is not None:
+        content = said if isinstance(said, bytes) else said.to_bytes()
+        MEMORY.pipe_file(f"{folder}/{NAME}", content)
+    return f"{root}/{name}"
+
+
+def _place(url: str) -> str:
+    return f"/{url.removeprefix('memory://')}"
+
+
+def _require_not_read(url: str | Path, what: str) -> None:
+    """Require that every reader says *what*."""
+    for read in (ckptctl.inspect, lambda u: ckptctl.load({}, u), lambda u: ckptctl.diff(u, TINY)):
+        with pytest.raises(DamagedError, match=what):
+            read(url)
+    found = ckptctl.verify(url)
+    assert not found.whole and found.errors[0].what == what and found.errors[0].file == NAME
+
+
+def test_one_that_is_being_written(root: str) -> None:
+    _upload(root, "step-1", None)
+    url = _upload(root, "step-2", WRITING, INDEX)
+    _require_not_read(url, "it is being written")
+    assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
+    chosen, newer = runs.newest_complete(path_of(root))
+    assert chosen.entry.path.name == "step-1"
+    assert [one.candidate.state for one in newer] == ["writing"]
+    assert "it is being written (by process 77" in newer[0].candidate.problem
+    listed = runs.read_run(path_of(root)).checkpoints
+    assert [one.complete for one in listed] == [True, False] and listed[1].format == "hf"
+
+
+def test_one_that_was_interrupted(root: str) -> None:
+    url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
+    _require_not_read(url, "its upload did not finish")
+    with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
+        runs.newest_complete(path_of(root))
+    later = runs.read_run(path_of(root), now=time.time() + 10_000).checkpoints
+    assert [one.candidate.state for one in later] == ["incomplete"]
+    MEMORY.rm_file(f"{_place(url)}/{NAME}")
+    assert ckptctl.inspect(url).parameters == 127296
+
+
+def test_shards_alone_are_not_unknown(root: str) -> None:
+    """Before anything is there that a format is known by."""
+    url = _upload(root, "step-2", WRITING, *NAMES)
+    with pytest.raises(DamagedError, match="it is being written"):
+        ckptctl.inspect(url)
+    with pytest.raises(DamagedError, match="it is being written"):
+        ckptctl.verify(url)
+    assert runs.read_run(path_of(root)).checkpoints[0].candidate.state == "writing"
+
+
+@pytest.mark.parametrize("said", [WRITING, replace(WRITING, names=(".metadata",)), b"", b"[]"])
+def test_whoever_may_be_alive_counts(root: str, said: Writing | bytes) -> None:
+    """All is there, and may be replaced at any moment."""
+    _require_not_read(_upload(root, "step-2", said), "it is being written")
+
+
+def test_a_lock_that_was_left_beside_all_of_it(root: str) -> None:
+    """The run was killed after the last file, or before it replaced the first."""
+    url = _upload(root, "step-2", replace(WRITING, process=None))
+    assert ckptctl.verify(url, level="full").findings == ()
+    assert runs.newest_complete(path_of(root))[0].complete
+
+
+def test_silence(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = _upload(root, "step-2", WRITING)
+    with pytest.raises(DamagedError):
+        ckptctl.inspect(url)
+    monkeypatch.setattr("ckptctl.storage.remote.writing.SILENCE", -1e6)
+    assert ckptctl.inspect(url).parameters == 127296
+
+
+def test_a_copy_that_was_made_meanwhile(tmp_path: Path) -> None:
+    """As ``aws s3 sync`` makes it, lock and all."""
+    folder = shutil.copytree(TINY, tmp_path / "run" / "step-2")
+    (folder / INDEX).unlink()
+    (folder / NAME).write_bytes(replace(WRITING, process=None).to_bytes())
+    _require_not_read(folder, "its upload did not finish")
+    assert not runs.read_run(tmp_path / "run").checkpoints[0].complete
+
+
+def test_names_in_a_lock_are_looked_for_and_no_more(root: str) -> None:
+    said = replace(WRITING, process=None, names=("\0", "x" * 5000, "../" * 50 + "etc/passwd"))
+    _require_not_read(_upload(root, "step-2", said), "its upload did not finish")
+
+
+def test_an_upload_goes_on_over_it(root: str) -> None:
+    url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
+    with pytest.raises(CkptError):
+        ckptctl.inspect(url)
+    ckptctl.convert(TINY, url, to="hf", max_shard_size=100_000, verify=True)
+    assert ckptctl.verify(url).findings == () and not MEMORY.exists(f"{_place(url)}/{NAME}")

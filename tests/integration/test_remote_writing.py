@@ -1,0 +1,375 @@
+"""What is written behind URLs: by two at once, over what is there, again after a failure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import safetensors.torch
+import torch
+
+import ckptctl
+from ckptctl.errors import RefusedError, StorageError, UsageError
+from ckptctl.storage.remote import lock, lock_object, mounts, objects
+from ckptctl.storage.remote.writing import NAME, Sent
+from tests import s3_server
+from tests.s3_server import Request, Server
+
+TINY = Path("tests/data/tiny-llama3-hf")
+MEMORY = fsspec.filesystem("memory")
+LOCK = NAME
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch, s3_server.serving(patch) as found:
+        yield found
+
+
+@pytest.fixture
+def s3(server: Server, tmp_path: Path) -> str:
+    server.reset()
+    return f"s3://bucket/{tmp_path.name}"
+
+
+S3 = pytest.mark.filterwarnings("ignore")  # of botocore and moto
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"memory://{tmp_path.name}"
+
+
+def _names(url: str) -> set[str]:
+    system, root = fsspec.core.url_to_fs(url)
+    system.invalidate_cache()
+    return {str(one).rpartition("/")[2] for one in system.find(root)}
+
+
+def _source(folder: Path, value: float) -> Path:
+    folder.mkdir()
+    weights = {f"layers.{n}.w": torch.full((5000,), value) for n in range(4)}
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"value": value}))
+    return folder
+
+
+def _value(url: str) -> float:
+    """Return what all tensors of the checkpoint are full of."""
+    mounts.drop(url)
+    state = {f"layers.{n}.w": torch.zeros(5000) for n in range(4)}
+    ckptctl.load(state, url)
+    values = {one for tensor in state.values() for one in tensor.tolist()}
+    assert len(values) == 1, "a mix"
+    return float(values.pop())
+
+
+def _convert(source: Path, url: str, to: str, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "ckptctl", "convert", str(source), url]
+    command += ["--to", to, "--max-shard-size", "20KB", "-q", *words]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+# Two at once
+
+
+@S3
+@pytest.mark.parametrize("words", [[], pytest.param(["--overwrite"], marks=pytest.mark.slow)])
+def test_two_processes_to_one_place(s3: str, tmp_path: Path, words: list[str]) -> None:
+    sources = [_source(tmp_path / name, value) for name, value in (("a", 1.0), ("b", 2.0))]
+    for trial in range(3):
+        place = f"{s3}/{trial}"
+        runs = [_convert(source, place, "dcp", *words) for source in sources]
+        codes = []
+        for run in runs:
+            _, text = run.communicate(timeout=120)
+            codes.append(run.returncode)
+            assert run.returncode in (0, 6, 8) and "Traceback" not in text, text
+        assert 0 in codes and (words or codes.count(0) == 1), codes
+        assert _value(place) in {float(n) for n, code in enumerate(codes, 1) if code == 0}
+        assert not any(LOCK in name for name in _names(place))
+
+
+@S3
+def test_two_threads_to_one_place(s3: str, tmp_path: Path) -> None:
+    sources = {value: _source(tmp_path / str(value), value) for value in (1.0, 2.0)}
+    for trial in range(6):
+        place = f"{s3}/{trial}"
+        written: list[float] = []
+
+        def run(value: float, place: str = place, written: list[float] = written) -> None:
+            try:
+                ckptctl.convert(sources[value], place, to="hf", max_shard_size=20_000)
+                written.append(value)
+            except (RefusedError, StorageError):
+                pass
+
+        threads = [threading.Thread(target=run, args=(value,)) for value in sources]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        assert len(written) <= 1
+        if written:
+            assert _value(place) == written[0]
+        else:
+            assert not _names(place)
+
+
+@S3
+def test_requests_of_an_upload(s3: str, server: Server) -> None:
+    """Creation on the condition that nothing is there; the index after a look at all others."""
+    ckptctl.convert(TINY, f"{s3}/x", to="hf", max_shard_size=60_000)
+    sent = [one.key.rpartition("/")[2] for one in server.seen if one.sends]
+    assert sent[0] == LOCK and sent[-1] == "model.safetensors.index.json"
+    last = [one.method for one in server.seen].index("DELETE")
+    order = [(one.method, one.key.rpartition("/")[2]) for one in server.seen[:last]]
+    index = order.index(("PUT", "model.safetensors.index.json"))
+    assert ("GET", "") in order[order.index(("PUT", "config.json")) : index], "no look before it"
+    assert server.seen[last].key.endswith(LOCK)
+
+
+def test_an_answer_that_is_lost(s3: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client asks again, and is told that there is something: what it sent itself."""
+    lost: set[str] = set()
+
+    def fault(request: Request) -> str | None:
+        if request.sends and request.key not in lost and request.key.endswith(".distcp"):
+            lost.add(request.key)
+            return "lose"
+        return None
+
+    server.fault = fault
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
+    run = _convert(TINY, f"{s3}/x", "dcp", "--verify")
+    _, text = run.communicate(timeout=120)
+    assert run.returncode == 0 and len(lost) > 2, text
+
+
+@S3
+def test_a_lock_is_taken_over_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 replaces an object on the condition that it is the one that was read, or written, last."""
+    monkeypatch.setattr(lock, "is_dead", lambda *_: True)
+    system, root = fsspec.core.url_to_fs(s3)
+    first, second = (lock.RemoteLock(s3, system, root, LOCK, ["a"]) for _ in range(2))
+    first.take()
+    beat = first._said.to_bytes()
+    assert first._object.write(beat), "its own signs of life"
+    assert second.take() is not None
+    assert not first._object.write(beat), "one that was on its way while its machine slept"
+    assert second.ours() and not first.ours()
+    second.note("a", Sent(1, "v", "5e"))
+    content = first._object.read() or b""
+    rivals = [lock_object.LockObject(system, f"{root}/{LOCK}") for _ in range(2)]
+    original = rivals[0].read
+
+    def read() -> bytes | None:
+        found = original()
+        assert found != content or rivals[1].replace(content, b"second")
+        return found
+
+    monkeypatch.setattr(rivals[0], "read", read)
+    assert not rivals[0].replace(content, b"first"), "another one was faster"
+    assert original() == b"second"
+
+
+@S3
+def test_a_sign_of_life_whose_answer_is_lost(
+    s3: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
+    system = fsspec.filesystem("s3", skip_instance_cache=True)
+    first = lock.RemoteLock(s3, system, system._strip_protocol(s3), LOCK, ["a"])
+    first.take()
+    for number in range(2):
+        lost: list[Request] = []
+
+        def fault(request: Request, lost: list[Request] = lost) -> str | None:
+            if request.sends and not lost:
+                lost.append(request)
+                return "lose"
+            return None
+
+        server.fault = fault
+        first.note(str(number), Sent(1, "v", "5e"))
+        assert lost and set(first._said.sent) == {str(n) for n in range(number + 1)}
+    first.drop()
+    assert _names(s3) == set()
+
+
+# What lies there
+
+
+@S3
+def test_a_removal_that_comes_late(s3: str) -> None:
+    """It was on its way while its machine slept: what another run wrote meanwhile stays."""
+    system, root = fsspec.core.url_to_fs(s3)
+    for name in ("a", "b"):
+        system.pipe_file(f"{root}/{name}", b"old")
+    place = objects.Objects(s3, None)
+    found = place.look()
+    system.pipe_file(f"{root}/b", b"new")
+    with pytest.raises(StorageError, match="another run") as caught:
+        place.remove(["a", "gone", "b"], found, lambda: None)
+    assert "`b` was written again" in str(caught.value.why)
+    assert _names(s3) == {"b"} and system.cat_file(f"{root}/b") == b"new"
+
+
+@S3
+@pytest.mark.parametrize("spelling", ["s3a://bucket/{}/m", "s3://bucket/{}/x/../m"])
+def test_the_source_by_another_name(s3: str, tmp_path: Path, spelling: str) -> None:
+    ckptctl.convert(TINY, f"{s3}/m", to="hf", max_shard_size=60_000)
+    there = _names(s3)
+    with pytest.raises((RefusedError, UsageError), match=r"inside the destination|no `\.\.`"):
+        ckptctl.convert(f"{s3}/m", spelling.format(tmp_path.name), to="dcp", overwrite=True)
+    assert _names(s3) == there
+    ckptctl.convert(f"{s3}/m", f"s3a://bucket/{tmp_path.name}/other", to="dcp", verify=True)
+
+
+@S3
+def test_no_version_of_an_object_is_named(s3: str) -> None:
+    """s3fs would leave it out, with all that follows."""
+    for call in (ckptctl.inspect, lambda url: ckptctl.convert(TINY, url, to="hf")):
+        with pytest.raises(UsageError, match="no version"):
+            call(f"{s3}/m?versionId=1")
+
+
+def test_an_upload_over_a_checkpoint(url: str, tmp_path: Path) -> None:
+    ckptctl.convert(_source(tmp_path / "a", 1.0), url, to="hf", max_shard_size=20_000)
+    old = _names(url)
+    source = _source(tmp_path / "b", 2.0)
+    with pytest.raises(RefusedError, match="exists") as caught:
+        ckptctl.convert(source, url, to="dcp")
+    assert "--overwrite" in str(caught.value.hint) and _names(url) == old
+    ckptctl.convert(source, url, to="dcp", overwrite=True, verify=True)
+    assert _value(url) == 2.0 and not any(n.endswith(".safetensors") for n in _names(url))
+
+
+def test_an_upload_over_something_else(url: str, tmp_path: Path) -> None:
+    MEMORY.pipe_file(f"/{tmp_path.name}/thesis.txt", b"years")
+    MEMORY.pipe_file(f"/{tmp_path.name}/data/model.safetensors", b"x")
+    for overwrite in (False, True):
+        with pytest.raises(RefusedError):
+            ckptctl.convert(TINY, url, to="hf", overwrite=overwrite)
+    assert _names(url) == {"thesis.txt", "model.safetensors"}
+
+
+def test_the_old_index_goes_first(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckptctl.convert(_source(tmp_path / "a", 1.0), url, to="hf", max_shard_size=20_000)
+    old = _names(url)
+    order: list[str] = []
+    rm_file, put_file = type(MEMORY).rm_file, type(MEMORY).put_file
+
+    def note(name: Any) -> str:
+        return str(name).rpartition("/")[2]
+
+    def removing(self: Any, path: Any) -> None:
+        order.append(f"- {note(path)}")
+        rm_file(self, path)
+
+    def putting(self: Any, lpath: Any, rpath: Any, **options: Any) -> None:
+        order.append(f"+ {note(rpath)}")
+        put_file(self, lpath, rpath, **options)
+
+    monkeypatch.setattr(type(MEMORY), "rm_file", removing)
+    monkeypatch.setattr(type(MEMORY), "put_file", putting)
+    ckptctl.convert(
+        _source(tmp_path / "b", 2.0), url, to="hf", overwrite=True, max_shard_size=30_000
+    )
+    removed = order[: len(old)]
+    assert order[0] == "- model.safetensors.index.json"
+    assert set(removed) == {f"- {name}" for name in old}
+    assert order[-2:] == ["+ model.safetensors.index.json", f"- {LOCK}"]
+
+
+def test_what_cannot_be_converted_leaves_the_old_one(url: str, tmp_path: Path) -> None:
+    """Nothing is removed before the first new file is complete."""
+    ckptctl.convert(_source(tmp_path / "a", 1.0), url, to="dcp")
+    source = _source(tmp_path / "b", 2.0)
+    from ckptctl.ops.convert import run_conversion
+
+    plan = ckptctl.plan_conversion(source, url, to="dcp", overwrite=True)
+    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    with pytest.raises(Exception, match="changed"):
+        run_conversion(plan)
+    assert _value(url) == 1.0 and not any(LOCK in name for name in _names(url))
+
+
+@S3
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_single_file(s3: str, server: Server, tmp_path: Path, lost: bool) -> None:
+    """One object is replaced in one step: the old one is there until then."""
+    place = f"{s3}/model.pt"
+    first, second = (_source(tmp_path / n, v) for n, v in (("a", 1.0), ("b", 2.0)))
+    result = ckptctl.convert(first, place, to="torch")
+    assert not result.notes, "one file is published in one step"
+    with pytest.raises(RefusedError, match="exists"):
+        ckptctl.convert(second, place, to="torch")
+    server.fault = lambda request: (
+        ("lose" if lost else "refuse")
+        if request.sends and request.key.endswith("model.pt")
+        else None
+    )
+    with pytest.raises(StorageError, match="cannot write") as caught:
+        ckptctl.convert(second, place, to="torch", overwrite=True)
+    server.reset()
+    assert ("is gone" in str(caught.value.why)) == lost
+    if not lost:
+        assert _value(place) == 1.0
+    ckptctl.convert(second, place, to="torch", overwrite=not lost, verify=True)
+    assert _value(place) == 2.0 and _names(s3) == {"model.pt"}
+
+
+def test_what_a_run_left_is_of_no_use_to_another_output(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same names, another content: nothing of it stays."""
+    put_file = type(MEMORY).put_file
+
+    def failing(self: Any, lpath: Any, rpath: Any, **options: Any) -> None:
+        if str(rpath).endswith(".metadata"):
+            raise ConnectionResetError("the network is down")
+        put_file(self, lpath, rpath, **options)
+
+    monkeypatch.setattr(type(MEMORY), "put_file", failing)
+    options: dict[str, Any] = {"to": "dcp", "max_shard_size": 20_000, "resume": True}
+    with pytest.raises(StorageError) as caught:
+        ckptctl.convert(_source(tmp_path / "a", 1.0), url, **options)
+    assert "`--resume` goes on" in str(caught.value.why)
+    monkeypatch.undo()
+    result = ckptctl.convert(_source(tmp_path / "b", 2.0), url, verify=True, **options)
+    assert _value(url) == 2.0 and result.resumed_bytes < 1000
+    assert not any(LOCK in name for name in _names(url))
+
+
+def test_what_changed_since_is_sent_again(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_file, sent = type(MEMORY).put_file, []
+
+    def failing(self: Any, lpath: Any, rpath: Any, **options: Any) -> None:
+        sent.append(str(rpath).rpartition("/")[2])
+        if str(rpath).endswith(".metadata") and len(sent) < 9:
+            raise ConnectionResetError("the network is down")
+        put_file(self, lpath, rpath, **options)
+
+    monkeypatch.setattr(type(MEMORY), "put_file", failing)
+    source = _source(tmp_path / "a", 1.0)
+    options: dict[str, Any] = {"to": "dcp", "max_shard_size": 20_000, "resume": True}
+    with pytest.raises(StorageError):
+        ckptctl.convert(source, url, **options)
+    place = f"/{tmp_path.name}/__0_1.distcp"
+    MEMORY.pipe_file(place, bytes(len(MEMORY.cat_file(place))))
+    sent[:] = ["again"] * 9
+    result = ckptctl.convert(source, url, verify=True, **options)
+    assert set(sent) == {"again", "__0_1.distcp", ".metadata"}
+    assert result.resumed_bytes > 40_000 and _value(url) == 1.0

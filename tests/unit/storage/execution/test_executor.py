@@ -1,0 +1,535 @@
+"""The executor on real files: bytes, checksums, faults, resuming."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import random
+import threading
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptctl import dtypes
+from ckptctl.errors import DamagedError, StorageError
+from ckptctl.planner import copies, tiling
+from ckptctl.planner.plan import (
+    FileIdentity,
+    Operand,
+    OutputFile,
+    Plan,
+    RawCopy,
+    Record,
+    Side,
+    Transfer,
+)
+from ckptctl.storage.execution import worker
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+
+ROWS, COLUMNS = 96, 64
+
+
+def row_major(sizes, item):
+    strides = []
+    for size in reversed(sizes):
+        strides.append(item)
+        item *= size
+    return tuple(reversed(strides))
+
+
+def operand(file, offset, start, sizes, item, record=-1, crc=None):
+    size = math.prod(sizes) * item
+    return Operand(file, offset, start, sizes, row_major(sizes, item), size, crc, record)
+
+
+def identity(path):
+    found = os.stat(path)
+    return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+
+
+class Case:
+    """A source directory and a plan that copies it in several ways at once."""
+
+    def __init__(self, root: Path, seed: int = 1):
+        self.source, self.out = root / "source", root / "out"
+        self.source.mkdir()
+        self.out.mkdir()
+        self.journal = root / "journal"
+        self.random = random.Random(seed)
+        self.records: list[Record] = []
+        self.transfers: list[Transfer] = []
+        self.expected: list[bytes] = []
+        self.blobs: dict[str, bytes] = {}
+        self.size = 16
+        self.progress = 0
+
+    def tensor(self, name, shape, dtype="bfloat16"):
+        item = dtypes.itemsize(dtype)
+        data = self.random.randbytes(math.prod(shape) * item)
+        (self.source / name).write_bytes(data)
+        return data, operand(name, 0, (0,) * len(shape), shape, item, crc=zlib.crc32(data))
+
+    def record(self, nbytes, expected):
+        self.records.append(Record(f"t{len(self.records)}", "all.bin", self.size, nbytes))
+        self.expected.append(expected)
+        self.size += nbytes
+        return len(self.records) - 1, self.size - nbytes
+
+    def add(self, axes, source_dims, target_dims, permute, dtype="bfloat16", to=None):
+        """Add a tensor whose target is ``permute(source elements)``."""
+        name = f"s{len(self.transfers)}"
+        shape = tuple(math.prod(axes[a] for a in g) for g in source_dims)
+        data, source = self.tensor(name, shape, dtype)
+        want = permute(data)
+        record, offset = self.record(len(want), want)
+        shape = tuple(math.prod(axes[a] for a in g) for g in target_dims)
+        item = dtypes.itemsize(to or dtype)
+        target = operand("all.bin", offset, (0,) * len(shape), shape, item, record)
+        self.transfers.append(
+            Transfer(
+                f"t{record}",
+                name,
+                axes,
+                Side(source_dims, (source,)),
+                Side(target_dims, (target,)),
+                dtype,
+                to or dtype,
+            )
+        )
+
+    def everything(self):
+        rows = ((0,), (1,))
+        self.add((ROWS, COLUMNS), rows, rows, lambda data: data)
+        self.add((), (), (), lambda data: data)
+        self.add((0, 4), rows, rows, lambda data: data)
+
+        def rope(data):
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.int16)
+            return tensor.view(4, 2, 8, 64).transpose(1, 2).contiguous().numpy().tobytes()
+
+        self.add((4, 2, 8, 64), ((0, 1, 2), (3,)), ((0, 2, 1), (3,)), rope)
+
+        def transpose(data):
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.int16)
+            return tensor.view(ROWS, COLUMNS).t().contiguous().numpy().tobytes()
+
+        self.add((ROWS, COLUMNS), rows, ((1,), (0,)), transpose)
+
+        def cast(data):
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+            return tensor.to(torch.float32).view(torch.uint8).numpy().tobytes()
+
+        self.add((ROWS, COLUMNS), rows, rows, cast, to="float32")
+        return self.plan()
+
+    def plan(self, raw=b"side file"):
+        (self.source / "config.json").write_bytes(raw)
+        self.blobs = {"sub/config.json": raw}
+        records = self.records
+
+        def frame(crc_of):
+            yield 0, b"HEAD"
+            last = sum(crc_of(i) for i, r in enumerate(records) if r.file == "all.bin")
+            yield 8, (last % 2**32).to_bytes(4, "little")
+
+        sources = {p.name: identity(p) for p in self.source.iterdir()}
+        return Plan(
+            str(self.source),
+            sources,
+            str(self.out),
+            False,
+            (
+                OutputFile("all.bin", self.size, frame),
+                OutputFile("sub/config.json", len(raw), lambda _: iter(())),
+                OutputFile("empty", 3, lambda _: iter([(0, b"abc")])),
+            ),
+            tuple(self.records),
+            tuple(self.transfers),
+            (RawCopy("config.json", 0, len(raw), "sub/config.json"),),
+            "d1",
+        )
+
+    def run(self, plan, **options):
+        journal = options.pop("journal", None)
+        self.progress = 0
+
+        def count(nbytes):
+            assert threading.current_thread() is threading.main_thread()
+            self.progress += nbytes
+
+        return execute(plan, self.out, ExecutionOptions(**options), count, journal)
+
+    def check(self, plan, done, checksum=True):
+        data = (self.out / "all.bin").read_bytes()
+        assert len(data) == self.size
+        for record, want, crc in zip(self.records, self.expected, done.crcs, strict=True):
+            assert data[record.offset : record.offset + record.nbytes] == want, record.name
+            assert crc == (zlib.crc32(want) if checksum else 0)
+        total = sum(done.crcs) % 2**32
+        assert data[:16] == b"HEAD" + bytes(4) + total.to_bytes(4, "little") + bytes(4)
+        for name, want in self.blobs.items():
+            assert (self.out / name).read_bytes() == want
+        assert (self.out / "empty").read_bytes() == b"abc"
+        amount = sum(map(len, self.expected)) + sum(map(len, self.blobs.values()))
+        assert done.bytes_written + done.resumed_bytes == amount == self.progress
+
+
+@pytest.fixture(params=[1, 3])
+def jobs(request):
+    return request.param
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiling, "FEW_RUNS", 512)
+    return Case(tmp_path)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("memory", [64 << 20, 1])
+def test_all_kinds_of_transfers(case, jobs, checksum, memory):
+    plan = case.everything()
+    assert copies.permutes(plan.transfers[4])
+    done = case.run(plan, jobs=jobs, checksum=checksum, memory=memory)
+    case.check(plan, done, checksum)
+    assert os.stat(case.out / "all.bin").st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask():
+    value = os.umask(0)
+    os.umask(value)
+    return value
+
+
+def test_large_tensors_are_split(case, jobs):
+    rows = ((0,), (1,))
+    case.add((3000, 1024), rows, rows, lambda data: data)
+    plan = case.plan()
+    tiles = list(copies.lower(plan.transfers[0], plan.records, ExecutionOptions().limits()))
+    assert len(tiles) == 6
+    case.check(plan, case.run(plan, jobs=jobs))
+
+
+@pytest.mark.parametrize("name", ["bool", "uint64", "float8_e4m3fn", "complex64", "complex128"])
+def test_every_size_of_element_is_permuted_bit_for_bit(case, name):
+    item = dtypes.itemsize(name)
+
+    def transpose(data):
+        elements = [data[i : i + item] for i in range(0, len(data), item)]
+        return b"".join(elements[r * 40 + c] for c in range(40) for r in range(30))
+
+    case.add((30, 40), ((0,), (1,)), ((1,), (0,)), transpose, dtype=name)
+    plan = case.plan()
+    assert copies.permutes(plan.transfers[0])
+    case.check(plan, case.run(plan))
+
+
+def test_torch_keeps_its_thread_count(case):
+    before = torch.get_num_threads()
+    case.run(case.everything(), jobs=2)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_wrong_source_checksum_is_found(case, jobs, number):
+    plan = case.everything()
+    if number == 2:
+        pytest.skip("an empty tensor has no bytes")
+    path = case.source / f"s{number}"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    plan = replace(plan, sources={name: identity(case.source / name) for name in plan.sources})
+    with pytest.raises(DamagedError) as caught:
+        case.run(plan, jobs=jobs)
+    assert (caught.value.where, f"`s{number}`" in caught.value.what) == (f"s{number}", True)
+    case.run(plan, jobs=jobs, checksum=False)
+
+
+def test_merged_and_split_operands_are_checked(case):
+    halves = [case.tensor(f"h{i}", (ROWS, 32)) for i in range(2)]
+    want = b"".join(data[row * 64 : row * 64 + 64] for row in range(ROWS) for data, _ in halves)
+    number, offset = case.record(len(want), want)
+    sources = tuple(replace(one, start=(0, i * 32)) for i, (_, one) in enumerate(halves))
+    target = operand("all.bin", offset, (0, 0), (ROWS, 64), 2, number)
+    case.transfers.append(
+        Transfer(
+            "t",
+            "h",
+            (ROWS, 64),
+            Side(((0,), (1,)), sources),
+            Side(((0,), (1,)), (target,)),
+            "bfloat16",
+            "bfloat16",
+        )
+    )
+    plan = case.plan()
+    case.check(plan, case.run(plan))
+    wrong = replace(sources[1], crc32=1)
+    side = Side(((0,), (1,)), (sources[0], wrong))
+    plan = replace(plan, transfers=(replace(plan.transfers[0], source=side),))
+    with pytest.raises(DamagedError, match="checksum"):
+        case.run(plan)
+
+
+def test_a_source_that_changes_is_noticed(case, monkeypatch):
+    plan = case.everything()
+    real = os.preadv
+    changed = []
+
+    def preadv(descriptor, views, offset):
+        if not changed:
+            changed.append(1)
+            (case.source / "s1").write_bytes(b"zz")
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(DamagedError):
+        case.run(plan, checksum=False)
+
+
+def test_a_source_that_changed_or_went_since_planning(case):
+    plan = case.everything()
+    os.utime(case.source / "s3", ns=(1, 1))
+    with pytest.raises(DamagedError, match="`s3` changed"):
+        case.run(plan)
+    (case.source / "s3").unlink()
+    with pytest.raises(DamagedError, match="`s3` changed"):
+        case.run(plan)
+
+
+@pytest.mark.parametrize("content", [b"side file, longer", b"side", None])
+def test_a_side_file_that_changed_or_went_since_planning(case, content):
+    plan = case.everything()
+    plan = replace(plan, sources={n: i for n, i in plan.sources.items() if n != "config.json"})
+    if content is None:
+        (case.source / "config.json").unlink()
+    else:
+        (case.source / "config.json").write_bytes(content)
+    with pytest.raises(DamagedError, match=r"`config\.json` changed"):
+        case.run(plan)
+    assert not list(case.out.iterdir())
+
+
+def test_a_part_of_a_file_may_fill_an_output_file(case):
+    plan = case.everything()
+    (case.source / "config.json").write_bytes(b"....side file")
+    sources = {n: i for n, i in plan.sources.items() if n != "config.json"}
+    raw = replace(plan.raw_copies[0], offset=4)
+    plan = replace(plan, sources=sources, raw_copies=(raw,))
+    case.check(plan, case.run(plan))
+
+
+def test_a_source_that_was_replaced_while_it_was_read(case, monkeypatch):
+    plan = case.everything()
+    real, once = os.preadv, threading.Lock()
+
+    def preadv(descriptor, views, offset):
+        if once.acquire(blocking=False):
+            path = case.source / "s0"
+            other = case.source / "other"
+            other.write_bytes(path.read_bytes())
+            os.utime(other, ns=(0, path.stat().st_mtime_ns))
+            other.rename(path)
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(DamagedError, match="changed"):
+        case.run(plan)
+
+
+def test_short_reads_and_writes_are_completed(case, jobs, monkeypatch):
+    plan = case.everything()
+    read, write = os.preadv, os.pwrite
+
+    def preadv(descriptor, views, offset):
+        return read(descriptor, [views[0][: max(1, len(views[0]) // 3)]], offset)
+
+    def pwrite(descriptor, data, offset):
+        return write(descriptor, memoryview(data)[: max(1, len(data) // 3)], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    case.check(plan, case.run(plan, jobs=jobs))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("name", ["pwrite", "fsync", "preadv"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_failing_system_calls(case, jobs, monkeypatch, number, name, at):
+    plan = case.everything()
+    real = getattr(os, name)
+    calls = []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) > at:
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    monkeypatch.setattr(os, name, failing)
+    with pytest.raises(StorageError, match=errno.errorcode[number]) as caught:
+        case.run(plan, jobs=jobs)
+    if (name, number) == ("pwrite", errno.ENOSPC):
+        assert "free" in (caught.value.why or "")
+
+
+def test_a_truncated_source(case):
+    plan = case.everything()
+    path = case.source / "s0"
+    path.write_bytes(path.read_bytes()[:-1])
+    plan = replace(plan, sources=plan.sources | {"s0": identity(path)})
+    with pytest.raises(DamagedError, match="truncated"):
+        case.run(plan)
+
+
+def test_copies_in_the_kernel_fall_back(case, monkeypatch):
+    plan = case.everything()
+    calls = []
+
+    def unsupported(*args):
+        calls.append(1)
+        raise OSError(errno.EXDEV, "no")
+
+    monkeypatch.setattr(os, "copy_file_range", unsupported)
+    case.check(plan, case.run(plan, jobs=1, checksum=False), checksum=False)
+    assert len(calls) == 1
+
+
+def test_an_interrupt_stops_the_run(case):
+    before = set(threading.enumerate())
+    plan = case.everything()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(plan, case.out, ExecutionOptions(), interrupt)
+    assert not set(threading.enumerate()) - before
+
+
+def interrupted(case, plan, monkeypatch, after):
+    """Run until *after* tiles are done and journalled; then fail."""
+    real = worker.Worker.do
+    done = []
+
+    def do(self, unit):
+        if len(done) >= after:
+            deadline = time.monotonic() + 10
+            while case.journal.read_bytes().count(b"\n") <= after and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise StorageError("injected")
+        done.append(unit)
+        return real(self, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.Worker, "do", do)
+        patch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 1)
+        with pytest.raises(StorageError, match="injected"):
+            case.run(plan, jobs=1, journal=case.journal, journal_every=1, resume=True)
+    return done
+
+
+def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
+    plan = case.everything()
+    interrupted(case, plan, monkeypatch, 3)
+    journalled = case.journal.read_bytes()
+    assert journalled.count(b"\n") == 4
+    redone = []
+    real = worker.Worker.do
+
+    def do(self, unit):
+        redone.append((unit.transfer, unit.number))
+        return real(self, unit)
+
+    monkeypatch.setattr(worker.Worker, "do", do)
+    done = case.run(plan, journal=case.journal, resume=True)
+    case.check(plan, done)
+    assert done.resumed_bytes > 0
+    assert (0, 0) not in redone
+    assert len(redone) == len(set(redone))
+
+
+def test_what_changed_in_the_staging_directory_is_done_again(case, monkeypatch):
+    plan = case.everything()
+    done = interrupted(case, plan, monkeypatch, 3)
+    write = done[0].tile.writes[0]
+    with (case.out / write.file).open("r+b") as file:
+        file.seek(write.offset)
+        byte = file.read(1)
+        file.seek(write.offset)
+        file.write(bytes([byte[0] ^ 1]))
+    case.check(plan, case.run(plan, journal=case.journal, resume=True))
+
+
+@pytest.mark.parametrize(
+    "spoil", ["digest", "journal", "size", "no-resume", "checksum", "source", "raw"]
+)
+def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
+    plan = case.everything()
+    plan = replace(plan, sources={n: i for n, i in plan.sources.items() if n != "config.json"})
+    interrupted(case, plan, monkeypatch, 3)
+    (case.out / "litter").write_bytes(b"old")
+    with (case.out / "all.bin").open("r+b") as file:
+        file.seek(16)
+        file.write(b"tampered")
+    resume, checksum = True, True
+    if spoil == "digest":
+        plan = replace(plan, digest="other")
+    elif spoil == "journal":
+        case.journal.unlink()
+    elif spoil == "size":
+        (case.out / "empty").write_bytes(b"")
+    elif spoil == "checksum":
+        checksum = False
+    elif spoil == "source":
+        os.utime(case.source / "s0", ns=(1, 1))
+        plan = replace(plan, sources=plan.sources | {"s0": identity(case.source / "s0")})
+    elif spoil == "raw":
+        os.utime(case.source / "config.json", ns=(1, 1))
+    else:
+        resume = False
+    done = case.run(plan, journal=case.journal, resume=resume, checksum=checksum)
+    case.check(plan, done, checksum)
+    assert done.resumed_bytes == 0
+    assert not (case.out / "litter").exists()
+
+
+def test_record_bytes_nobody_writes_are_a_bug(case):
+    plan = case.everything()
+    with pytest.raises(Exception, match="written"):
+        case.run(replace(plan, transfers=plan.transfers[1:]))
+
+
+def test_thousands_of_files_need_few_descriptors(tmp_path):
+    case = Case(tmp_path)
+    files = []
+    for number in range(700):
+        data, source = case.tensor(f"s{number}", (4,))
+        files.append((f"o{number}", data))
+        case.records.append(Record(f"t{number}", f"o{number}", 0, 8))
+        target = operand(f"o{number}", 0, (0,), (4,), 2, number)
+        sides = Side(((0,),), (source,)), Side(((0,),), (target,))
+        case.transfers.append(Transfer("t", "s", (4,), *sides, "bfloat16", "bfloat16"))
+    plan = case.plan()
+    outputs = tuple(OutputFile(name, 8, lambda _: iter(())) for name, _ in files)
+    plan = replace(plan, files=outputs, raw_copies=())
+    opened, most = len(os.listdir("/proc/self/fd")), []
+    real = os.fsync
+
+    def fsync(descriptor):
+        most.append(len(os.listdir("/proc/self/fd")))
+        real(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        case.run(plan, jobs=2)
+    assert all((case.out / name).read_bytes() == data for name, data in files)
+    assert max(most) - opened < 300
+    assert len(os.listdir("/proc/self/fd")) == opened

@@ -1,0 +1,136 @@
+"""The journal believes only what is whole and meant for this plan."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import pytest
+
+from ckptctl.errors import StorageError
+from ckptctl.storage.execution.journal import Done, Journal
+
+HEADER = {"digest": "abc", "checksum": True}
+FIRST = [Done(0, 0, [1, 2], []), Done(3, 7, [5], [6])]
+SECOND = [Done(4, 0, [9], [])]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "journal"
+    with Journal(path, HEADER, resume=False) as journal:
+        journal.append(FIRST)
+        journal.append(SECOND)
+    return path
+
+
+def reopened(path, header=HEADER, resume=True):
+    with Journal(path, header, resume=resume) as journal:
+        return list(journal.done.values())
+
+
+def test_units_come_back(path):
+    assert reopened(path) == [*FIRST, *SECOND]
+
+
+def test_every_torn_end_keeps_what_came_before(path):
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        full = [FIRST, SECOND][: max(0, whole[:length].count(b"\n") - 1)]
+        assert reopened(path) == [unit for units in full for unit in units]
+        assert path.stat().st_size == sum(map(len, lines[: len(full) + 1])) * (
+            length >= len(lines[0])
+        )
+
+
+def test_a_damaged_line_ends_it(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    assert reopened(path) in ([], FIRST)
+
+
+def test_appending_after_a_torn_line(path):
+    path.write_bytes(path.read_bytes()[:-3])
+    with Journal(path, HEADER, resume=True) as journal:
+        journal.append([Done(8, 8, [8], [8])])
+    assert reopened(path) == [*FIRST, Done(8, 8, [8], [8])]
+
+
+def test_another_plan_starts_over(path):
+    assert reopened(path, {**HEADER, "digest": "abd"}) == []
+    assert path.stat().st_size == 0
+
+
+def test_without_resume_it_starts_over(path):
+    assert reopened(path, resume=False) == []
+
+
+def test_a_restarted_journal_can_be_appended_to(path):
+    with Journal(path, HEADER, resume=True) as journal:
+        journal.restart()
+        assert journal.done == {}
+        journal.append(SECOND)
+    assert reopened(path) == SECOND
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "journal").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="ELOOP"):
+        Journal(tmp_path / "journal", HEADER, resume=True)
+
+
+@pytest.mark.parametrize("name", ["write", "fsync"])
+def test_failures_are_reported(path, monkeypatch, name):
+    def failing(*_):
+        raise OSError(errno.EIO, "bad")
+
+    with Journal(path, HEADER, resume=True) as journal:
+        monkeypatch.setattr(os, name, failing)
+        with pytest.raises(StorageError, match="EIO"):
+            journal.append(FIRST)
+
+
+def test_nothing_is_appended_once_it_is_closed(path):
+    with Journal(path, HEADER, resume=True) as journal:
+        pass
+    before = path.read_bytes()
+    with path.with_name("other").open("w+b", buffering=0) as other:
+        assert other.fileno() == journal._descriptor, "the number was given away again"
+        journal.append([Done(8, 8, [8], [8])])
+        assert other.read() == b""
+    assert path.read_bytes() == before
+
+
+def test_closing_does_not_take_the_descriptor_from_a_write_that_hangs(path, monkeypatch):
+    real, hanging, free = os.fsync, threading.Event(), threading.Event()
+    seen = []
+
+    def fsync(descriptor):
+        hanging.set()
+        free.wait(5)
+        seen.append(os.path.samestat(os.fstat(descriptor), path.stat()))
+        real(descriptor)
+
+    opened = len(os.listdir("/proc/self/fd"))
+    with Journal(path, HEADER, resume=True) as journal:
+        monkeypatch.setattr(os, "fsync", fsync)
+        thread = threading.Thread(target=journal.append, args=(SECOND,))
+        thread.start()
+        assert hanging.wait(5)
+    free.set()
+    thread.join()
+    assert seen == [True]
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_long_header_survives_a_restart(path):
+    header = {**HEADER, "sources": ["x" * 100_000]}
+    for _ in range(2):
+        with Journal(path, header, resume=True) as journal:
+            journal.restart()
+            journal.append(FIRST)
+    assert reopened(path, header) == FIRST

@@ -1,0 +1,131 @@
+"""One plan in the shares of several processes: the same files, checksums and refusals as in one."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckptctl.errors import CkptError, DamagedError
+from ckptctl.planner import tiling
+from ckptctl.planner.copies import lower
+from ckptctl.planner.shares import lanes, share_of
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.run import Run
+from tests.unit.storage.execution.test_executor import Case
+
+SMALL = {"memory": 1 << 10, "jobs": 1}
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiling, "FEW_RUNS", 512)
+    return Case(tmp_path)
+
+
+def plan_of(case):
+    """Return a plan some of whose records are many tiles, so that ranks share them."""
+    rows = ((0,), (1,))
+    case.add((4096, 64), rows, rows, lambda data: data)
+
+    def rope(data):
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.int16)
+        return tensor.view(32, 2, 64, 64).transpose(1, 2).contiguous().numpy().tobytes()
+
+    case.add((32, 2, 64, 64), ((0, 1, 2), (3,)), ((0, 2, 1), (3,)), rope)
+    return case.everything()
+
+
+def carry_out(case, plan, ranks, **options):
+    """Do what the ranks do, one after the other, the last one first."""
+    how = ExecutionOptions(**options)
+    case.progress = 0
+
+    def count(nbytes):
+        case.progress += nbytes
+
+    with ExitStack() as stack:
+        runs = [
+            Run(plan, case.out, how, stack, share=share_of(plan, how.checksum, rank, ranks))
+            for rank in range(ranks)
+        ]
+        runs[0].output.create()
+        for run in reversed(runs):
+            assert run.output.intact()
+            run.fill({}, count)
+        runs[0].finish([run.books() for run in runs[1:]])
+        return runs[0].result()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
+def test_bytes_and_checksums(case, ranks):
+    plan = plan_of(case)
+    case.check(plan, carry_out(case, plan, ranks, **SMALL))
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_without_checksums(case, ranks):
+    plan = plan_of(case)
+    done = carry_out(case, plan, ranks, checksum=False, **SMALL)
+    case.check(plan, done, checksum=False)
+
+
+def test_a_source_whose_checksum_two_ranks_read(case):
+    """Each of them reads a part, neither can compare: the one that finishes does."""
+    rows = ((0,), (1,))
+    case.add((4096, 64), rows, rows, lambda data: data)
+    plan = case.plan()
+    (transfer,) = plan.transfers
+    source = transfer.source.operands[0]
+    wrong = replace(source, crc32=(source.crc32 or 0) ^ 1)
+    side = replace(transfer.source, operands=(wrong,))
+    damaged = replace(plan, transfers=(replace(transfer, source=side),))
+    with pytest.raises(DamagedError, match="checksum"):
+        carry_out(case, damaged, 2, **SMALL)
+
+
+def test_a_share_that_nobody_did(case):
+    plan = plan_of(case)
+    how = ExecutionOptions(jobs=1)
+    with ExitStack() as stack:
+        run = Run(plan, case.out, how, stack, share=share_of(plan, True, 0, 2))
+        run.output.create()
+        run.fill({}, lambda _: None)
+        with pytest.raises(CkptError, match="not every byte"):
+            run.finish([])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])
+def test_every_tile_has_one_owner(case, ranks):
+    plan = plan_of(case)
+    limits = ExecutionOptions(**SMALL).limits()
+    shares = [share_of(plan, True, rank, ranks) for rank in range(ranks)]
+    for number, transfer in enumerate(plan.transfers):
+        tiles = list(lower(transfer, plan.records, limits))
+        owned = sorted(index for share in shares for index, _ in share.own(number, iter(tiles)))
+        assert owned == list(range(len(tiles)))
+    total = sum(share.nbytes for share in shares)
+    assert max(share.nbytes for share in shares) - total / ranks < 1
+    # Neighbours: each cut goes through at most one file.
+    held = {number for share in shares for number in share.stretches}
+    order = [number for lane in lanes(plan, True) for number in lane if number in held]
+    for share in shares:
+        places = [order.index(number) for number in share.stretches]
+        assert not places or places == list(range(places[0], places[-1] + 1))
+
+
+def test_files_of_one_rank_are_finished_by_it(case):
+    plan = plan_of(case)
+    how = ExecutionOptions(jobs=1)
+    with ExitStack() as stack:
+        shares = [share_of(plan, True, rank, 2) for rank in range(2)]
+        runs = [Run(plan, case.out, how, stack, share=share) for share in shares]
+        runs[0].output.create()
+        for run in runs:
+            run.fill({}, lambda _: None)
+        assert runs[0].books().finished == []
+        assert runs[1].books().finished == ["sub/config.json"]
+        assert zlib.crc32((case.out / "all.bin").read_bytes()[:4]) == zlib.crc32(bytes(4))

@@ -1,0 +1,279 @@
+"""The pickle machine: what harmless pickles become, and that hostile ones get nowhere."""
+
+import argparse
+import collections
+import contextlib
+import datetime
+import io
+import pathlib
+import pickle
+import random
+import time
+import uuid
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptctl.errors import CkptError, DamagedError, UnsafePickleError
+from ckptctl.storage.pickles.inert import MAX_DEPTH, Size
+from ckptctl.storage.pickles.reader import (
+    TORCH_TABLE,
+    Builder,
+    Global,
+    Inert,
+    check_tree,
+    loads,
+    walk,
+)
+from tests import hostile
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+)
+KEYS = st.recursive(
+    st.text() | st.integers(-(2**63), 2**63) | st.booleans() | st.none() | st.binary(),
+    lambda inner: st.tuples(inner, inner),
+    max_leaves=4,
+)
+OBJECTS = st.recursive(
+    SCALARS | st.frozensets(KEYS, max_size=4) | st.sets(KEYS, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=5).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=5)
+    ),
+    max_leaves=30,
+)
+
+
+def read(data, **options):
+    return loads(data, where="file", table=TORCH_TABLE, **options)
+
+
+@given(OBJECTS, st.integers(2, 5))
+def test_plain_objects_are_read_as_pickle_reads_them(obj, protocol):
+    assert read(pickle.dumps(obj, protocol)) == obj
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_every_protocol(protocol):
+    obj = {"a": [1, -1, 70000, 1 << 40, -(1 << 70), 2.5, True, None], "b": ("x", "é\n", (1, 2, 3))}
+    obj["again"] = obj["a"]
+    found = read(pickle.dumps(obj, protocol))
+    assert found == obj
+    assert found["again"] is found["a"]
+
+
+def test_long_containers_and_strings():
+    obj = [{str(i): i for i in range(3000)}, list(range(70000)), "x" * 100_000, b"y" * 100_000]
+    for protocol in range(6):
+        assert read(pickle.dumps(obj, protocol)) == obj
+
+
+def test_globals_become_records():
+    found = read(pickle.dumps(datetime.date(2024, 1, 2)))
+    assert isinstance(found, Inert)
+    assert (found.module, found.name) == ("datetime", "date")
+    assert read(pickle.dumps(torch.bfloat16)) == Global("torch", "bfloat16")
+    assert read(pickle.dumps(torch.Size([1, 2]))) == Size((1, 2))
+    assert read(pickle.dumps(pathlib.Path("/a/b"))) == "/a/b"
+    state = read(pickle.dumps(torch.nn.Linear(1, 1).state_dict().__class__(a=1)))
+    assert state == {"a": 1}
+
+
+def test_attributes_of_an_ordered_dict_stay_beside_it():
+    obj = collections.OrderedDict(a=1)
+    obj._metadata = {"": {"version": 1}, "items": "not a method"}
+    obj.items_ = 1
+    found = read(pickle.dumps(obj))
+    assert dict(found.items()) == {"a": 1}
+    assert found.state["_metadata"][""] == {"version": 1}
+
+
+@pytest.mark.parametrize("name", list(hostile.code_pickles("x")))
+@pytest.mark.parametrize("unknown", ["refuse", "inert"])
+def test_code_never_runs(name, unknown, tmp_path):
+    marker = tmp_path / "marker"
+    data = hostile.code_pickles(str(marker))[name]
+    try:
+        found = read(data, unknown=unknown)
+    except UnsafePickleError as error:
+        assert error.where == "file"
+        assert "at byte" in error.why
+    else:
+        assert unknown == "inert"
+        assert any(isinstance(node, Inert) for node in walk(found, 100))
+    assert not marker.exists()
+
+
+def test_the_corpus_is_hostile(tmp_path):
+    marker = tmp_path / "marker"
+    pickle.loads(hostile.code_pickles(str(marker))["eval"])
+    assert marker.exists()
+
+
+def test_the_refused_global_is_named():
+    with pytest.raises(UnsafePickleError, match=r"`posix\.system`"):
+        read(hostile.code_pickles("x")["posix-system"])
+
+
+@pytest.mark.parametrize("name", list(hostile.exhausting_pickles()))
+def test_exhausting_pickles_are_cheap(name):
+    data = hostile.exhausting_pickles()[name]
+    started = time.process_time()
+    refused = True
+    try:
+        found = read(data)
+        check_tree(found, limit=max(1000, len(data)), where="file")
+        refused = False
+    except DamagedError:
+        pass
+    assert refused == (name not in ("memo-index", "long-keys"))
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("name", list(hostile.malformed_pickles()))
+def test_malformed_pickles_are_damaged(name):
+    with pytest.raises(DamagedError) as error:
+        read(hostile.malformed_pickles()[name])
+    assert error.value.where == "file"
+
+
+SEEDS = [
+    pickle.dumps({"a": [1, 2.5, "x", b"y", None, True, (1, 2, 3, 4), {3, 4}, 1j]}, protocol)
+    for protocol in range(6)
+] + [
+    pickle.dumps(
+        [collections.OrderedDict(a=torch.float32), datetime.date(2020, 1, 1), np.float32(1)], p
+    )
+    for p in (2, 4)
+]
+
+
+@given(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255))))
+def test_mutations_raise_only_our_errors(seed, changes):
+    data = bytearray(seed)
+    for position, value in changes:
+        data[position % len(data)] = value
+    for unknown in ("refuse", "inert"):
+        try:
+            found = read(bytes(data), unknown=unknown, persistent_load=str)
+            check_tree(found, limit=10_000, where="file")
+        except CkptError:
+            pass
+
+
+@given(st.binary(max_size=60))
+def test_noise_raises_only_our_errors(noise):
+    with contextlib.suppress(CkptError):
+        read(noise, unknown="inert")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_truncation_is_damaged(seed):
+    for end in range(len(seed)):
+        with pytest.raises(DamagedError):
+            read(seed[:end])
+
+
+def test_builders_constants_and_persistent_ids():
+    table = {("m", "f"): Builder(lambda a, b: [a, b]), ("m", "c"): 7}
+    data = b"\x80\x02cm\nf\ncm\nc\nX\x01\0\0\0pQ\x86R."
+    assert loads(data, where="x", table=table, persistent_load=lambda pid: pid * 2) == [7, "pp"]
+    with pytest.raises(UnsafePickleError, match="outside"):
+        loads(data, where="x", table=table)
+    with pytest.raises(DamagedError):
+        loads(b"\x80\x02cm\nc\n)R.", where="x", table=table)
+
+
+def test_python2_module_names_are_translated():
+    assert read(pickle.dumps({1, 2}, 2)) == {1, 2}
+    assert b"__builtin__" in pickle.dumps({1, 2}, 2)
+
+
+def test_records_are_keys_by_value():
+    make = b"cm\nIndex\n)\x81}X\x03\0\0\0fqnX\x01\0\0\0%csb"
+    data = b"\x80\x02}(" + make % b"a" + b"K\x01" + make % b"b" + b"K\x02u."
+    found = loads(data, where="x", table={}, unknown="inert")
+    key = Inert("m", "Index", newobj=True)
+    key.build({"fqn": "b"})
+    assert found[key] == 2
+    twice = b"\x80\x02}(" + make % b"a" + b"K\x01" + make % b"a" + b"K\x02u."
+    with pytest.raises(DamagedError, match="pickle"):
+        loads(twice, where="x", table={}, unknown="inert")
+
+
+def test_a_key_cannot_change_afterwards():
+    data = b"\x80\x02cm\nK\n)\x81q\x00}h\x00K\x01s0h\x00}b."
+    with pytest.raises(DamagedError, match="after its use"):
+        loads(data, where="x", table={}, unknown="inert")
+
+
+def test_trees_are_bounded():
+    deep: list[object] = []
+    for _ in range(MAX_DEPTH + 1):
+        deep = [deep]
+    with pytest.raises(DamagedError, match="deeply"):
+        check_tree(deep, limit=10_000, where="x")
+    wide = [[1] * 10] * 10
+    assert check_tree(wide, limit=111, where="x") == 111
+    with pytest.raises(DamagedError, match="without bound"):
+        check_tree(wide, limit=110, where="x")
+
+
+def test_walk_reaches_everything_once():
+    shared = ["s"]
+    record = Inert("m", "n", args=(shared, "arg"), state={"k": "state"})
+    found = [n for n in walk({"a": [record, shared]}, 100) if isinstance(n, str)]
+    assert sorted(found) == ["arg", "s", "state"]
+    with pytest.raises(DamagedError):
+        list(walk(list(range(100)), 50))
+
+
+LEAVES: list[object] = [
+    torch.Size([1, 2]),
+    torch.float8_e4m3fn,
+    torch.device("cpu"),
+    torch.strided,
+    slice(1, 2),
+    bytearray(b"abc"),
+    datetime.datetime(2024, 1, 2, 3, 4),
+    datetime.UTC,
+    datetime.timedelta(1),
+    np.float32(1.5),
+    np.arange(3),
+    random.Random(0).getstate(),
+    collections.defaultdict(list, {1: [2]}),
+    collections.defaultdict(set),
+    collections.Counter("aab"),
+    collections.deque([1, 2]),
+    uuid.UUID(int=7),
+    argparse.Namespace(a=1, b=[2]),
+    io.BytesIO(b"12"),
+    1j,
+    b"",
+]
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: type(leaf).__name__)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_harmless_leaves_are_read(leaf, protocol):
+    check_tree(read(pickle.dumps(leaf, protocol)), limit=10_000, where="x")
+
+
+def test_a_large_metadata_like_pickle_is_quick():
+    size = torch.Size([4, 4])
+    records = {f"model.layers.{i}.weight": {"size": size, "at": [i, i * 100]} for i in range(5000)}
+    started = time.process_time()
+    found = read(pickle.dumps(records, 4))
+    assert len(found) == 5000
+    assert time.process_time() - started < 1

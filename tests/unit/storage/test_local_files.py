@@ -1,0 +1,43 @@
+"""Descriptors of source files: few are open, and none that somebody reads from is closed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptctl.storage import local_files
+from ckptctl.storage.local_files import LocalFiles
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalFiles:
+    monkeypatch.setattr(local_files, "MAX_OPEN", 2)
+    for name in "abcd":
+        (tmp_path / name).write_text(name)
+    return LocalFiles(tmp_path)
+
+
+def is_open(descriptor: int, path: Path) -> bool:
+    link = Path(f"/proc/self/fd/{descriptor}")
+    return link.is_symlink() and link.readlink() == path
+
+
+def test_the_one_used_longest_ago_is_closed(files: LocalFiles) -> None:
+    held = {}
+    for name in "abac":
+        with files._descriptor(name) as held[name]:
+            pass
+    assert [name for name in held if is_open(held[name], files.root / name)] == ["a", "c"]
+    assert files.read_some("b", 0, 9) == b"b"
+
+
+def test_more_than_the_limit_stay_open_while_they_are_used(files: LocalFiles) -> None:
+    with files._descriptor("a") as a, files._descriptor("b") as b:
+        with files._descriptor("c") as c:
+            assert all(
+                is_open(one, files.root / name) for name, one in zip("abc", (a, b, c), strict=True)
+            )
+        with files._descriptor("d") as d:
+            assert is_open(d, files.root / "d")
+            assert not is_open(c, files.root / "c")

@@ -1,0 +1,52 @@
+"""Which processes have ended, told from those that run, and from those that nobody can know of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptctl.storage.processes import Process, ended, own
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
+        yield running
+        running.kill()
+
+
+def named(number: int) -> Process:
+    """Return a process by what the kernel says of it."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return replace(own(), number=number, began=int(fields[19]))
+
+
+def test_this_process_runs() -> None:
+    assert own().number == os.getpid()
+    assert own() == named(os.getpid())
+    assert not ended(own())
+
+
+def test_a_process_that_ended_has(child: subprocess.Popen[bytes]) -> None:
+    known = named(child.pid)
+    assert not ended(known)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert ended(known), "its parent has not asked for it yet"
+    child.wait()
+    assert ended(known)
+
+
+def test_a_later_process_of_the_same_number_is_another() -> None:
+    assert ended(replace(own(), began=own().began - 1))
+
+
+@pytest.mark.parametrize("system", ["", "another boot"])
+def test_of_other_systems_nothing_is_known(system: str) -> None:
+    assert not ended(replace(own(), system=system, number=1 << 22))

@@ -1,0 +1,135 @@
+"""Taking things out of a folder: what was looked at alone, durably, nothing that lies elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import RefusedError
+from ckptctl.storage import rename, retirement, trash
+from ckptctl.storage.retirement import TRASH, identity_of, leftovers, retiring
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("one", "two"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+        (tmp_path / "root" / name / "weights").write_text(name)
+    return tmp_path / "root"
+
+
+def identity(path: Path) -> retirement.Identity:
+    return identity_of(path.lstat())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.iterdir())
+
+
+def test_what_is_retired_is_gone_and_so_is_the_trash(root: Path) -> None:
+    with retiring(root) as found:
+        found.retire("one", identity(root / "one"))
+        assert names(root) == [TRASH, "two"]
+    assert names(root) == ["two"]
+
+
+def test_what_took_a_name_meanwhile_stays(root: Path) -> None:
+    known = identity(root / "one")
+    (root / "one").rename(root / "away")
+    (root / "two").rename(root / "one")
+    with retiring(root) as found, pytest.raises(RefusedError, match="replaced"):
+        found.retire("one", known)
+    assert (root / "one" / "weights").read_text() == "two"
+
+
+def test_what_is_mounted_is_looked_for_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody mounted a file system there after the plan was made."""
+    mounted = root / "one" / "data"
+    monkeypatch.setattr(retirement, "mounted_in", lambda path: [mounted])
+    with retiring(root) as found, pytest.raises(RefusedError, match="mounted") as caught:
+        found.retire("one", identity(root / "one"))
+    assert caught.value.where == str(mounted)
+    assert (root / "one" / "weights").exists()
+
+
+def test_trash_in_which_something_is_mounted_is_left(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("old", "older"):
+        (root / TRASH / name).mkdir(parents=True)
+    busy = root / TRASH / "old"
+    monkeypatch.setattr(retirement, "mounted_in", lambda path: [busy] if path == busy else [])
+    with retiring(root) as found:
+        assert found.left() == ["old"]
+    assert "old" in names(root / TRASH)
+
+
+def test_trash_of_an_earlier_run_goes_before_anything_else(root: Path) -> None:
+    """It may be what fills the disk, and a run that fails later has still removed it."""
+    (root / TRASH / "old" / "inner").mkdir(parents=True)
+    with pytest.raises(KeyError), retiring(root) as found:
+        assert found.left() == []
+        raise KeyError
+    assert names(root) == ["one", "two"]
+
+
+@pytest.mark.parametrize("place", ["absent", "a file", "a link"])
+def test_trash_that_is_no_folder_holds_nothing(root: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "elsewhere" / "precious").mkdir(parents=True)
+    if place == "a file":
+        (root / TRASH).touch()
+    elif place == "a link":
+        (root / TRASH).symlink_to(tmp_path / "elsewhere")
+    assert leftovers(root) == []
+
+
+def test_trash_that_is_a_link_is_refused(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "precious").mkdir(parents=True)
+    (root / TRASH).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="link"), retiring(root):
+        pass
+    assert names(tmp_path / "elsewhere") == ["precious"]
+
+
+def test_without_renameat2_nothing_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise rename.UnsupportedRenameError
+
+    monkeypatch.setattr(rename, "rename", unsupported)
+    (root / "free").mkdir()
+    with pytest.raises(FileExistsError):
+        retirement.move(root / "one", root / "free")
+    assert names(root) == ["free", "one", "two"]
+    retirement.move(root / "one", root / "three")
+    assert names(root) == ["free", "three", "two"]
+
+
+def test_a_removal_is_durable_before_the_first_byte_goes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could bring half a checkpoint back under its own name."""
+    happened: list[str] = []
+    sync, move, remove = os.fsync, retirement.move, trash.remove
+
+    def synced(descriptor: int) -> None:
+        happened.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        sync(descriptor)
+
+    def moved(path: Path, target: Path) -> None:
+        happened.append("move")
+        move(path, target)
+
+    def removed(path: Path) -> None:
+        happened.append("remove" if path.exists() else "look")
+        remove(path)
+
+    with retiring(root) as found:
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(retirement, "move", moved)
+        monkeypatch.setattr(trash, "remove", removed)
+        found.retire("one", identity(root / "one"))
+        monkeypatch.undo()
+    assert happened[:2] == ["look", "move"] and happened[-1] == "remove"
+    assert sorted(happened[2:-1]) == [f"sync {TRASH}", "sync root"]

@@ -1,0 +1,131 @@
+"""What stays beside a destination: what can be resumed, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import ckptctl
+from ckptctl.cli.app import app
+from ckptctl.errors import RefusedError, StorageError
+from ckptctl.storage import lock
+from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.publish import staging, sweeping
+
+SOURCE = Path(__file__).parents[2] / "data" / "tiny-llama3-hf"
+
+
+def interrupted(target: Path) -> Path:
+    """Leave a run for *target* half-way, so that it can be resumed; return its folder."""
+    with pytest.raises(KeyError), staging(target, keep_on_error=True) as stage:
+        (stage.data / "model").write_text("half")
+        stage.journal.write_text("j")
+        raise KeyError
+    return staging_directory(target)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.iterdir())
+
+
+def test_after_an_output_is_published_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    """After an exchange the staging folder holds the old output, which must not be resumed."""
+    target = tmp_path / "out"
+    with (
+        pytest.raises(KeyError),
+        staging(target, keep_on_error=True, resume=True) as stage,
+    ):
+        (stage.data / "model").write_text("new")
+        stage.publish()
+        raise KeyError
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_sync_that_fails_after_the_rename_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptctl.storage import publish
+
+    def sync(path: Path) -> None:
+        if path == tmp_path and (tmp_path / "out").exists():
+            raise StorageError("cannot sync: Input/output error (EIO)", where=str(path))
+
+    with pytest.raises(StorageError), staging(tmp_path / "out", keep_on_error=True) as stage:
+        (stage.data / "model").write_text("new")
+        monkeypatch.setattr(publish, "sync_directory", sync)
+        stage.publish()
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_can_be_resumed_survives_a_refusal(tmp_path: Path) -> None:
+    """Somebody put another checkpoint there; the work of hours is not thrown away for that."""
+    target = tmp_path / "out"
+    left = interrupted(target)
+    target.mkdir()
+    with pytest.raises(RefusedError, match="exists"), staging(target):
+        pass
+    assert names(left) == ["data", "journal", "lock"]
+
+
+def test_resuming_does_not_write_through_a_link(tmp_path: Path) -> None:
+    target, precious = tmp_path / "out", tmp_path / "precious"
+    left = interrupted(target)
+    (left / "data").rename(precious)
+    (left / "data").symlink_to(precious)
+    with staging(target, resume=True) as stage:
+        assert not stage.data.is_symlink()
+        (stage.data / "model").write_text("whole")
+        stage.publish()
+    assert (precious / "model").read_text() == "half"
+    assert (target / "model").read_text() == "whole"
+
+
+def killed_after_it_had_published(folder: Path) -> tuple[Path, Path]:
+    """Return a destination that is there, and what the run left beside it."""
+    target = folder / "out"
+    ckptctl.convert(SOURCE, target, to="hf")
+    left = staging_directory(target)
+    left.mkdir()
+    (left / "lock").write_text("12345\n")
+    return target, left
+
+
+@pytest.mark.parametrize("words", [("convert",), ("consolidate",)])
+def test_the_same_command_again_refuses_and_tidies_up(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    target, left = killed_after_it_had_published(tmp_path)
+    command = [*words, str(SOURCE), str(target), "--to", "hf"]
+    assert CliRunner().invoke(app, [*command, "--dry-run"]).exit_code == 6
+    assert names(left) == ["lock"], "a dry run removes nothing"
+    assert CliRunner().invoke(app, command).exit_code == 6
+    assert names(tmp_path) == ["out"]
+
+
+def test_so_does_the_library(tmp_path: Path) -> None:
+    target, _ = killed_after_it_had_published(tmp_path)
+    with pytest.raises(RefusedError, match="exists"):
+        ckptctl.convert(SOURCE, target, to="hf")
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_is_at_work_is_not_tidied_up(tmp_path: Path) -> None:
+    target, left = killed_after_it_had_published(tmp_path)
+    with (
+        lock.held(left, target, "writing this destination"),
+        pytest.raises(RefusedError),
+        sweeping(target),
+    ):
+        raise RefusedError("no")
+    assert names(left) == ["lock"]
+
+
+def test_without_an_output_nothing_is_tidied_up(tmp_path: Path) -> None:
+    """What lies there may be all that there is of a run that was interrupted."""
+    target, left = killed_after_it_had_published(tmp_path)
+    target.rename(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError), sweeping(target):
+        raise RefusedError("no")
+    assert names(left) == ["lock"]

@@ -1,0 +1,91 @@
+"""Items that are recognised by their pattern are what the strict reader says, or go to it."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptctl.errors import CkptError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.zips import reader as torch_zip
+from ckptctl.storage.zips.reader import read_item_tensor
+
+TENSORS = {
+    "small": torch.arange(60.0).reshape(20, 3),
+    "large": torch.arange(20_000.0),
+    "view": torch.arange(60.0)[10:30],
+    "empty": torch.zeros(0, 4),
+    "transposed": torch.arange(60.0).reshape(20, 3).t(),
+}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    torch_zip._PATTERNS.clear()
+    yield
+    torch_zip._PATTERNS.clear()
+
+
+def item(tensor: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+def outcome(folder: Path, length: int) -> object:
+    """Return what is read, or what the error says."""
+    try:
+        with SourceFiles(folder) as files:
+            return read_item_tensor(files, "a", 100, length)
+    except CkptError as error:
+        return type(error), error.what, error.why, error.where
+
+
+def strictly(folder: Path, length: int) -> object:
+    """Return the outcome without any pattern; those that were known are known again."""
+    known = dict(torch_zip._PATTERNS)
+    torch_zip._PATTERNS.clear()
+    try:
+        return outcome(folder, length)
+    finally:
+        torch_zip._PATTERNS.clear()
+        torch_zip._PATTERNS.update(known)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_other_elements_are_read_with_their_checksum(tmp_path: Path, name: str) -> None:
+    first, second = item(TENSORS[name]), item(TENSORS[name] + 1)
+    for content in (first, second, first):
+        (tmp_path / "a").write_bytes(bytes(100) + content + b"after")
+        found = outcome(tmp_path, len(content))
+        assert found == strictly(tmp_path, len(content))
+        assert isinstance(found, torch_zip.StoredTensor)
+    assert bool(torch_zip._PATTERNS) == (name != "empty")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_flipped_byte_has_the_same_outcome_either_way(tmp_path: Path, name: str) -> None:
+    content = item(TENSORS[name])
+    (tmp_path / "a").write_bytes(bytes(100) + content)
+    outcome(tmp_path, len(content))
+    chance = random.Random(4)
+    head, tail = range(700), range(len(content) - 1000, len(content))
+    for at in sorted({*chance.sample(head, 250), *chance.sample(tail, 350)}):
+        broken = bytearray(bytes(100) + content)
+        broken[100 + at] ^= 1 << chance.randrange(8)
+        (tmp_path / "a").write_bytes(broken)
+        assert outcome(tmp_path, len(content)) == strictly(tmp_path, len(content)), at
+
+
+def test_a_file_that_ends_early_is_truncated(tmp_path: Path) -> None:
+    content = item(TENSORS["large"])
+    (tmp_path / "a").write_bytes(bytes(100) + content)
+    outcome(tmp_path, len(content))
+    (tmp_path / "a").write_bytes((bytes(100) + content)[:-10])
+    assert outcome(tmp_path, len(content)) == strictly(tmp_path, len(content))
+    assert not isinstance(outcome(tmp_path, len(content)), torch_zip.StoredTensor)

@@ -1,0 +1,63 @@
+"""Entry points are found wherever ``importlib.metadata`` finds them, and cost nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ckptctl import installed
+
+GROUP = "ckptctl.tests"
+TEXT = f"[{GROUP}]\nmine = json:dumps\n"
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["mine-1.dist-info/", "Mine-1.DIST-INFO/", "mine.egg-info/", "mine.egg/EGG-INFO/", "zip"],
+)
+def test_where_packages_describe_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    folder = tmp_path / "mine.egg" if place.startswith("mine.egg/") else tmp_path
+    if place == "zip":
+        folder = tmp_path / "packages.zip"
+        with zipfile.ZipFile(folder, "w") as archive:
+            archive.writestr("mine-1.dist-info/METADATA", "Name: mine\n")
+            archive.writestr("mine-1.dist-info/entry_points.txt", TEXT)
+    else:
+        (tmp_path / place).mkdir(parents=True)
+        name = "METADATA" if "dist" in place.lower() else "PKG-INFO"
+        (tmp_path / place / name).write_text("Name: mine\n")
+        (tmp_path / place / "entry_points.txt").write_text(TEXT)
+    assert installed.entry_points(GROUP) == {}
+    monkeypatch.syspath_prepend(str(folder))
+    assert [point.value for point in installed.entry_points(GROUP).values()] == ["json:dumps"]
+    assert not installed.mentioned(f"{GROUP}.others") or place == "zip"
+
+
+def test_importers_that_know_packages_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(*_: object) -> None: ...
+
+        @staticmethod
+        def find_distributions(*_: object) -> list[object]:
+            return []
+
+    assert not installed.mentioned(GROUP)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert installed.mentioned(GROUP)
+
+
+def test_nothing_is_imported_where_there_are_none() -> None:
+    code = (
+        "import sys; from ckptctl import families, formats; families.families();"
+        "from ckptctl.formats import plugins; assert not plugins.entry_points();"
+        "print([n for n in ('email', 'importlib.metadata') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
