@@ -11,7 +11,14 @@ from dataclasses import replace
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.remote.blocks import SHARED
 from ckptctl.storage.remote.store import ITSELF, FsspecStore, Store, Stored
-from ckptctl.storage.remote.urls import HUB, masked, normal, scheme_of, without_query
+from ckptctl.storage.remote.urls import (
+    HUB,
+    WITHOUT_HOST,
+    masked,
+    normal,
+    scheme_of,
+    without_query,
+)
 
 KNOWN = 64
 SECRETS = 1024
@@ -204,8 +211,16 @@ def _folder_of(store: Store) -> Store:
 
 
 def remember(url: str) -> str:
-    """Return *url* as it may be shown; :func:`mount` knows what is secret in it."""
+    """Return *url* as it may be shown; :func:`mount` knows what is secret in it.
+
+    Raises:
+        UsageError: It names no host: a path cannot say so, and would take a folder for one.
+    """
     shown = masked(url := normal(url).rstrip("/"))
+    scheme = scheme_of(url)
+    if url.startswith(f"{scheme}:///") and scheme not in WITHOUT_HOST:
+        what = f"the URL has no name between `{scheme}://` and the next `/`"
+        raise UsageError(what, where=shown, hint="it wants that of a host, bucket or organisation")
     if shown != url:
         with _lock:
             _secrets.pop(shown, None)

@@ -9,6 +9,8 @@ SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
 """With those that fsspec would chain, which are refused."""
 LOCAL = ("file://", "local://")
 HUB = "hf"
+WITHOUT_HOST = ("memory",)
+"""Schemes of which fsspec takes `x:///y` for `x://y`."""
 HIDDEN = "***"
 WEB = ("http", "https")
 _PASSWORD_WITH_SLASH = re.compile(r"[^/@:]*:(?!\d*/)[^/@]*/.*@")

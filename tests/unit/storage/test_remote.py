@@ -162,6 +162,13 @@ def test_what_no_file_system_is_for(text: str) -> None:
 # Paths
 
 
+@pytest.mark.parametrize("text", ["hdfs:///a/b", "S3:///bucket/a", "hf:///org/name"])
+def test_no_folder_is_taken_for_a_host(text: str) -> None:
+    with pytest.raises(UsageError, match="no name between"):
+        named(text)
+    assert str(named("memory:///a/b")) == "memory://a/b"
+
+
 def test_a_tree(url: str) -> None:
     path = path_of(url)
     assert path.is_dir() and not path.is_file() and path.exists()
