@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from ckptctl.distributed.manager import Resumed as Resumed
     from ckptctl.distributed.saving import save as save
     from ckptctl.errors import CkptError as CkptError
-    from ckptctl.ops.convert import ConversionPlan as ConversionPlan
-    from ckptctl.ops.convert import ConversionResult as ConversionResult
-    from ckptctl.ops.difference import Difference as Difference
-    from ckptctl.ops.extract import Extraction as Extraction
-    from ckptctl.ops.inspection import Inspection as Inspection
-    from ckptctl.ops.load_options import LoadReport as LoadReport
-    from ckptctl.ops.merge import MergePlan as MergePlan
+    from ckptctl.ops.comparison.result import Difference as Difference
+    from ckptctl.ops.conversion.convert import ConversionPlan as ConversionPlan
+    from ckptctl.ops.conversion.convert import ConversionResult as ConversionResult
+    from ckptctl.ops.extraction.extract import Extraction as Extraction
+    from ckptctl.ops.inspection.result import Inspection as Inspection
+    from ckptctl.ops.loading.options import LoadReport as LoadReport
+    from ckptctl.ops.merging.merge import MergePlan as MergePlan
     from ckptctl.ops.report.data import Report as Report
-    from ckptctl.ops.verification import Verification as Verification
+    from ckptctl.ops.verification.result import Verification as Verification
 
 __version__ = "0.1.0"
 
@@ -44,17 +44,17 @@ _HOME = {
     "Catalog": "ckptctl.catalog",
     "CheckpointManager": "ckptctl.distributed.manager",
     "CkptError": "ckptctl.errors",
-    "ConversionPlan": "ckptctl.ops.convert",
-    "ConversionResult": "ckptctl.ops.convert",
-    "Difference": "ckptctl.ops.difference",
-    "Extraction": "ckptctl.ops.extract",
-    "Inspection": "ckptctl.ops.inspection",
-    "LoadReport": "ckptctl.ops.load_options",
-    "MergePlan": "ckptctl.ops.merge",
+    "ConversionPlan": "ckptctl.ops.conversion.convert",
+    "ConversionResult": "ckptctl.ops.conversion.convert",
+    "Difference": "ckptctl.ops.comparison.result",
+    "Extraction": "ckptctl.ops.extraction.extract",
+    "Inspection": "ckptctl.ops.inspection.result",
+    "LoadReport": "ckptctl.ops.loading.options",
+    "MergePlan": "ckptctl.ops.merging.merge",
     "Report": "ckptctl.ops.report.data",
     "Resumed": "ckptctl.distributed.manager",
     "SaveFuture": "ckptctl.distributed.async_saving",
-    "Verification": "ckptctl.ops.verification",
+    "Verification": "ckptctl.ops.verification.result",
     "async_save": "ckptctl.distributed.async_saving",
     "convert": "ckptctl.api",
     "diff": "ckptctl.api",

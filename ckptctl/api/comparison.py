@@ -10,7 +10,7 @@ from ckptctl.ops import option_checks as checks
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Weights
-    from ckptctl.ops.difference import Difference
+    from ckptctl.ops.comparison.result import Difference
 
 
 def diff(
@@ -80,8 +80,8 @@ def diff(
         CkptError: One is missing, not recognised or damaged, or named layouts do not fit.
     """
     from ckptctl import families
-    from ckptctl.ops.diff import DiffOptions
-    from ckptctl.ops.diff import diff as run
+    from ckptctl.ops.comparison.diff import DiffOptions
+    from ckptctl.ops.comparison.diff import diff as run
 
     chosen = DiffOptions(
         structure=structure,

@@ -11,7 +11,7 @@ from ckptctl.ops import option_checks as checks
 from ckptctl.units import parse_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.ops.convert import ConversionOptions, ConversionPlan, ConversionResult
+    from ckptctl.ops.conversion.convert import ConversionOptions, ConversionPlan, ConversionResult
 
 
 def plan_conversion(
@@ -28,7 +28,7 @@ def plan_conversion(
     Raises:
         CkptError: The conversion would fail or would not be safe.
     """
-    from ckptctl.ops.convert import plan_conversion as plan
+    from ckptctl.ops.conversion.convert import plan_conversion as plan
 
     return plan(src, dst, conversion_options(to, **options))
 
@@ -53,7 +53,7 @@ def convert(
     Raises:
         CkptError: Nothing was published, unless ``verify`` is what failed; the source is unchanged.
     """
-    from ckptctl.ops.convert import run_conversion
+    from ckptctl.ops.conversion.convert import run_conversion
     from ckptctl.storage.publish import sweeping
 
     with sweeping(dst):
@@ -67,7 +67,7 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
     Raises:
         UsageError: One of them makes no sense.
     """
-    from ckptctl.ops.convert import ConversionOptions
+    from ckptctl.ops.conversion.convert import ConversionOptions
 
     for name in options.keys() - Options.__annotations__.keys():
         close = nearest(name, list(Options.__annotations__))

@@ -10,7 +10,7 @@ from ckptctl.ops import option_checks as checks
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Weights
-    from ckptctl.ops.extract import Extraction
+    from ckptctl.ops.extraction.extract import Extraction
 
 
 def extract(
@@ -58,8 +58,8 @@ def extract(
         CkptError: Nothing was written.
     """
     from ckptctl import families
-    from ckptctl.ops.extract import ExtractOptions
-    from ckptctl.ops.extract import extract as run
+    from ckptctl.ops.extraction.extract import ExtractOptions
+    from ckptctl.ops.extraction.extract import extract as run
 
     chosen = ExtractOptions(
         slice=slice,

@@ -8,7 +8,7 @@ from ckptctl.api.options import AnyPath
 from ckptctl.ops import option_checks as checks
 
 if TYPE_CHECKING:
-    from ckptctl.ops.inspection import Inspection
+    from ckptctl.ops.inspection.result import Inspection
 
 
 def inspect(
@@ -34,7 +34,7 @@ def inspect(
         CkptError: It is missing, not recognised, or its index is damaged.
     """
     from ckptctl import families
-    from ckptctl.ops.inspect import inspect as run
+    from ckptctl.ops.inspection.inspect import inspect as run
 
     with families.using(converter):
         return run(path, format, stats, model_type=model_type, rules=checks.path(rules))

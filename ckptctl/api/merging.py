@@ -10,8 +10,8 @@ from ckptctl.api.options import AnyPath, Options
 from ckptctl.ops import option_checks as checks
 
 if TYPE_CHECKING:
-    from ckptctl.ops.convert import ConversionResult
-    from ckptctl.ops.merge import MergePlan
+    from ckptctl.ops.conversion.convert import ConversionResult
+    from ckptctl.ops.merging.merge import MergePlan
 
 
 def plan_merge(
@@ -36,7 +36,7 @@ def plan_merge(
     Raises:
         CkptError: The merge would fail or would not be safe.
     """
-    from ckptctl.ops.merge import plan_merge as plan
+    from ckptctl.ops.merging.merge import plan_merge as plan
 
     asked = conversion_options(to or "", **options)
     return plan(base, adapter, dst, asked, checks.factor("scaling", scaling))
@@ -66,7 +66,7 @@ def merge(
     Raises:
         CkptError: Nothing was published, unless ``verify`` is what failed.
     """
-    from ckptctl.ops.merge import run_merge
+    from ckptctl.ops.merging.merge import run_merge
     from ckptctl.storage.publish import sweeping
 
     with sweeping(dst):

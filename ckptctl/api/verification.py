@@ -9,7 +9,7 @@ from ckptctl.ops import option_checks as checks
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Weights
-    from ckptctl.ops.verification import Level, Verification
+    from ckptctl.ops.verification.result import Level, Verification
 
 
 def verify(
@@ -43,8 +43,8 @@ def verify(
     Raises:
         CkptError: It does not exist or is not recognised. What is damaged is a finding.
     """
-    from ckptctl.ops.verify import VerifyOptions
-    from ckptctl.ops.verify import verify as run
+    from ckptctl.ops.verification.verify import VerifyOptions
+    from ckptctl.ops.verification.verify import verify as run
 
     chosen = VerifyOptions(
         format=format,

@@ -13,7 +13,7 @@ from ckptctl.errors import SHOWN, listed
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from ckptctl.ops.convert import ConversionPlan, ConversionResult
+    from ckptctl.ops.conversion.convert import ConversionPlan, ConversionResult
 
 
 @dataclass(frozen=True, slots=True)

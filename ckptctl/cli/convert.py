@@ -22,7 +22,7 @@ from ckptctl.errors import PartialError, listed
 from ckptctl.ops.coordinator import Coordinator, together
 
 if TYPE_CHECKING:
-    from ckptctl.ops.convert import ConversionPlan
+    from ckptctl.ops.conversion.convert import ConversionPlan
 
 T = TypeVar("T")
 SCHEMA = "ckptctl.convert/1"
@@ -157,7 +157,7 @@ def carry_out(
         published: What ``--json`` prints.
         ranks: Those that carry it out.
     """
-    from ckptctl.ops.convert import run_conversion
+    from ckptctl.ops.conversion.convert import run_conversion
     from ckptctl.storage.remote.urls import is_url
 
     output.statement(plan.statement)

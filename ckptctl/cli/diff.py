@@ -111,7 +111,7 @@ def diff(
     bits are. The exit code is 0 when nothing differs and 1 when something does.
     """
     from ckptctl import dtypes
-    from ckptctl.ops import diff as op
+    from ckptctl.ops.comparison import diff as op
     from ckptctl.storage.errors_between import Tolerance
 
     del converter  # known while the command runs

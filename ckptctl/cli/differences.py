@@ -10,7 +10,7 @@ from ckptctl.cli.tables import counted
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.ops.difference import Difference, Side, TensorDifference
+    from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
 
 SHOWN = 20
 HEADER = ("tensor", "differs in", "elements", "not finite", "max abs", "max rel")

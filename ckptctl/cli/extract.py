@@ -15,7 +15,7 @@ from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Weights
-    from ckptctl.ops.extraction import Extracted, Extraction
+    from ckptctl.ops.extraction.result import Extracted, Extraction
 
 SCHEMA = "ckptctl.extract/1"
 EPILOG = opt.examples(

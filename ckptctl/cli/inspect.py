@@ -19,8 +19,8 @@ from ckptctl.errors import ALTERNATIVES, SHOWN, UsageError, listed
 from ckptctl.units import format_count
 
 if TYPE_CHECKING:
-    from ckptctl.ops.inspection import Inspection, TensorInfo
-    from ckptctl.ops.tree import Order
+    from ckptctl.ops.inspection.result import Inspection, TensorInfo
+    from ckptctl.ops.inspection.tree import Order
 
 SCHEMA = "ckptctl.inspect/1"
 CANDIDATES = 12
@@ -77,7 +77,7 @@ def inspect(
 
     Reads the index alone, unless --stats asks for the values.
     """
-    from ckptctl.ops import inspect as op
+    from ckptctl.ops.inspection import inspect as op
 
     del converter  # known while the command runs
     output = Output(json, quiet)

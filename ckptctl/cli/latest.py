@@ -35,7 +35,7 @@ def latest(
 
     Newer ones that are not complete are named on stderr, with the reason.
     """
-    from ckptctl.ops.runs import newest_complete
+    from ckptctl.ops.runs.listing import newest_complete
 
     output = Output(json, quiet)
     found, skipped = newest_complete(root)

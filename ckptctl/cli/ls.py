@@ -13,7 +13,7 @@ from ckptctl.cli.output import Output
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.ops.runs import Checkpoint, Run
+    from ckptctl.ops.runs.listing import Checkpoint, Run
 
 SCHEMA = "ckptctl.ls/1"
 HEADER = ("name", "step", "time", "size", "format", "state", "protected by")
@@ -38,7 +38,7 @@ def ls(
 
     With step, time, size, format, and what protects each from being pruned.
     """
-    from ckptctl.ops.runs import read_run
+    from ckptctl.ops.runs.listing import read_run
 
     output = Output(json, quiet)
     run = read_run(root)
@@ -64,7 +64,7 @@ def _document(run: Run) -> dict[str, object]:
 
 
 def _row(output: Output, one: Checkpoint) -> tuple[str, ...]:
-    from ckptctl.ops.runs import rfc3339
+    from ckptctl.ops.runs.listing import rfc3339
 
     found, nbytes = one.candidate, one.entry.nbytes
     state = found.state + (f": {found.problem}" if found.problem else "")

@@ -9,15 +9,15 @@ from ckptctl.cli.tables import counted, files, model, short
 from ckptctl.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from ckptctl.ops.inspection import Inspection, TensorInfo
-    from ckptctl.ops.tree import Order
+    from ckptctl.ops.inspection.result import Inspection, TensorInfo
+    from ckptctl.ops.inspection.tree import Order
 
 
 def markdown(
     found: Inspection, shown: Sequence[TensorInfo], depth: int | None, sort: Order
 ) -> Iterator[str]:
     """Yield the lines of a list of facts and of a table of *shown*."""
-    from ckptctl.ops import tree
+    from ckptctl.ops.inspection import tree
 
     for name, value in (
         ("Format", found.format),

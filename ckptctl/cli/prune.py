@@ -18,7 +18,7 @@ from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, 
 from ckptctl.units import format_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from ckptctl.ops.prune import PrunePlan, PruneResult, Verdict
+    from ckptctl.ops.retention.prune import PrunePlan, PruneResult, Verdict
     from ckptctl.planner.retention import Policy
 
 SCHEMA = "ckptctl.prune/1"
@@ -126,8 +126,8 @@ def prune(
     The options are joined by or. Only complete checkpoints count and are removed; the newest
     complete one stays always, as does what a pointer such as latest names.
     """
-    from ckptctl.ops import prune as op
-    from ckptctl.ops.prune_safety import parse_best
+    from ckptctl.ops.retention import prune as op
+    from ckptctl.ops.retention.safety import parse_best
     from ckptctl.planner.retention import Policy
 
     output = Output(json, quiet)

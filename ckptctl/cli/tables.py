@@ -10,8 +10,8 @@ from ckptctl.units import format_bytes, natural_key
 
 if TYPE_CHECKING:
     from ckptctl.cli.output import Output
-    from ckptctl.ops.inspection import Inspection, TensorInfo
-    from ckptctl.ops.tree import Branch, Order
+    from ckptctl.ops.inspection.result import Inspection, TensorInfo
+    from ckptctl.ops.inspection.tree import Branch, Order
     from ckptctl.storage.statistics import Statistics
 
 _STATISTICS = ("min", "max", "mean", "std", "nan", "inf", "histogram")
@@ -22,7 +22,7 @@ def collapsed(
     output: Output, shown: Sequence[TensorInfo], depth: int | None, sort: Order
 ) -> list[tuple[str, ...]]:
     """Return the tree: nested on a terminal, elsewhere a row per leaf with its full name."""
-    from ckptctl.ops import tree
+    from ckptctl.ops.inspection import tree
 
     branches = tree.walk(tree.build(shown, sort, depth))
     if output.mode == "human":

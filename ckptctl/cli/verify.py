@@ -21,7 +21,7 @@ from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Finding
-    from ckptctl.ops.verification import Level, Verification
+    from ckptctl.ops.verification.result import Level, Verification
 
 SCHEMA = "ckptctl.verify/1"
 SHOWN = 10
@@ -87,7 +87,7 @@ def verify(
     Everything that is wrong is found, not only the first. The exit code is 0 when the checkpoint
     is whole and 4 when it is not; warnings do not change it.
     """
-    from ckptctl.ops import verify as op
+    from ckptctl.ops.verification import verify as op
 
     del converter  # known while the command runs
     ranks = coordinator()

@@ -18,8 +18,8 @@ from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.state import State
 from ckptctl.distributed.torch_plans import chunk_of, keys_of
 from ckptctl.errors import CkptError
-from ckptctl.ops.load_options import LoadOptions
-from ckptctl.ops.state_mapping import Leaf, StateMapping, map_state, moved
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.state_mapping import Leaf, StateMapping, map_state, moved
 from ckptctl.planner.mapped import stored_shapes
 
 STOCK = "the checkpoint"

@@ -27,15 +27,15 @@ from ckptctl.distributed.targets import Everything, Place, everything, views_of,
 from ckptctl.distributed.values import held_names, put, read_values
 from ckptctl.errors import listed
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
-from ckptctl.ops.agreement import generation, unchanged
 from ckptctl.ops.coordinator import Coordinator, on_first, telling, together
-from ckptctl.ops.holdings import digest
-from ckptctl.ops.leftovers import Comparison, compare
-from ckptctl.ops.load_options import LoadOptions, LoadReport
-from ckptctl.ops.loading import Reading, plan_elsewhere, prepare, same_places
-from ckptctl.ops.nothing_lost import require_nothing_lost
-from ckptctl.ops.state_mapping import map_state
-from ckptctl.ops.wanted import Wanted
+from ckptctl.ops.loading.leftovers import Comparison, compare
+from ckptctl.ops.loading.nothing_lost import require_nothing_lost
+from ckptctl.ops.loading.options import LoadOptions, LoadReport
+from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_places
+from ckptctl.ops.loading.state_mapping import map_state
+from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.saving.agreement import generation, unchanged
+from ckptctl.ops.saving.holdings import digest
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.execution.executor import execute

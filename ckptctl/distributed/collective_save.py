@@ -19,7 +19,8 @@ from ckptctl.distributed.save_place import Place, place_at
 from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
 from ckptctl.formats.dcp.metadata import Item
-from ckptctl.ops.agreement import (
+from ckptctl.ops.coordinator import Coordinator, sendable, through_first
+from ckptctl.ops.saving.agreement import (
     Statement,
     first_to_say,
     generation,
@@ -27,11 +28,10 @@ from ckptctl.ops.agreement import (
     require_agreement,
     unchanged,
 )
-from ckptctl.ops.coordinator import Coordinator, sendable, through_first
-from ckptctl.ops.holdings import Packed, digest, pack
-from ckptctl.ops.save_decision import Decision, Share, decide
-from ckptctl.ops.save_values import group_digests, path_of, unpack_groups, written_now
-from ckptctl.ops.saving import RankFiles, RankItems, metadata, tensor_files, with_values
+from ckptctl.ops.saving.decision import Decision, Share, decide
+from ckptctl.ops.saving.files import RankFiles, RankItems, metadata, tensor_files, with_values
+from ckptctl.ops.saving.holdings import Packed, digest, pack
+from ckptctl.ops.saving.values import group_digests, path_of, unpack_groups, written_now
 
 VERSION = 1
 """Of what the key of a plan is made of."""

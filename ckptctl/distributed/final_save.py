@@ -11,9 +11,9 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError
-from ckptctl.ops.convert import plan_conversion, run_conversion
+from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.coordinator import on_first
-from ckptctl.ops.options import ConversionOptions
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import check_target, destination
 

@@ -42,7 +42,7 @@ def owned(tensor: torch.Tensor) -> memoryview:
 
 
 def host_views(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, memoryview]:
-    """Return what the names in a plan of :mod:`ckptctl.ops.saving` stand for.
+    """Return what the names in a plan of :mod:`ckptctl.ops.saving.files` stand for.
 
     Args:
         plan: The plan.

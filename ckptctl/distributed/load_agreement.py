@@ -14,11 +14,11 @@ from ckptctl import formats
 from ckptctl.distributed.state import State, plain_of, state_of
 from ckptctl.distributed.targets import Everything, Place, own_part, places_of, structure_of
 from ckptctl.distributed.ties import sharing
-from ckptctl.ops.agreement import Statement, new_nonce, require_agreement
-from ckptctl.ops.checkpoint_identity import identity
 from ckptctl.ops.coordinator import Coordinator, sendable
-from ckptctl.ops.holdings import digest
-from ckptctl.ops.load_options import LoadOptions
+from ckptctl.ops.loading.identity import identity
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.saving.agreement import Statement, new_nonce, require_agreement
+from ckptctl.ops.saving.holdings import digest
 
 Broadcast = bool | Literal["auto"]
 VERSION = 1

@@ -25,10 +25,10 @@ from ckptctl.distributed.state import Piece, State, state_of
 from ckptctl.distributed.torch_plans import chunk_of
 from ckptctl.distributed.values import put, unpickled
 from ckptctl.errors import CoverageError, MappingError, listed
-from ckptctl.ops.leftovers import Comparison, compare
-from ckptctl.ops.load_checks import casts, require_shapes
-from ckptctl.ops.load_options import LoadReport
-from ckptctl.ops.wanted import Wanted
+from ckptctl.ops.loading.checks import casts, require_shapes
+from ckptctl.ops.loading.leftovers import Comparison, compare
+from ckptctl.ops.loading.options import LoadReport
+from ckptctl.ops.loading.wanted import Wanted
 from ckptctl.planner.boxes import coverage
 
 

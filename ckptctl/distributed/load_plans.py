@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.distributed.broadcast import Turn
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.ops.leftovers import Comparison
-from ckptctl.ops.loading import Reading, same_index
+from ckptctl.ops.loading.leftovers import Comparison
+from ckptctl.ops.loading.reading import Reading, same_index
 from ckptctl.planner.plan import Plan
 
 NBYTES = 1 << 28

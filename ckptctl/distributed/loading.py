@@ -16,7 +16,7 @@ from ckptctl.distributed.load_agreement import Broadcast, How
 from ckptctl.errors import UsageError
 from ckptctl.ops import option_checks
 from ckptctl.ops.coordinator import Alone
-from ckptctl.ops.load_options import LoadOptions, LoadReport
+from ckptctl.ops.loading.options import LoadOptions, LoadReport
 
 
 def load(

@@ -22,12 +22,12 @@ from ckptctl.distributed.saving import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops import option_checks
+from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.coordinator import on_first, together
-from ckptctl.ops.load_options import LoadReport
-from ckptctl.ops.options import ConversionOptions
-from ckptctl.ops.prune_safety import parse_best
-from ckptctl.ops.run_entries import is_run
-from ckptctl.ops.runs import Checkpoint, newest_complete
+from ckptctl.ops.loading.options import LoadReport
+from ckptctl.ops.retention.safety import parse_best
+from ckptctl.ops.runs.entries import is_run
+from ckptctl.ops.runs.listing import Checkpoint, newest_complete
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.remote.urls import local_path

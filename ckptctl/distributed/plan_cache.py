@@ -9,8 +9,8 @@ from typing import Generic, Protocol, TypeVar
 
 from ckptctl.catalog import memory_key
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
-from ckptctl.ops.save_values import Groups
-from ckptctl.ops.saving import TensorFiles
+from ckptctl.ops.saving.files import TensorFiles
+from ckptctl.ops.saving.values import Groups
 
 ENTRIES = 8
 NBYTES = 1 << 30

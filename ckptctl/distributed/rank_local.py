@@ -16,9 +16,9 @@ from ckptctl.distributed.rank_output import Held, SaveOptions, add_file, fill, h
 from ckptctl.distributed.state import State
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA, metadata_name
-from ckptctl.ops.holdings import pack
-from ckptctl.ops.save_decision import all_of
-from ckptctl.ops.saving import RankItems, metadata, rank_files
+from ckptctl.ops.saving.decision import all_of
+from ckptctl.ops.saving.files import RankItems, metadata, rank_files
+from ckptctl.ops.saving.holdings import pack
 from ckptctl.storage import rename
 from ckptctl.storage.destinations import destination
 from ckptctl.storage.sync import sync_directory

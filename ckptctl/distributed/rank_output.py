@@ -15,7 +15,7 @@ from ckptctl.distributed.group import threads
 from ckptctl.distributed.host_memory import host_views
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.ops.holdings import DIGEST, Chunk, Holding
+from ckptctl.ops.saving.holdings import DIGEST, Chunk, Holding
 from ckptctl.planner.plan import Plan
 from ckptctl.planner.tile import MIB
 from ckptctl.storage.execution.executor import execute
@@ -117,7 +117,7 @@ def fill(plan: Plan, pieces: Sequence[torch.Tensor], data: Path, options: SaveOp
     """Write a rank's files below *data*.
 
     Args:
-        plan: Of :func:`ckptctl.ops.saving.rank_files`.
+        plan: Of :func:`ckptctl.ops.saving.files.rank_files`.
         pieces: Memory of each chunk.
         data: An existing directory.
         options: How.

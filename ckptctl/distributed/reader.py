@@ -23,11 +23,11 @@ from ckptctl.distributed.state import state_of
 from ckptctl.distributed.tensor_memory import steps_of, target
 from ckptctl.distributed.values import read_values
 from ckptctl.errors import CkptError, MappingError
-from ckptctl.ops.load_options import LoadOptions
-from ckptctl.ops.loading import prepare
-from ckptctl.ops.nothing_lost import require_nothing_lost
-from ckptctl.ops.state_mapping import StateMapping
-from ckptctl.ops.wanted import Target, Wanted
+from ckptctl.ops.loading.nothing_lost import require_nothing_lost
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.reading import prepare
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.loading.wanted import Target, Wanted
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapped import stored_shapes
 from ckptctl.storage.execution.executor import execute

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ckptctl.distributed.rank_output import add_file
 from ckptctl.errors import CkptError
-from ckptctl.ops.prune import plan_prune, run_prune
-from ckptctl.ops.run_pointers import SIDECAR, metrics
+from ckptctl.ops.retention.prune import plan_prune, run_prune
+from ckptctl.ops.runs.pointers import SIDECAR, metrics
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 

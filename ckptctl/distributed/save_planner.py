@@ -1,7 +1,8 @@
 """A save planner for torch's own functions: what each rank writes is decided as in ``save``.
 
-Ranks send what they hold in the form of :mod:`ckptctl.ops.holdings`, the coordinator decides with
-:mod:`ckptctl.ops.save_decision`; write items are made of that. Any storage writer takes them.
+Ranks send what they hold in the form of :mod:`ckptctl.ops.saving.holdings`, the coordinator decides
+with :mod:`ckptctl.ops.saving.decision`; write items are made of that. Any storage writer takes
+them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from ckptctl.distributed.rank_output import Held, held
 from ckptctl.distributed.state import state_of
 from ckptctl.distributed.torch_plans import items_of, metadata_of
 from ckptctl.errors import MappingError, RefusedError, listed
-from ckptctl.ops.holdings import Packed, digest, pack
-from ckptctl.ops.save_decision import Share, all_of, decide
-from ckptctl.ops.save_values import divide_values
+from ckptctl.ops.saving.decision import Share, all_of, decide
+from ckptctl.ops.saving.holdings import Packed, digest, pack
+from ckptctl.ops.saving.values import divide_values
 
 PLANS = 8
 VERSION = 1

@@ -16,7 +16,7 @@ from ckptctl.distributed.saving import PLANS, write
 from ckptctl.distributed.staging import Staged
 from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.ops.coordinator import Coordinator
-from ckptctl.ops.holdings import pack
+from ckptctl.ops.saving.holdings import pack
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions, Progress

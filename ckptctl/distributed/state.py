@@ -16,7 +16,7 @@ from ckptctl.catalog import Box, Index, Path
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.errors import RefusedError, UsageError
-from ckptctl.ops.holdings import Described
+from ckptctl.ops.saving.holdings import Described
 from ckptctl.planner.placements import Part, local_part
 from ckptctl.planner.placements import Shard as Cut
 

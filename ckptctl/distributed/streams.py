@@ -24,7 +24,7 @@ def stream(plan: Plan, pieces: Sequence[torch.Tensor], url: str, *, checksum: bo
     """Write a rank's files below *url*, one after the other.
 
     Args:
-        plan: Of :func:`ckptctl.ops.saving.rank_files`.
+        plan: Of :func:`ckptctl.ops.saving.files.rank_files`.
         pieces: Memory of each chunk.
         url: A directory of a file system that fsspec knows.
         checksum: Whether records carry CRC-32; then each is read twice.

@@ -14,9 +14,9 @@ from ckptctl.distributed.state import State
 from ckptctl.distributed.tensor_memory import steps_of, target
 from ckptctl.errors import MappingError
 from ckptctl.ops.coordinator import Coordinator
-from ckptctl.ops.holdings import digest
-from ckptctl.ops.state_mapping import Leaf
-from ckptctl.ops.wanted import Target, Wanted
+from ckptctl.ops.loading.state_mapping import Leaf
+from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.saving.holdings import digest
 
 
 class Place(NamedTuple):

@@ -13,8 +13,8 @@ from ckptctl.catalog import memory_name
 from ckptctl.distributed.targets import Place
 from ckptctl.distributed.tensor_memory import Compared
 from ckptctl.errors import MappingError
-from ckptctl.ops.state_mapping import StateMapping
-from ckptctl.ops.wanted import Target, Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.loading.wanted import Target, Wanted
 from ckptctl.storage.compare import row_major
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.save_decision import Decision
+from ckptctl.ops.saving.decision import Decision
 
 
 def metadata_of(decision: Decision) -> Metadata:

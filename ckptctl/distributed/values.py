@@ -15,8 +15,8 @@ import torch
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import UnsafePickleError
 from ckptctl.formats.shared.value_bytes import value_bytes
-from ckptctl.ops.leftovers import held_as, kept_apart
-from ckptctl.ops.state_mapping import StateMapping
+from ckptctl.ops.loading.leftovers import held_as, kept_apart
+from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.files import SourceFiles
 
 NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

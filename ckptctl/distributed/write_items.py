@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.errors import MappingError, RefusedError
-from ckptctl.ops.holdings import Chunk, Described, Holding
-from ckptctl.ops.save_decision import Share
-from ckptctl.ops.saving import RankFiles, rank_files
+from ckptctl.ops.saving.decision import Share
+from ckptctl.ops.saving.files import RankFiles, rank_files
+from ckptctl.ops.saving.holdings import Chunk, Described, Holding
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from ckptctl.distributed.run_keeper import SERIES
 from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.alone import own_group
 from ckptctl.integrations.whole import whole, with_numbers
-from ckptctl.ops.options import ConversionOptions
-from ckptctl.ops.run_entries import is_run
-from ckptctl.ops.runs import read_run
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.runs.entries import is_run
+from ckptctl.ops.runs.listing import read_run
 from ckptctl.planner.adapters import SUFFIX
 
 LAYOUT = "torchtune"

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptctl.ops.agreement import Statement, generation, unchanged
-from ckptctl.ops.holdings import Chunk, Described, Holding, Packed, digest, pack
-from ckptctl.ops.save_decision import Decision, decide
-from ckptctl.ops.saving import RankItems, metadata, tensor_files
+from ckptctl.ops.saving.agreement import Statement, generation, unchanged
+from ckptctl.ops.saving.decision import Decision, decide
+from ckptctl.ops.saving.files import RankItems, metadata, tensor_files
+from ckptctl.ops.saving.holdings import Chunk, Described, Holding, Packed, digest, pack
 from ckptctl.planner.placements import Shard, local_part
 from ckptctl.storage.compare import row_major
 

@@ -16,8 +16,8 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
-from ckptctl.ops.verification import Verification
-from ckptctl.ops.verify_checksums import recorded
+from ckptctl.ops.verification.checksums import recorded
+from ckptctl.ops.verification.result import Verification
 from ckptctl.storage.files import SourceFiles
 from tests.checkpoints.readers import differences, flatten, raw_bytes
 from tests.contract.sample_changes import DATA, Contents, Damage

@@ -21,8 +21,8 @@ from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item, decode
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.ops import verify_checksums
-from ckptctl.ops.verification import LEVELS, Verification
+from ckptctl.ops.verification import checksums as verify_checksums
+from ckptctl.ops.verification.result import LEVELS, Verification
 from tests.checkpoints import save_bin, save_dcp, tiny_llama
 from tests.contract.support import WRITABLE, build, place, snapshot
 
@@ -470,7 +470,7 @@ def test_no_torch_unless_values_are_asked_for(made: dict[str, Path]) -> None:
 
 
 def test_a_chunk_of_the_wrong_length() -> None:
-    from ckptctl.ops.verify_structure import _lengths
+    from ckptctl.ops.verification.structure import _lengths
 
     entry = TensorEntry("w", "float32", (2,), (Extent(Box((0,), (2,)), "f", 0, 7),), ("w",))
     (found,) = _lengths(entry)

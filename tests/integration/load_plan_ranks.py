@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ckptctl.distributed import collective_load
 from ckptctl.distributed.loading import load
 from ckptctl.distributed.saving import save
-from ckptctl.ops.checkpoint_identity import identity
-from ckptctl.ops.load_options import LoadOptions
+from ckptctl.ops.loading.identity import identity
+from ckptctl.ops.loading.options import LoadOptions
 
 
 def settled(folder: Path) -> Path:

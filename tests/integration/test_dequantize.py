@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import ckptctl
 from ckptctl.api import conversion_options
 from ckptctl.errors import DamagedError, UsageError
-from ckptctl.ops.convert import plan_conversion, run_conversion
+from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import differences, load_any_reference, save_hf
 from tests.checkpoints.mxfp4 import decoded

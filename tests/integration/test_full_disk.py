@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptctl.errors import RefusedError
-from ckptctl.ops.prune import plan_prune, run_prune
+from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from ckptctl.storage.retirement import TRASH, retiring

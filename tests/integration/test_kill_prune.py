@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
-from ckptctl.ops.prune import plan_prune, run_prune
-from ckptctl.ops.run_completeness import health
-from ckptctl.ops.verify import VerifyOptions, verify
+from ckptctl.ops.retention.prune import plan_prune, run_prune
+from ckptctl.ops.runs.completeness import health
+from ckptctl.ops.verification.verify import VerifyOptions, verify
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.retirement import TRASH
 from tests.integration.test_kill import MEMORY, Bomb, forked

@@ -15,9 +15,9 @@ from ckptctl.distributed import collective_load
 from ckptctl.distributed.load_plans import PLANS
 from ckptctl.distributed.loading import load
 from ckptctl.errors import MappingError
-from ckptctl.ops.checkpoint_identity import identity
-from ckptctl.ops.load_options import LoadOptions
-from ckptctl.ops.loading import Reading
+from ckptctl.ops.loading.identity import identity
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.reading import Reading
 from tests.checkpoints import save_dcp
 from tests.gloo import run_on_ranks
 from tests.integration.load_plan_ranks import again_on_ranks, settled, two_groups

@@ -11,10 +11,10 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, memory_name
-from ckptctl.ops.load_options import LoadOptions
-from ckptctl.ops.loading import prepare
-from ckptctl.ops.state_mapping import Leaf, StateMapping, map_state
-from ckptctl.ops.wanted import Target, Wanted
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.reading import prepare
+from ckptctl.ops.loading.state_mapping import Leaf, StateMapping, map_state
+from ckptctl.ops.loading.wanted import Target, Wanted
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from tests.checkpoints.golden import Golden, State, digest, family_of, names

@@ -14,7 +14,7 @@ import torch
 from ckptctl.distributed.loading import load
 from ckptctl.distributed.tensor_memory import Filled
 from ckptctl.errors import MappingError, UnsafePickleError
-from ckptctl.ops.state_mapping import StateMapping
+from ckptctl.ops.loading.state_mapping import StateMapping
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.mxfp4 import decoded
 from tests.integration.test_dequantize import quantised_state

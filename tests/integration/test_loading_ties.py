@@ -10,7 +10,7 @@ import torch
 
 from ckptctl.distributed.loading import load
 from ckptctl.errors import MappingError
-from ckptctl.ops.leftovers import kept_apart
+from ckptctl.ops.loading.leftovers import kept_apart
 from tests.checkpoints import save_dcp, save_torch
 
 

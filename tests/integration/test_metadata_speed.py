@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
-from ckptctl.ops.verify import VerifyOptions, verify
+from ckptctl.ops.verification.verify import VerifyOptions, verify
 from tests.benchmarks.build_ranks import ranks
 
 

@@ -22,7 +22,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError
-from ckptctl.ops import runs
+from ckptctl.ops.runs import listing as runs
 from ckptctl.storage.remote import mounts, workroom
 from ckptctl.storage.remote.path import path_of
 from tests import s3_server

@@ -21,7 +21,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UsageError
-from ckptctl.ops import runs
+from ckptctl.ops.runs import listing as runs
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.remote import outbox, retries
 from ckptctl.storage.remote import store as remote_store
@@ -186,7 +186,7 @@ def test_few_files_wait_on_the_disk(
 
 
 def test_a_source_that_changes(tiny: str, tmp_path: Path) -> None:
-    from ckptctl.ops.convert import run_conversion
+    from ckptctl.ops.conversion.convert import run_conversion
 
     plan = ckptctl.plan_conversion(tiny, tmp_path / "out", to="torch")
     name = f"/{tiny.removeprefix('memory://')}/model-00002-of-00003.safetensors"
@@ -227,7 +227,7 @@ def test_runs(tmp_path: Path) -> None:
 
 def test_what_changes_a_checkpoint_is_refused(tiny: str, url: str) -> None:
     from ckptctl.ops.consolidate_metadata import plan_metadata
-    from ckptctl.ops.prune import plan_prune
+    from ckptctl.ops.retention.prune import plan_prune
     from ckptctl.planner.retention import Policy
 
     with pytest.raises(RefusedError, match="URL"):

@@ -92,7 +92,7 @@ def test_what_is_read_is_one_commit(hub: Hub, tmp_path: Path) -> None:
     plan = ckptctl.plan_conversion("hf://org/tiny", tmp_path / "out", to="torch")
     repository = hub.repositories["org/tiny"]
     repository.commit(dict.fromkeys(repository.files, b"other"))
-    from ckptctl.ops.convert import run_conversion
+    from ckptctl.ops.conversion.convert import run_conversion
 
     run_conversion(plan)
     found = torch.load(tmp_path / "out", weights_only=True)

@@ -13,7 +13,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
-from ckptctl.ops import runs
+from ckptctl.ops.runs import listing as runs
 from ckptctl.storage import processes
 from ckptctl.storage.remote.path import path_of
 from ckptctl.storage.remote.writing import NAME, Writing

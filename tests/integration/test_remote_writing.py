@@ -295,7 +295,7 @@ def test_what_cannot_be_converted_leaves_the_old_one(url: str, tmp_path: Path) -
     """Nothing is removed before the first new file is complete."""
     ckptctl.convert(_source(tmp_path / "a", 1.0), url, to="dcp")
     source = _source(tmp_path / "b", 2.0)
-    from ckptctl.ops.convert import run_conversion
+    from ckptctl.ops.conversion.convert import run_conversion
 
     plan = ckptctl.plan_conversion(source, url, to="dcp", overwrite=True)
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())

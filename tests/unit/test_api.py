@@ -54,7 +54,7 @@ def test_options_are_translated():
 def test_every_option_is_offered():
     from dataclasses import fields
 
-    from ckptctl.ops.convert import ConversionOptions
+    from ckptctl.ops.conversion.convert import ConversionOptions
 
     names = {field.name for field in fields(ConversionOptions)} - {"to"}
     assert names == set(api.Options.__annotations__)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ckptctl.catalog import Box, TensorEntry, is_computed
 from ckptctl.errors import CoverageError
 from ckptctl.ops.report.data import Chunk, ChunkMap
-from ckptctl.ops.verify_structure import DISTCP
+from ckptctl.ops.verification.structure import DISTCP
 from ckptctl.planner.boxes import coverage, intersect
 
 PER_TENSOR = 4_096

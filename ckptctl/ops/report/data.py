@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box
 from ckptctl.errors import CkptError
-from ckptctl.ops.inspection import Inspection, TensorInfo
-from ckptctl.ops.verification import Verification
+from ckptctl.ops.inspection.result import Inspection, TensorInfo
+from ckptctl.ops.verification.result import Verification
 
 if TYPE_CHECKING:
-    from ckptctl.ops.difference import Difference, Side
+    from ckptctl.ops.comparison.result import Difference, Side
 
 INSPECTED = (
     "model_type",

@@ -11,7 +11,7 @@ from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.watch import Watch
 
 if TYPE_CHECKING:
-    from ckptctl.ops.difference import Difference
+    from ckptctl.ops.comparison.result import Difference
 
 
 def compared(found: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
@@ -21,7 +21,7 @@ def compared(found: Report, other: str, options: ReportOptions, progress: Watch)
         SourceNotFoundError: There is no such path.
         FormatError: It is not a checkpoint that ckptctl reads.
     """
-    from ckptctl.ops.diff import DiffOptions, diff
+    from ckptctl.ops.comparison.diff import DiffOptions, diff
 
     asked = DiffOptions(
         structure=options.structure,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.ops import checks
+from ckptctl.ops.conversion import checks
 from ckptctl.ops.report.data import Report
 from ckptctl.ops.report.page import GENERATOR, page
 from ckptctl.storage.destinations import require_space

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import MappingError, UsageError
-from ckptctl.ops.inspect import describe, select, stored
-from ckptctl.ops.inspection import Inspection, TensorInfo
+from ckptctl.ops.inspection.inspect import describe, select, stored
+from ckptctl.ops.inspection.result import Inspection, TensorInfo
 from ckptctl.ops.report.chunks import ChunkMaps, ranks_of
 from ckptctl.ops.report.data import LeftOut, Report, TensorReport
 from ckptctl.ops.report.difference import compared
 from ckptctl.ops.report.file import written
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.report.values import values
-from ckptctl.ops.verification import Verification, unsaid
-from ckptctl.ops.verify import VerifyOptions, examine
+from ckptctl.ops.verification.result import Verification, unsaid
+from ckptctl.ops.verification.verify import VerifyOptions, examine
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.remote.path import shown
 from ckptctl.units import natural

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Catalog, Finding
-from ckptctl.ops.measuring import measured
-from ckptctl.ops.verification import of_error
-from ckptctl.ops.verify_items import resolved
-from ckptctl.ops.verify_structure import root_of
+from ckptctl.ops.inspection.measuring import measured
+from ckptctl.ops.verification.items import resolved
+from ckptctl.ops.verification.result import of_error
+from ckptctl.ops.verification.structure import root_of
 from ckptctl.ops.watch import Watch
 from ckptctl.storage.remote.path import path_at
 

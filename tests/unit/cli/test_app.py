@@ -15,7 +15,7 @@ import ckptctl
 from ckptctl import errors, formats
 from ckptctl.cli import inspect as command
 from ckptctl.cli.app import app
-from ckptctl.ops import inspect as op
+from ckptctl.ops.inspection import inspect as op
 
 SNAPSHOTS = Path(__file__).parents[2] / "snapshots"
 COMMANDS = sorted(str(info.name) for info in app.registered_commands)

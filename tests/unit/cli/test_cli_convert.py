@@ -70,7 +70,7 @@ def calls(monkeypatch):
         plan_conversion=plan,
         run_conversion=run,
     )
-    monkeypatch.setitem(sys.modules, "ckptctl.ops.convert", module)
+    monkeypatch.setitem(sys.modules, "ckptctl.ops.conversion.convert", module)
     monkeypatch.setattr(formats, "names", lambda: ("dcp", "deepspeed", "hf"))
     monkeypatch.setattr(formats, "writable", lambda: ("dcp", "hf"))
     return found
@@ -204,7 +204,7 @@ def test_ctrl_c_says_what_is_kept(run, calls, monkeypatch, resume):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["ckptctl.ops.convert"], "run_conversion", stop)
+    monkeypatch.setattr(sys.modules["ckptctl.ops.conversion.convert"], "run_conversion", stop)
     monkeypatch.setattr(Plan, "options", SimpleNamespace(resume=resume, verify=False))
     result = run("convert", "a", "b", "--to", "hf")
     assert result.exit_code == 130
@@ -233,7 +233,7 @@ def test_refusal(run, calls, monkeypatch):
     def refuse(*_):
         raise RefusedError("`b` exists", hint="say `--overwrite`")
 
-    monkeypatch.setattr(sys.modules["ckptctl.ops.convert"], "plan_conversion", refuse)
+    monkeypatch.setattr(sys.modules["ckptctl.ops.conversion.convert"], "plan_conversion", refuse)
     result = run("convert", "a", "b", "--to", "hf")
     assert (result.exit_code, result.stdout) == (6, "")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.ops.verify import VerifyOptions, verify
+from ckptctl.ops.verification.verify import VerifyOptions, verify
 
 torch = pytest.importorskip("torch")
 

@@ -6,7 +6,7 @@ import pytest
 
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
-from ckptctl.ops.documents import resized
+from ckptctl.ops.conversion.documents import resized
 from ckptctl.ops.layout_change import Change
 from ckptctl.planner.configs import axis_called, read_sizes
 

@@ -1,0 +1,1 @@
+"""What an adapter's configuration says."""

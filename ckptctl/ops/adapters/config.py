@@ -1,0 +1,268 @@
+"""What an adapter's configuration says: how strong it is, and what it needs besides its tensors.
+
+Sources: peft's ``LoraConfig`` and ``LoraLayer.update_layer``, torchtune's
+``tune_to_peft_adapter_config``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError, listed
+from ckptctl.formats.peft import CONFIG, adapter_config
+from ckptctl.ops.adapters.expressions import check_expressions, matching
+from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
+from ckptctl.storage.remote.path import path_at
+
+Json = Mapping[str, object]
+
+REFUSED = {
+    "lora_bias": "biases of B",
+    "use_qalora": "QALoRA",
+    "target_parameters": "adapters of single parameters, such as fused experts",
+    "trainable_token_indices": "trainable tokens",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+    "megatron_config": "Megatron's parallel layers",
+}
+MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How strong an adapter is.
+
+    Attributes:
+        alpha: PEFT's ``lora_alpha``; None: not known.
+        rank: The rank that the configuration states; None: it follows from the shapes.
+        rslora: Whether alpha is divided by the square root of the rank.
+        ranks: Ranks of modules that have another one, by regular expression.
+        alphas: The same for alpha.
+        scaling: The factor of B A for all modules, where the user gave it.
+        dora: Whether there are magnitudes; None: not stated.
+    """
+
+    alpha: float | None = None
+    rank: int | None = None
+    rslora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    scaling: float | None = None
+    dora: bool | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Return whether all modules have the same alpha and rank, divided plainly."""
+        return not (self.rslora or self.ranks or self.alphas)
+
+    def scale(self, key: str, rank: int) -> float:
+        """Return the factor of B A.
+
+        Args:
+            key: A tensor of the module in the adapter.
+            rank: That of its factors.
+
+        Raises:
+            DamagedError: The configuration says another rank.
+            UsageError: Nothing says how strong the adapter is.
+        """
+        module = module_of(key)
+        stated = matching(self.ranks, module, self.rank)
+        if stated is not None and stated != rank:
+            raise DamagedError(
+                f"the rank is {rank}, {CONFIG} says {stated}",
+                where=f"tensor `{key}`",
+                hint="do the two files belong together?",
+            )
+        if self.scaling is not None:
+            return self.scaling
+        alpha = matching(self.alphas, module, self.alpha)
+        if alpha is None:
+            raise UsageError(
+                "nothing says how strong the adapter is",
+                why=f"there is no {CONFIG} with `lora_alpha` beside it",
+                hint="`--lora-alpha` gives alpha; `merge` takes `--scaling`, the factor, as well",
+            )
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def factors_only(catalog: Catalog) -> Catalog:
+    """Return an adapter without the weights of its model, where torchtitan saves them together.
+
+    Raises:
+        RefusedError: It adapts embeddings.
+    """
+    strange = next((name for name in catalog.tensors if ".lora_embedding_" in name), None)
+    if strange:
+        raise RefusedError("adapters of embeddings are not supported", where=f"tensor `{strange}`")
+    names = [name for name in catalog.tensors if not is_factor(name)]
+    if not is_adapter(catalog.tensors) or any(name.startswith(PREFIX) for name in catalog.tensors):
+        return catalog
+    kept = {name: entry for name, entry in catalog.tensors.items() if is_factor(name)}
+    note = f"{len(names):,} tensors beside the adapter's are those of its model: not used"
+    notes = (*catalog.notes, note) if names else catalog.notes
+    return replace(catalog, tensors=kept, notes=notes)
+
+
+def check_magnitudes(known: Settings, with_: Collection[str], without: Collection[str]) -> None:
+    """Refuse magnitudes that the configuration does not know of, and missing ones.
+
+    Args:
+        known: What the configuration says.
+        with_: B's of modules that have a magnitude.
+        without: Those of modules that have none.
+
+    Raises:
+        DamagedError: PEFT would compute something else.
+    """
+    if known.dora is False and with_:
+        problem, where = f"{CONFIG} says `use_dora: false`, but there are magnitudes", with_
+    elif without and (with_ or known.dora):
+        problem, where = "some modules have a magnitude and some have none", without
+    else:
+        return
+    raise DamagedError(
+        problem, where=f"tensor `{next(iter(where))}`", hint="do the two files belong together?"
+    )
+
+
+def require_saved(config: Json | None, saved: Collection[str]) -> None:
+    """Refuse an adapter that lacks all of the modules that were trained as a whole.
+
+    Args:
+        config: adapter_config.json; None: there is none.
+        saved: Tensors of the model that the adapter replaces.
+
+    Raises:
+        DamagedError: The merged model would have the untrained ones.
+    """
+    stated = (config or {}).get("modules_to_save")
+    if stated and not saved:
+        raise DamagedError(
+            "the adapter lacks the modules that were trained as a whole",
+            where=f"`modules_to_save` in {CONFIG}",
+            why=f"it says {stated!r}, and no tensor is one of a whole module",
+            hint="remove `modules_to_save` there if the model is to keep its own",
+        )
+
+
+def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: str = "") -> None:
+    """Refuse a checkpoint without low-rank factors.
+
+    Args:
+        catalog: The checkpoint.
+        kind: The error to raise then.
+        what: What is wrong then.
+        hint: What to do about it.
+
+    Raises:
+        CkptError: There are none.
+    """
+    if not is_adapter(catalog.tensors):
+        names = listed(list(catalog.tensors), 2)
+        why = f"no low-rank factor among {names}"
+        raise kind(what, where=catalog.path, why=why, hint=hint or None)
+
+
+def described(catalog: Catalog) -> Json | None:
+    """Return the adapter's configuration; None: there is none beside it."""
+    own = catalog.documents.get(CONFIG)
+    return own if own is not None else adapter_config(path_at(catalog.root)).get(CONFIG)
+
+
+def settings(
+    config: Json | None, alpha: float | None = None, scaling: float | None = None
+) -> Settings:
+    """Return what *config* says of the adapter's strength.
+
+    Args:
+        config: adapter_config.json; None: there is none.
+        alpha: ``--lora-alpha``.
+        scaling: ``--scaling``.
+
+    Raises:
+        RefusedError: It is a kind of adapter that is more than low-rank factors.
+        UsageError: An option contradicts it.
+        DamagedError: One of its values makes no sense.
+    """
+    if alpha is not None and scaling is not None:
+        raise UsageError("--lora-alpha and --scaling both say how strong the adapter is")
+    config = config or {}
+    _refuse(config)
+    stated = _number(config, "lora_alpha")
+    if alpha is not None and stated not in (None, alpha):
+        raise UsageError(f"--lora-alpha {alpha:g} contradicts {CONFIG}", why=f"it says {stated:g}")
+    rank = _number(config, "r")
+    return Settings(
+        alpha=stated if alpha is None else alpha,
+        rank=None if rank is None else _rank("r", rank),
+        rslora=_stated(config, "use_rslora") is True,
+        ranks={key: _rank(key, n) for key, n in _pattern(config, "rank_pattern").items()},
+        alphas=_pattern(config, "alpha_pattern"),
+        scaling=scaling,
+        dora=_stated(config, "use_dora"),
+    )
+
+
+def _refuse(config: Json) -> None:
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise RefusedError(f"this adapter is {kind}, not LoRA", where=CONFIG)
+    if config.get("bias") not in (None, "none"):
+        raise _unsupported("bias", f"biases (`bias: {config['bias']}`)")
+    for name, what in REFUSED.items():
+        if config.get(name):
+            raise _unsupported(name, what)
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(MOVED):
+        raise RefusedError(
+            f"`init_lora_weights: {start}` changes the base model before training",
+            where=CONFIG,
+            why="the factors are relative to a base that is stored nowhere",
+            hint="save it as plain LoRA: `save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)`",
+        )
+
+
+def _unsupported(name: str, what: str) -> RefusedError:
+    return RefusedError(f"{what} are not supported in adapters", where=f"`{name}` in {CONFIG}")
+
+
+def _stated(config: Json, name: str) -> bool | None:
+    value = config.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="it is neither true nor false")
+
+
+def _number(config: Json, name: str) -> float | None:
+    value = config.get(name)
+    return None if value is None else _positive(name, value)
+
+
+def _positive(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="it is no positive number")
+    return float(value)
+
+
+def _pattern(config: Json, name: str) -> dict[str, float]:
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise DamagedError(f"`{name}` is {found!r}", where=CONFIG)
+    values = {str(key): value for key, value in found.items()}
+    check_expressions(values, f"`{name}` in {CONFIG}")
+    return {key: _positive(key, value) for key, value in values.items()}
+
+
+def _rank(name: str, value: float) -> int:
+    if value != int(value):
+        raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="a rank is an integer")
+    return int(value)

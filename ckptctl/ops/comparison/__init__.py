@@ -1,0 +1,1 @@
+"""How two checkpoints differ, whatever their formats and layouts."""

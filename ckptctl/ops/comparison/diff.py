@@ -1,0 +1,181 @@
+"""How two checkpoints differ, whatever their formats and layouts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.ops.comparison.leaves import compare_leaves
+from ckptctl.ops.comparison.options import DiffOptions, Weights
+from ckptctl.ops.comparison.pairing import Pair, Pairing, pair
+from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
+from ckptctl.ops.comparison.scope import Scope, map_other, read_leaves
+from ckptctl.ops.comparison.sides import open_sides
+from ckptctl.ops.comparison.values import Windows, located, same_checksums
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.selection import checked_root
+from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.storage.compare import all_zero, equal
+from ckptctl.storage.computed import open_reader
+from ckptctl.storage.errors_between import Errors
+from ckptctl.storage.remote.path import shown
+
+__all__ = ["DiffOptions", "Difference", "Weights", "diff"]
+
+
+@dataclass(slots=True)
+class _Values:
+    """What reading the elements shows."""
+
+    errors: Mapping[str, Errors] = field(default_factory=dict)
+    by_checksum: int = 0
+    bytes_read: int = 0
+    only_b: tuple[str, ...] = ()
+
+
+def diff(
+    a: str | Path, b: str | Path, options: DiffOptions, progress: Watch = unwatched
+) -> Difference:
+    """Compare two checkpoints.
+
+    Args:
+        a: The first one; names are its names, errors those of B.
+        b: The second one, which is mapped to the layout of the first.
+        options: What to compare.
+        progress: Called with the bytes that will be compared; see :data:`Watch`.
+
+    Raises:
+        CkptError: One of them is missing, not recognised, damaged or hostile, or layouts that
+            were named do not fit.
+    """
+    start = time.monotonic()
+    first, second = map(read_leaves, open_sides(a, b, options))
+    if options.root_a is not None:
+        checked_root(first, options.root_a)
+    asked = LoadOptions(
+        model_type=options.model_type,
+        layout=options.layout_a,
+        from_layout=options.layout_b,
+        prefix=options.root_a,
+        root=options.root_b,
+        dequantize=options.dequantize,
+        sizes=options.sizes,
+    )
+    mapping = map_other(first, second, asked)
+    found = pair(first, second, mapping, Scope(options.include, options.exclude, options.only))
+    values = _Values() if options.structure else _values(first, found, options, progress)
+    paths = shown(a), shown(b)
+    return _difference(paths, (first, second), found, values, options, time.monotonic() - start)
+
+
+def _values(first: Catalog, found: Pairing, options: DiffOptions, progress: Watch) -> _Values:
+    alike = [one for one in found.pairs if one.entry.shape == one.shape and "," not in one.dtype]
+    mapping = found.mapping
+    names = [view.key for one in alike for part in one.mapped for view in part.sources]
+    a = located(first, [one.entry.name for one in alike])
+    other = located(mapping.catalog, [*names, *_held_back(mapping)])
+    mapping = replace(mapping, catalog=other)
+    known = [one for one in alike if options.checksums and _known(a, other, one)]
+    skipped = {one.entry.name for one in known}
+    todo = [one for one in alike if one.entry.name not in skipped]
+    total = sum(one.entry.nbytes for one in todo)
+    with progress(total) as advance:
+        errors = Windows(a, mapping, options.jobs).errors(todo, options.tolerance, advance)
+    return _Values(errors, len(known), total, tuple(_lost(mapping)))
+
+
+def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
+    """Whether checksums that were recorded show that a tensor is equal in both."""
+    if not one.renamed:
+        return False
+    held = b.tensors[one.mapped[0].sources[0].key]
+    return held.shape == one.shape and same_checksums(a.tensors[one.entry.name], held)
+
+
+def _held_back(mapping: StateMapping) -> list[str]:
+    """Return what has to be read because it is dropped for what it holds."""
+    return [*mapping.must_be_zero, *(name for both in mapping.must_equal for name in both)]
+
+
+def _lost(mapping: StateMapping) -> list[str]:
+    """Return what has no place in A's layout, and holds what nothing else does."""
+    catalog = mapping.catalog
+    with open_reader(catalog) as files:
+        lost = [n for n in mapping.must_be_zero if not all_zero(files, catalog.tensors[n])]
+        for kept, dropped in mapping.must_equal:
+            if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
+                lost.append(dropped)
+    return lost
+
+
+def _difference(
+    paths: tuple[str, str],
+    both: tuple[Catalog, Catalog],
+    found: Pairing,
+    values: _Values,
+    options: DiffOptions,
+    seconds: float,
+) -> Difference:
+    mapping = found.mapping
+    tensors = [_tensor(one, values.errors.get(one.entry.name)) for one in found.pairs]
+    left = {name: why for name, why in found.left_out[1].items() if name not in values.only_b}
+    sides = (
+        Side(
+            paths[0],
+            both[0].format,
+            mapping.layout,
+            found.only[0],
+            found.only_leaves[0],
+            found.left_out[0],
+        ),
+        Side(
+            paths[1],
+            both[1].format,
+            mapping.from_layout,
+            (*found.only[1], *values.only_b),
+            found.only_leaves[1],
+            left,
+        ),
+    )
+    within = [
+        one for one in values.errors.values() if not one.differing and one.max_abs is not None
+    ]
+    return Difference(
+        *sides,
+        model_type=mapping.model_type,
+        structure=options.structure,
+        compared=len(found.pairs),
+        by_checksum=values.by_checksum,
+        within=len(within),
+        tensors=_sorted(tensors, options),
+        compared_leaves=len(found.leaves),
+        leaves=() if options.structure else compare_leaves(*both, found.leaves),
+        bytes_read=values.bytes_read,
+        notes=_notes(mapping, tensors),
+        seconds=seconds,
+    )
+
+
+def _sorted(
+    tensors: Sequence[TensorDifference], options: DiffOptions
+) -> tuple[TensorDifference, ...]:
+    alike = ((), ("dtype",)) if options.ignore_dtype else ((),)
+    return tuple(sorted((t for t in tensors if t.kinds not in alike), key=lambda t: t.order))
+
+
+def _tensor(one: Pair, errors: Errors | None) -> TensorDifference:
+    entry = one.entry
+    wrong = errors if errors and errors.differing else None
+    return TensorDifference(
+        entry.name, one.sources, entry.shape, one.shape, entry.dtype, one.dtype, wrong
+    )
+
+
+def _notes(mapping: StateMapping, tensors: Sequence[TensorDifference]) -> tuple[str, ...]:
+    mixed = [one.name for one in tensors if "," in one.dtype_b]
+    notes = [f"`{name}` is several dtypes in B: values not compared" for name in mixed]
+    return (*dict.fromkeys((*mapping.notes, *notes)),)

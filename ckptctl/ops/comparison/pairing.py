@@ -1,0 +1,159 @@
+"""Which tensors of two checkpoints are the same one, across layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.ops.comparison.scope import Scope
+from ckptctl.ops.loading.state_mapping import StateMapping, moved
+from ckptctl.ops.selection import select
+from ckptctl.planner.mapped import MappedTensor, stored_shapes
+
+OUTSIDE = "not part of the model"
+UNCHOSEN = "not chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A tensor of A and what holds it in B.
+
+    Attributes:
+        entry: In A.
+        mapped: What in B becomes of it.
+        sources: Names in B.
+        shape: What B's has, in A's layout.
+        dtype: torch's name of B's; several, joined by commas, where its parts differ.
+    """
+
+    entry: TensorEntry
+    mapped: tuple[MappedTensor, ...]
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def renamed(self) -> bool:
+        """Return whether it is one whole tensor of B, byte for byte in the same order."""
+        one = self.mapped[0]
+        return len(self.mapped) == 1 and one.renames and one.sources[0].sizes == self.entry.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """What is to be compared.
+
+    Attributes:
+        mapping: How B becomes A.
+        pairs: Tensors that both have.
+        leaves: Names of other leaves that both have, in A and in B.
+        only: Names of tensors that one of them has alone, of A and of B.
+        only_leaves: Likewise of other leaves.
+        left_out: Names that are not compared, and why, of A and of B.
+    """
+
+    mapping: StateMapping
+    pairs: tuple[Pair, ...]
+    leaves: tuple[tuple[str, str], ...]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    only_leaves: tuple[tuple[str, ...], tuple[str, ...]]
+    left_out: tuple[dict[str, str], dict[str, str]]
+
+
+def pair(a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope) -> Pairing:
+    """Find what both checkpoints have.
+
+    Args:
+        a: The first one.
+        b: The second one, as it was read.
+        mapping: How it becomes the first.
+        scope: What is wanted.
+
+    Raises:
+        MappingError: A glob matches nothing.
+    """
+    found = _by_target(mapping, b)
+    called = _called(b, mapping)
+    own = {name: [name] for name in (*a.tensors, *a.blobs)}
+    scope.require_used({*own, *(name for names in called.values() for name in names)})
+    left_a = _left_out(a, mapping.prefix, scope, own)
+    left_b = {**_left_out(b, mapping.root, scope, called), **mapping.dropped}
+    pairs = tuple(
+        found[name].of(entry, mapping.catalog)
+        for name, entry in a.tensors.items()
+        if name in found and found[name].whole and name not in left_a
+    )
+    held = {one.entry.name for one in pairs}
+    used = {name for one in pairs for name in one.sources}
+    leaves = tuple(
+        (moved(name, mapping.root, mapping.prefix), name) for name in b.blobs if name not in left_b
+    )
+    both = tuple(one for one in leaves if one[0] in a.blobs and one[0] not in left_a)
+    met_a, met_b = {one[0] for one in both}, {one[1] for one in both}
+    return Pairing(
+        mapping,
+        pairs,
+        both,
+        (_rest(a.tensors, held, left_a), _rest(b.tensors, used, left_b)),
+        (_rest(a.blobs, met_a, left_a), _rest(b.blobs, met_b, left_b)),
+        (left_a, left_b),
+    )
+
+
+def _rest(names: Collection[str], used: Collection[str], left: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in used and name not in left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What in B becomes of one name in A."""
+
+    mapped: tuple[MappedTensor, ...]
+    shape: tuple[int, ...]
+    whole: bool
+    real: tuple[str, ...]
+
+    def of(self, entry: TensorEntry, catalog: Catalog) -> Pair:
+        kinds = {catalog.tensors[view.key].dtype for one in self.mapped for view in one.sources}
+        return Pair(entry, self.mapped, self.real, self.shape, ", ".join(sorted(kinds)))
+
+
+def _by_target(mapping: StateMapping, b: Catalog) -> dict[str, _Found]:
+    becoming: dict[str, list[MappedTensor]] = {}
+    for one in mapping.tensors:
+        for key in dict.fromkeys(view.key for view in one.targets):
+            becoming.setdefault(key, []).append(one)
+    shapes = stored_shapes(mapping.tensors)
+    return {key: _found(key, shapes[key], mapped, b) for key, mapped in becoming.items()}
+
+
+def _found(key: str, shape: tuple[int, ...], mapped: Sequence[MappedTensor], b: Catalog) -> _Found:
+    views = [view for one in mapped for view in one.targets if view.key == key]
+    filled = sum(math.prod(view.sizes) for view in views)
+    read = dict.fromkeys(view.key for one in mapped for view in one.sources)
+    real = tuple(name for name in read if name in b.tensors)
+    return _Found(tuple(mapped), shape, filled == math.prod(shape), real)
+
+
+def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
+    """Return what the leaves of *b* are called in A; one tensor may be several there."""
+    called: dict[str, list[str]] = {}
+    for one in mapping.tensors:
+        for view in one.sources:
+            called.setdefault(view.key, []).extend(target.key for target in one.targets)
+    names = (*b.tensors, *b.blobs)
+    return {n: called.get(n) or [moved(n, mapping.root, mapping.prefix)] for n in names}
+
+
+def _left_out(
+    catalog: Catalog, root: str, scope: Scope, called: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Return what is not compared of a checkpoint, and why."""
+    outside = select(catalog, root).rest if scope.only == "model" else ()
+    left = dict.fromkeys(outside, OUTSIDE)
+    for name in (*catalog.tensors, *catalog.blobs):
+        if name not in left and not any(map(scope.chosen, called[name])):
+            left[name] = UNCHOSEN
+    return left

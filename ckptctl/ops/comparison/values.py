@@ -1,0 +1,157 @@
+"""Comparing the elements of tensors: by recorded checksums, else in windows of a few megabytes.
+
+Both sides are read as a load reads them (:mod:`ckptctl.ops.loading.reading`): B's elements arrive
+in A's axis order, whatever B's is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptctl import dtypes, formats
+from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
+from ckptctl.errors import DamagedError
+from ckptctl.ops.comparison.pairing import Pair
+from ckptctl.ops.loading.reading import Reading
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.mapped import MappedTensor
+from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.compare import row_major
+from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, parts
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.remote.path import path_at
+
+WINDOW = 1 << 20
+"""Elements of a window."""
+BATCH = 16 << 20
+"""Bytes that are read of each side at a time."""
+MANY = 256
+"""Windows that are read at a time."""
+Advance = Callable[[int], None]
+
+
+def located(catalog: Catalog, names: Sequence[str]) -> Catalog:
+    """Prove that the tensors called *names* are whole, and find their bytes.
+
+    Raises:
+        CoverageError: One is not.
+        DamagedError: What lies in a file is not what the index says.
+    """
+    entries = {name: catalog.tensors[name] for name in dict.fromkeys(names)}
+    for entry in entries.values():
+        check_coverage(entry)
+    return formats.resolve(replace(catalog, tensors=entries, blobs={}, replicas={}))
+
+
+def same_checksums(a: TensorEntry, b: TensorEntry) -> bool:
+    """Return whether checksums recorded of the same boxes show that two tensors are equal."""
+    one, other = _checksums(a), _checksums(b)
+    return one is not None and a.dtype == b.dtype and one == other
+
+
+def _checksums(entry: TensorEntry) -> dict[Box, int] | None:
+    found: dict[Box, int] = {}
+    for extent in entry.extents:
+        dense = extent.strides in (None, row_major(extent.box.sizes))
+        nbytes = extent.box.numel * dtypes.itemsize(entry.dtype)
+        crc = extent.crc32
+        if crc is None or not dense or extent.nbytes != nbytes or is_computed(extent.file):
+            return None
+        found[extent.box] = crc
+    return found
+
+
+@dataclass(slots=True)
+class Windows:
+    """Reads the same boxes of two checkpoints.
+
+    Attributes:
+        a: The first one, located.
+        mapping: How the second one, located, becomes it.
+        jobs: Threads; 0: its part of the cores, at most four.
+        seen: What the files were when they were first read.
+    """
+
+    a: Catalog
+    mapping: StateMapping
+    jobs: int = 0
+    seen: dict[tuple[str, str], FileIdentity] = field(default_factory=dict)
+
+    def errors(
+        self, pairs: Sequence[Pair], tolerance: Tolerance | None, advance: Advance | None
+    ) -> dict[str, Errors]:
+        """Compare the elements of *pairs*.
+
+        Args:
+            pairs: Tensors of one shape on both sides.
+            tolerance: What counts as equal; None: equal bits.
+            advance: Called with the bytes of A that were compared.
+
+        Returns:
+            For each name in A how its elements differ, also where they do not.
+
+        Raises:
+            DamagedError: A file ends too early, or changed meanwhile.
+        """
+        found = {one.entry.name: Errors() for one in pairs}
+        for batch in _batches(pairs):
+            read = self._read(batch)
+            for one, _ in batch:
+                x, y = read.popleft()
+                dtype = one.entry.dtype
+                found[one.entry.name] += errors_between(x, y, dtype, one.dtype, tolerance)
+                if advance:
+                    advance(len(x))
+                del x, y  # else the last ones live on while the next ones are read
+        return found
+
+    def _read(self, batch: Sequence[tuple[Pair, Box]]) -> deque[tuple[bytearray, bytearray]]:
+        names = dict.fromkeys(pair.entry.name for pair, _ in batch)
+        same = tuple(MappedTensor.same(name, name, self.a.tensors[name].shape) for name in names)
+        own = Reading(StateMapping(self.a, same), same, {})
+        mapped = dict.fromkeys(one for pair, _ in batch for one in pair.mapped)
+        other = Reading(self.mapping, tuple(mapped), {})
+        x = self._fill(own, [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch])
+        y = self._fill(other, [(pair.entry.name, pair.dtype, pair, box) for pair, box in batch])
+        return deque(zip(x, y, strict=True))
+
+    def _fill(
+        self, reading: Reading, wanted: Sequence[tuple[str, str, Pair, Box]]
+    ) -> list[bytearray]:
+        targets: dict[str, list[Target]] = {}
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        buffers: list[bytearray] = []
+        for number, (name, dtype, pair, box) in enumerate(wanted):
+            buffers.append(bytearray(box.numel * dtypes.itemsize(dtype)))
+            targets.setdefault(name, []).append(Target(box, str(number), row_major(box.sizes)))
+            kinds[name] = dtype, pair.entry.shape
+        boxes = {name: Wanted(*kinds[name], tuple(found)) for name, found in targets.items()}
+        plan = reading.plan(boxes)
+        for file, identity in plan.sources.items():
+            if self.seen.setdefault((plan.source_root, file), identity) != identity:
+                where = str(path_at(plan.source_root) / file)
+                raise DamagedError("a file changed while it was being read", where=where)
+        how = ExecutionOptions(jobs=self.jobs, checksum=False, sync=False)
+        memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
+        execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
+        return buffers
+
+
+def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
+    batch: list[tuple[Pair, Box]] = []
+    nbytes = 0
+    for pair in pairs:
+        itemsize = max(dtypes.itemsize(pair.entry.dtype), dtypes.itemsize(pair.dtype))
+        for box in parts(pair.entry.shape, WINDOW):
+            batch.append((pair, box))
+            nbytes += box.numel * itemsize
+            if nbytes >= BATCH or len(batch) >= MANY:
+                yield batch
+                batch, nbytes = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,1 @@
+"""A checkpoint turned into another format, layout, dtype or sharding."""

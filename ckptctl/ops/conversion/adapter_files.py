@@ -1,0 +1,178 @@
+"""The files of an adapter beside its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import MappingError, RefusedError, UsageError
+from ckptctl.formats.assets import documents
+from ckptctl.formats.base import WritableFormat, copied, document
+from ckptctl.formats.peft import CONFIG
+from ckptctl.ops.adapters.config import Json, Settings, described, settings
+from ckptctl.ops.conversion.documents import Assets, Papers, dumped
+from ckptctl.ops.layout_change import Change
+from ckptctl.planner.adapters import PEFT, is_adapter, module_of
+from ckptctl.planner.plan import RawCopy
+from ckptctl.planner.templates import skeleton
+from ckptctl.storage.remote.path import path_at
+
+
+def beside(catalog: Catalog, assets: Assets) -> Assets:
+    """Return *assets*, for an adapter with the model's configuration that lies beside it."""
+    if assets.documents or not is_adapter(catalog.tensors):
+        return assets
+    return replace(assets, documents=documents(path_at(catalog.root)))
+
+
+def adapter_papers(
+    catalog: Catalog, assets: Assets, change: Change, target: WritableFormat, alpha: float | None
+) -> Papers:
+    """Decide which files an adapter gets beside its tensors.
+
+    Args:
+        catalog: The adapter.
+        assets: Its side files; the model's configuration, which is not carried.
+        change: How its layout changes.
+        target: The format to write.
+        alpha: ``--lora-alpha``.
+
+    Raises:
+        RefusedError: The target has no place for what the configuration says.
+        UsageError: The target's configuration needs what nothing says.
+        DamagedError: Configuration and tensors do not belong together.
+    """
+    config = described(catalog)
+    known = settings(config, alpha)
+    ranks = _ranks(change)
+    peft = change.target_layout in (None, *PEFT.values())
+    if not peft and not known.plain:
+        raise RefusedError(
+            f"layout {change.target_layout} has one rank and one alpha for all modules",
+            where=CONFIG,
+            why="this adapter has rank or alpha patterns, or rank-stabilised scaling",
+            hint="`ckptctl merge` merges it into its model",
+        )
+    if target.single_file:
+        return Papers((), (), {}, (_advice(known, ranks),))
+    content = config
+    if peft and (config is None or change.source_layout not in (None, *PEFT.values())):
+        content = _written(change, known, config, ranks)
+    return _files(catalog, assets, content)
+
+
+def _written(
+    change: Change, known: Settings, config: Json | None, ranks: dict[str, int]
+) -> dict[str, object]:
+    dora = any(item.logical.partition(".")[0].endswith("-magnitude") for item in change.tensors)
+    return written(ranks, known, config, dora, (change.sizes or {}).get("i"))
+
+
+def _ranks(change: Change) -> dict[str, int]:
+    """Return the rank of each module, by its name in the target."""
+    return {
+        module_of(view.key): view.sizes[0]
+        for item in change.tensors
+        for view in item.targets
+        if view.key.endswith((".lora_A.weight", ".lora_a.weight"))
+    }
+
+
+def _advice(known: Settings, ranks: dict[str, int]) -> str:
+    shown = " and ".join(str(rank) for rank in sorted(set(ranks.values())))
+    alpha = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
+    return (
+        f"a torch file has no place for the rank ({shown}){alpha}: the program that reads it asks"
+    )
+
+
+def _files(catalog: Catalog, assets: Assets, config: Json | None) -> Papers:
+    new = {} if config is None else {CONFIG: dumped(config)}
+    own = {
+        name: size
+        for name, size in assets.sizes.items()
+        if assets.roots[name] == catalog.root and name not in (CONFIG, "config.json")
+    }
+    return Papers(
+        tuple(document(name, content) for name, content in new.items())
+        + tuple(copied(name, size) for name, size in own.items()),
+        tuple(RawCopy(name, 0, size, name, root=catalog.root) for name, size in own.items()),
+        new,
+    )
+
+
+def written(
+    ranks: Mapping[str, int], known: Settings, config: Json | None, dora: bool, layers: int | None
+) -> dict[str, object]:
+    """Return an adapter_config.json for adapters that come from another program.
+
+    Args:
+        ranks: The rank of each module, by its name in the model.
+        known: How strong the adapter is.
+        config: What lies beside the source; its other values are kept.
+        dora: Whether there are magnitudes.
+        layers: Layers of the model, if that is known.
+
+    Raises:
+        UsageError: Nothing says how strong the adapter is.
+        DamagedError: The configuration says other ranks.
+    """
+    for module, rank in ranks.items():
+        known.scale(module, rank)
+    if known.alpha is None:
+        raise UsageError(
+            "PEFT's configuration needs alpha, not a factor", hint="give `--lora-alpha`"
+        )
+    main = Counter(ranks.values()).most_common(1)[0][0]
+    others = {re.escape(module): rank for module, rank in ranks.items() if rank != main}
+    alpha: float = known.alpha
+    if others and not known.ranks:
+        raise MappingError(
+            "the modules have different ranks",
+            where=f"module `{next(iter(others))}`",
+            why="whether alpha is the same for all of them is not known",
+        )
+    return {
+        "task_type": "CAUSAL_LM",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "base_model_name_or_path": None,
+        **(config or {}),
+        "peft_type": "LORA",
+        "r": main,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": targets(list(ranks), layers),
+        "bias": "none",
+        "inference_mode": True,
+        "use_dora": dora,
+        "use_rslora": known.rslora,
+        "rank_pattern": others,
+        "alpha_pattern": dict(known.alphas),
+    }
+
+
+def targets(modules: list[str], layers: int | None) -> list[str]:
+    """Return PEFT's ``target_modules``: last names where they mean just *modules*, else all names.
+
+    Args:
+        modules: Names in the model.
+        layers: Layers of the model; None: not known.
+    """
+    kinds: dict[str, list[str]] = {}
+    for module in modules:
+        kinds.setdefault(module.rpartition(".")[2], []).append(module)
+    return sorted(
+        name
+        for last, found in kinds.items()
+        for name in ([last] if _all_layers(found, layers) else found)
+    )
+
+
+def _all_layers(modules: list[str], layers: int | None) -> bool:
+    """Return whether *modules* are one of each layer, or the only one."""
+    alike = {skeleton(module) for module in modules}
+    numbered = {module for module in modules if module != skeleton(module)}
+    return len(alike) == 1 and len(modules) == (layers if numbered else 1)

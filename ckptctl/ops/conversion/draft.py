@@ -1,0 +1,319 @@
+"""From a recognised checkpoint and options to a complete plan, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.catalog import Blob, Catalog
+from ckptctl.errors import DamagedError, MappingError
+from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
+from ckptctl.formats.shared.unknown_classes import require_known
+from ckptctl.ops.conversion import checks, ties
+from ckptctl.ops.conversion.adapter_files import adapter_papers
+from ckptctl.ops.conversion.documents import Assets, Papers, papers
+from ckptctl.ops.conversion.executable import executable, provenance
+from ckptctl.ops.conversion.missing import Missing, leave_out, without
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.output_tensors import (
+    in_checkpoint,
+    main_dtype,
+    output_tensors,
+    paths,
+    unrooted,
+)
+from ckptctl.ops.conversion.payloads import keep_together
+from ckptctl.ops.conversion.plan import ConversionPlan
+from ckptctl.ops.conversion.reference import reference, require_same_keys
+from ckptctl.ops.conversion.training import Rest, follow
+from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
+from ckptctl.ops.layout_change import Change, change_layout
+from ckptctl.ops.made import made
+from ckptctl.ops.recognise import Recognition
+from ckptctl.ops.selection import Selection, chosen, select
+from ckptctl.planner.adapters import is_adapter
+from ckptctl.planner.axes import Sizes
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.division import divide
+from ckptctl.planner.mapped import MappedTensor
+from ckptctl.planner.parallel import Share
+
+KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
+
+
+class Draft:
+    """A plan in the making: each step adds to what the later ones need.
+
+    Args:
+        catalog: The source.
+        known: What it was recognised as.
+        options: What is asked for.
+        target: The format to write.
+        destination: Absolute path of the output.
+        assets: Configuration and side files.
+        missing: What of the source is not whole.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        known: Recognition,
+        options: ConversionOptions,
+        target: WritableFormat,
+        destination: Path,
+        assets: Assets,
+        missing: Missing | None = None,
+    ) -> None:
+        self.catalog, self.known, self.options = catalog, known, options
+        self.target, self.destination, self.assets = target, destination, assets
+        self.like = reference(options.like, options.to)
+        self.whole: tuple[str, ...] = ()
+        self.left_out: dict[str, str] = {}
+        self.tied: dict[str, str] = {}
+        self.gone = missing or Missing()
+        self.missing: dict[str, str] = {}
+        self.parts: Parts = {}
+        self.notes: list[str] = list(catalog.notes)
+
+    def plan(self) -> ConversionPlan:
+        """Go through the steps."""
+        selection = self._selected()
+        change = change_layout(
+            self.known,
+            selection.tensors,
+            self.options.to_layout or self.target.layout,
+            self.catalog.path,
+            source_layout=formats.get(self.catalog.format).layout,
+            described=self.target.parallel or self.target.described,
+            untie=ties.written_in_full(self.options, self.catalog, self.known),
+            partial=bool(self.options.include or self.options.exclude or self.missing),
+            given=self.options.sizes,
+            vocab=self.options.vocab_size,
+            whole=self.whole,
+        )
+        self.notes += change.notes
+        keep_together(
+            self.catalog,
+            {self.known.root + name for name in selection.tensors},
+            renamed=not change.identity,
+            dtype=self.options.dtype,
+        )
+        rest = self._rest(selection, change)
+        mapped = in_checkpoint(change.tensors, self.known.root, self.keep_root)
+        prefix = self.known.root if self.keep_root else ""
+        self.catalog, zeros = made(self.catalog, change.zeros, self.known.root, prefix)
+        mapped += zeros
+        equal = self._equal(change, rest)
+        self._locate([*mapped, *rest.tensors], change, equal)
+        tensors = self._tensors(mapped, change, rest)
+        blobs = self._blobs(selection, change, rest)
+        output = self.target.lay_out(self._request(tensors, blobs, change))
+        self.left_out |= output.left_out
+        self.notes += output.notes
+        beside = self._papers(change, tensors)
+        self.notes += beside.notes
+        return ConversionPlan(
+            source=self.catalog,
+            recognition=self.known,
+            options=self.options,
+            change=change,
+            output=tensors,
+            plan=executable(
+                self.catalog,
+                [*mapped, *rest.tensors],
+                tensors,
+                output,
+                beside,
+                target=self.target,
+                destination=self.destination,
+                checksum=self.options.checksum,
+                provenance=provenance(self.catalog, self.known, self.missing),
+            ),
+            must_equal=equal,
+            dropped={**change.dropped, **self.tied},
+            left_out=self.left_out,
+            notes=tuple(dict.fromkeys(self.notes)),
+            free_bytes=checks.free(self.destination),
+            missing=self.missing,
+        )
+
+    @property
+    def keep_root(self) -> bool:
+        """Return whether the model stays under its prefix: where its surroundings stay too."""
+        return self.options.only == "all"
+
+    def _selected(self) -> Selection:
+        selection = select(self.catalog, self.known.root)
+        self.whole = tuple(selection.tensors)
+        if self.options.only == "model":
+            reason = (
+                "not part of the model (`--only all`, or consolidate's `--optimizer`, keeps it)"
+            )
+            self.left_out |= dict.fromkeys(selection.rest, reason)
+        selection, unwanted = chosen(
+            selection, self.options.include, self.options.exclude, self.keep_root
+        )
+        self.left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
+        lost = not self.catalog.tensors and bool(self.gone)
+        if not selection.tensors and not lost and not (self.keep_root and selection.rest):
+            raise MappingError(
+                "no tensor is left to convert",
+                where=self.catalog.path,
+                why="it holds training state and no model" if selection.rest else None,
+                hint=KEPT if selection.rest else None,
+            )
+        return self._whole(selection) if self.gone else selection
+
+    def _whole(self, selection: Selection) -> Selection:
+        """Return what is whole of *selection*, and note what is not."""
+        self.whole, self.missing = leave_out(
+            self.catalog, selection, self.gone, self.whole, self.options
+        )
+        selection = without(selection, self.missing)
+        if not selection.tensors:
+            lacking = self.missing or self.gone.names
+            name, why = next(iter(lacking.items()))
+            raise DamagedError(
+                "nothing whole is left to convert",
+                where=self.catalog.path,
+                why=f"`{name}`: {why}; in all {len(lacking):,} are missing",
+                hint="`ckptctl verify` lists what is missing",
+            )
+        return selection
+
+    def _rest(self, selection: Selection, change: Change) -> Rest:
+        self._read_values()
+        outside = [part for name in selection.rest for part in self.parts.get(name, (name,))]
+        root, kept = self.known.root, self.keep_root
+        rest = follow(self.catalog, outside if kept else (), root, change)
+        for item, path in inside_model(self.catalog, self.parts, outside, root, kept):
+            if change.identity or kept:
+                rest.tensors.append(item)
+                rest.paths[item.targets[0].key] = path
+            else:
+                self.left_out[item.sources[0].key] = _no_place(change)
+        return rest
+
+    def _read_values(self) -> None:
+        """Read the leaves that are not tensors and that travel; refuses hostile ones."""
+        apart = self.left_out.keys() | self.missing.keys()
+        names = self.catalog.blobs.keys() - apart if self.target.nested else ()
+        blobs = {name: self.catalog.blobs[name] for name in self.catalog.blobs if name in names}
+        read = formats.resolve(replace(self.catalog, tensors={}, blobs=blobs))
+        self.catalog = replace(self.catalog, blobs={**self.catalog.blobs, **read.blobs})
+        if not self.target.verbatim:
+            self.catalog, self.parts = unpacked(self.catalog, read.blobs)
+        parts = [part for name in read.blobs for part in self.parts.get(name, (name,))]
+        found = (self.catalog.blobs[part] for part in parts if part in self.catalog.blobs)
+        require_known(found, verbatim=self.target.verbatim)
+
+    def _equal(self, change: Change, rest: Rest) -> tuple[tuple[str, str], ...]:
+        """Names in the checkpoint, kept and left out, that have to hold the same."""
+        root = self.known.root
+        pairs = ((root + kept, root + dropped) for kept, dropped in change.must_equal)
+        return (*pairs, *rest.must_equal)
+
+    def _locate(
+        self, mapped: Sequence[MappedTensor], change: Change, equal: Sequence[tuple[str, str]]
+    ) -> None:
+        """Prove coverage of what is needed, and find its bytes."""
+        root = self.known.root
+        needed = {view.key for item in mapped for view in item.sources}
+        needed |= {name for pair in equal for name in pair}
+        needed |= {root + name for name in change.must_be_zero}
+        tensors = {name: t for name, t in self.catalog.tensors.items() if name in needed}
+        for entry in tensors.values():
+            check_coverage(entry)
+        found = formats.resolve(replace(self.catalog, tensors=tensors, blobs={}, replicas={}))
+        self.catalog = replace(self.catalog, tensors=found.tensors)
+
+    def _tensors(
+        self, mapped: Sequence[MappedTensor], change: Change, rest: Rest
+    ) -> tuple[OutputTensor, ...]:
+        entries = self.catalog.tensors
+        placed = paths(mapped, entries, change, self.known.root, self.keep_root)
+        pinned = change.family.pinned if change.family else ()
+        aliases, said = ties.kept(self.options, self.target, self.known, self.catalog, mapped)
+        self.notes += said
+        model = output_tensors(
+            mapped, entries, placed, dtype=self.options.dtype, pinned=pinned, aliases=aliases
+        )
+        others = output_tensors(
+            rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
+        )
+        tensors = (*model, *others)
+        if self.options.tied != "drop":
+            return tensors
+        self.tied = ties.dropped(tensors)
+        return tensors if self.target.records_ties else tuple(t for t in tensors if not t.alias_of)
+
+    def _blobs(self, selection: Selection, change: Change, rest: Rest) -> list[Blob]:
+        """The leaves that are not tensors and travel."""
+        outside = {part for name in selection.rest for part in self.parts.get(name, (name,))}
+        root, kept = self.known.root, list(rest.blobs)
+        for name, blob in self.catalog.blobs.items():
+            apart = name in self.left_out or name in self.missing or name in outside
+            if apart or not name.startswith(root):
+                continue
+            if not self.target.nested:
+                self.left_out[name] = f"{self.target.name} holds tensors only"
+            elif not change.identity and not self.keep_root:
+                self.left_out[name] = _no_place(change)
+            else:
+                kept.append(blob if self.keep_root else unrooted(blob, root))
+        return kept
+
+    def _request(
+        self, tensors: tuple[OutputTensor, ...], blobs: list[Blob], change: Change
+    ) -> OutputRequest:
+        request = OutputRequest(
+            name=self.destination.name,
+            tensors=tensors,
+            blobs=blobs,
+            max_shard_size=self.options.max_shard_size,
+            mp=self.ranks,
+            rank_boxes=_rank_boxes(change, self.target.layout, self.ranks),
+            checksum=self.options.checksum,
+        )
+        if self.like is None:
+            return request
+        require_same_keys(self.like, [tensor.name for tensor in tensors])
+        if self.target.parallel:
+            return request
+        return replace(request, like=self.like.file_of, like_files=self.like.files)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of model-parallel shards: of the reference, or as asked for."""
+        if self.like is not None and self.target.parallel:
+            return len(self.like.files)
+        return self.options.mp
+
+    def _papers(self, change: Change, tensors: tuple[OutputTensor, ...]) -> Papers:
+        if is_adapter(self.catalog.tensors):
+            return adapter_papers(
+                self.catalog, self.assets, change, self.target, self.options.lora_alpha
+            )
+        return papers(
+            self.assets,
+            self.options.to,
+            change,
+            ranks=self.ranks,
+            dtype=main_dtype(tensors),
+            cast=(self.options.dtype or self.options.dequantize) is not None,
+        )
+
+
+def _no_place(change: Change) -> str:
+    return f"layout {change.target_layout} has no place for it"
+
+
+def _rank_boxes(
+    change: Change, layout: str | None, ranks: int
+) -> Callable[[OutputTensor], Sequence[Share | None]] | None:
+    family, sizes = change.family, Sizes(change.sizes or {}, {})
+    if family is None or layout is None or ranks == 1:
+        return None
+    return lambda tensor: divide(family, layout, tensor.name, tensor.shape, sizes, ranks)

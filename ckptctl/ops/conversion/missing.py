@@ -1,0 +1,182 @@
+"""What of a checkpoint is not whole, and what is nothing without it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
+from ckptctl.errors import CoverageError
+from ckptctl.ops.conversion.mixed_files import mixed_files, names_in
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.training import name_parts
+from ckptctl.ops.quantised import pairs
+from ckptctl.ops.selection import Selection, wanted
+from ckptctl.ops.verification.items import resolved
+from ckptctl.planner.boxes import check_coverage
+
+SETTINGS = "param_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What of a checkpoint is not whole.
+
+    Attributes:
+        names: Tensors and other leaves, by their names in the checkpoint, and why.
+        files: Files that cannot be used and of which nothing tells what they hold, and why.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.files)
+
+
+def find_missing(catalog: Catalog) -> Missing:
+    """Return everything in *catalog* that is not whole.
+
+    Args:
+        catalog: As it was read with ``partial``; the headers of all its items are looked at.
+    """
+    _, wrong = resolved(replace(catalog, replicas={}))
+    errors = [f for f in (*catalog.findings, *wrong) if f.severity == "error"]
+    names = {found.tensor: _reason(found) for found in errors if found.tensor}
+    names = names_in(catalog, mixed_files(catalog, wrong)) | names
+    for name, boxes in catalog.lost.items():
+        if boxes:
+            names.setdefault(name, _gone(boxes))
+    for entry in catalog.tensors.values():
+        if entry.name not in names and (why := _torn(entry)):
+            names[entry.name] = why
+    _spread(names, _sharing(catalog), "it shares its memory with")
+    if names:
+        together = ((pair.weight, pair.scale) for pair in pairs(catalog))
+        _spread(names, together, "it belongs together with")
+    explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
+    explained |= {found.file for found in errors if found.tensor and found.file}
+    unknown = [f for f in errors if not f.tensor and f.file not in explained]
+    return Missing(names, {f.file or f.what: _reason(f) for f in unknown})
+
+
+def leave_out(
+    catalog: Catalog,
+    selection: Selection,
+    gone: Missing,
+    model: Sequence[str],
+    options: ConversionOptions,
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the names that the model should have, and what of the selection is not written.
+
+    Args:
+        catalog: What there is, whole or not.
+        selection: What would be converted of it.
+        gone: What is not whole.
+        model: Names in the model of all its tensors that are there.
+        options: What was asked for.
+    """
+    everything, root = options.only == "all", selection.root
+    here = {root + name for name in (*selection.tensors, *selection.blobs)}
+    outside = selection.rest if everything else ()
+    absent = gone.names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
+    lacking = {
+        name: why
+        for name, why in gone.names.items()
+        if name in here
+        or name in outside
+        or (
+            name in absent
+            and wanted(catalog, name, root, options.include, options.exclude, everything)
+        )
+    }
+    own = [name for name in absent if wanted(catalog, name, root, (), (), False)]
+    lacking = {**dependent(lacking, here | set(own), outside, root), **lacking}
+    inner = sorted(name.removeprefix(root) for name in own)
+    return (*model, *inner), {**lacking, **gone.files}
+
+
+def without(selection: Selection, names: Collection[str]) -> Selection:
+    """Return *selection* without the leaves called *names*, as the checkpoint calls them."""
+    root = selection.root
+    return replace(
+        selection,
+        tensors={n: entry for n, entry in selection.tensors.items() if root + n not in names},
+        blobs={n: blob for n, blob in selection.blobs.items() if root + n not in names},
+        rest=tuple(name for name in selection.rest if name not in names),
+    )
+
+
+def dependent(
+    missing: Iterable[str], model: Iterable[str], outside: Sequence[str], root: str
+) -> dict[str, str]:
+    """Return the optimizer state that is nothing without what is missing, and why.
+
+    The moments of a parameter go with it, and with each other; a parameter's settings stay.
+
+    Args:
+        missing: Names in the checkpoint of what is missing.
+        model: Names in the checkpoint of the model's own leaves, whole or not.
+        outside: Names of the other leaves that are there.
+        root: The model's prefix.
+    """
+    own = set(model)
+    missing = list(missing)
+    parameters = {name.removeprefix(root) for name in own}
+    lost = {name.removeprefix(root) for name in missing if name in own}
+    states = {_state_of(name): name for name in missing if name not in own and _is_state(name)}
+    found: dict[str, str] = {}
+    for name in outside if lost or states else ():
+        if not _is_state(name):
+            continue
+        owner = next((part for part in name_parts(name) if part in parameters), None)
+        if owner in lost:
+            found[name] = f"its parameter `{owner}` is missing"
+        elif _state_of(name) in states:
+            found[name] = f"it is nothing without `{states[_state_of(name)]}`, which is missing"
+    return found
+
+
+def _is_state(name: str) -> bool:
+    parts = name.split(".")
+    return "state" in parts and SETTINGS not in parts
+
+
+def _state_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _reason(found: Finding) -> str:
+    return ": ".join(filter(None, (found.what, found.why)))
+
+
+def _gone(boxes: Sequence[tuple[Box, str]]) -> str:
+    """Say where what is missing is; an empty box stands for what may follow there."""
+    known = next((file for box, file in boxes if box.numel), None)
+    if known is None:
+        return f"it may go on in `{boxes[0][1]}`, which cannot be used"
+    return f"a part of it is in `{known}`, which cannot be used"
+
+
+def _torn(entry: TensorEntry) -> str | None:
+    try:
+        check_coverage(entry)
+    except CoverageError as error:
+        return error.why or error.what
+    return None
+
+
+def _sharing(catalog: Catalog) -> Iterable[tuple[str, str]]:
+    return ((t.name, t.alias_of) for t in catalog.tensors.values() if t.alias_of)
+
+
+def _spread(names: dict[str, str], couples: Iterable[tuple[str, str]], why: str) -> None:
+    """Add what goes with what is missing, in either direction."""
+    couples = list(couples)
+    grown = True
+    while grown:
+        grown = False
+        for one, other in (*couples, *((b, a) for a, b in couples)):
+            if one in names and other not in names:
+                names[other] = f"{why} `{one}`"
+                grown = True

@@ -1,0 +1,1 @@
+"""Single tensors, or slices of them, taken out of a checkpoint."""

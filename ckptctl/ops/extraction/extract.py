@@ -1,0 +1,182 @@
+"""Taking single tensors, or slices of them, out of a checkpoint; nothing else is read."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ckptctl import dtypes, formats
+from ckptctl.catalog import Catalog
+from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.ops.comparison.values import located
+from ckptctl.ops.conversion import checks
+from ckptctl.ops.conversion.documents import gather, unquantised
+from ckptctl.ops.conversion.output_tensors import in_checkpoint
+from ckptctl.ops.dequantise import dequantised
+from ckptctl.ops.extraction.file import plan_file, write_file
+from ckptctl.ops.extraction.options import ExtractOptions, Taken
+from ckptctl.ops.extraction.preview import preview
+from ckptctl.ops.extraction.result import Extracted, Extraction
+from ckptctl.ops.extraction.slices import split_name, take
+from ckptctl.ops.extraction.tensor_files import overwritable
+from ckptctl.ops.layout_change import change_layout
+from ckptctl.ops.loading.checks import casts
+from ckptctl.ops.loading.reading import Reading
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.made import made
+from ckptctl.ops.quantised import advised
+from ckptctl.ops.recognise import recognise
+from ckptctl.ops.selection import roots, select
+from ckptctl.planner.mapped import MappedTensor, stored_shapes
+from ckptctl.storage.remote.path import shown
+
+__all__ = ["ExtractOptions", "Extraction", "extract"]
+FEW = 8
+"""Tensors of which values are shown."""
+
+
+def extract(
+    path: str | Path, tensor: str, output: Path | None, options: ExtractOptions
+) -> Extraction:
+    """Take tensors out of a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        tensor: A name or a glob, and perhaps a slice.
+        output: The file to write; None: none, values are shown.
+        options: How.
+
+    Raises:
+        UsageError: The slice or the output makes no sense.
+        MappingError: There is no such tensor, or no such layout.
+        RefusedError: The output exists, or cannot hold the dtype.
+        CkptError: The checkpoint is missing, not recognised or damaged.
+    """
+    source = formats.existing(path)
+    catalog = formats.open_checkpoint(
+        source,
+        options.format,
+        options.model_type,
+        weights=options.weights,
+        tag=options.tag,
+        rules=options.rules,
+    )
+    if options.dequantize:
+        catalog = dequantised(catalog, options.dequantize)
+    mapping = _mapped(catalog, options)
+    taken = _taken(mapping, tensor, options)
+    mapping = replace(mapping, notes=(*mapping.notes, *_short(taken)))
+    reading = _reading(mapping, taken)
+    if output is None:
+        return _shown(shown(path), reading, taken)
+    target = checks.destination(source, output, options.overwrite, overwritable)
+    plan = plan_file(reading, taken, target)
+    read = write_file(plan, target, options)
+    found = tuple(_extracted(reading, one) for one in taken)
+    return Extraction(shown(path), str(output), found, plan.nbytes, read, mapping.notes)
+
+
+def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
+    """Return all tensors as they are called in the layout that is meant."""
+    if options.layout is None:
+        same = (MappedTensor.same(n, n, entry.shape) for n, entry in catalog.tensors.items())
+        return StateMapping(catalog, tuple(same))
+    assets = gather(catalog, None)
+    documents = (unquantised(assets) if options.dequantize else assets).documents
+    known = recognise(catalog, options.model_type, options.from_layout, None, documents)
+    tensors = select(catalog, known.root).tensors
+    with advised(catalog, known.root):
+        change = change_layout(
+            known,
+            tensors,
+            options.layout,
+            catalog.path,
+            source_layout=formats.get(catalog.format).layout,
+            given=options.sizes,
+            whole=tuple(tensors),
+        )
+    catalog, zeros = made(catalog, change.zeros, known.root, "")
+    mapped = (*in_checkpoint(change.tensors, known.root, False), *zeros)
+    return StateMapping(catalog, mapped, known.root, notes=change.notes)
+
+
+def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[Taken]:
+    shapes = stored_shapes(mapping.tensors)
+    name, part = (tensor, None) if tensor in shapes else split_name(tensor)
+    if options.slice is not None:
+        name, part = tensor, options.slice
+    kinds = {
+        view.key: mapping.catalog.tensors[one.sources[0].key].dtype
+        for one in mapping.tensors
+        for view in one.targets
+    }
+    return [
+        Taken(key, _cast(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
+        for key in _matching(mapping, shapes, name)
+    ]
+
+
+def _short(taken: Sequence[Taken]) -> Iterator[str]:
+    """Say of which tensors the slice takes less than it asks for."""
+    short = [one for one in taken if one.part.short]
+    if short:
+        first, dim = short[0], short[0].part.short[0]
+        nothing = first.part.box.sizes[dim] == 0
+        yield (
+            f"the slice {'takes nothing of' if nothing else 'reaches beyond'} `{first.name}`,"
+            f" whose dimension {dim} has {first.whole[dim]:,}"
+            + (f"; so it is with {len(short) - 1:,} more" if short[1:] else "")
+        )
+
+
+def _cast(dtype: str, wanted: str | None) -> str:
+    return wanted if wanted and dtypes.BY_NAME[dtype].floating else dtype
+
+
+def _matching(mapping: StateMapping, names: Mapping[str, object], glob: str) -> list[str]:
+    for root in ("", *roots(mapping.catalog)):
+        if root + glob in names:
+            return [root + glob]
+        found = [name for name in names if fnmatchcase(name, root + glob)]
+        if found:
+            return found
+    holding = [name for name in names if glob.strip("*") and glob.strip("*") in name]
+    close = min(holding, key=len, default=None) or nearest(glob, list(names))
+    listing = shlex.join(["ckptctl", "inspect", mapping.catalog.path, "--tensors"])
+    raise MappingError(
+        f"no tensor is called `{glob}`",
+        where=mapping.catalog.path,
+        why=f"it has {len(names):,}, such as {listed(list(names), 2)}",
+        hint=f"did you mean `{close}`?" if close else f"`{listing}` lists them",
+    )
+
+
+def _reading(mapping: StateMapping, taken: Sequence[Taken]) -> Reading:
+    """Locate what is wanted, and prove that it is whole and may be cast."""
+    wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
+    chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
+    names = [view.key for one in chosen for view in one.sources]
+    mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=tuple(chosen))
+    return Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, True))
+
+
+def _shown(path: str, reading: Reading, taken: Sequence[Taken]) -> Extraction:
+    found, read = [], 0
+    for one in taken:
+        text = None
+        if len(taken) <= FEW:
+            text, nbytes = preview(reading, one.name, one.part, one.whole, one.dtype)
+            read += nbytes
+        found.append(replace(_extracted(reading, one), preview=text))
+    return Extraction(path, None, tuple(found), 0, read, reading.mapping.notes)
+
+
+def _extracted(reading: Reading, one: Taken) -> Extracted:
+    holding = [m for m in reading.tensors if any(view.key == one.name for view in m.targets)]
+    sources = dict.fromkeys(view.key for mapped in holding for view in mapped.sources)
+    nbytes = one.part.box.numel * dtypes.itemsize(one.dtype)
+    return Extracted(one.name, tuple(sources), one.dtype, one.part.shape, one.whole, nbytes)

@@ -1,0 +1,230 @@
+"""Say what a checkpoint holds and whether it is whole, from its index alone.
+
+Only ``stats=True`` reads tensor data, and only then is torch imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, listed
+from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
+from ckptctl.ops.quantised import quantised, understood
+from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.storage.remote.path import path_at, shown
+from ckptctl.storage.remote.urls import is_url
+from ckptctl.units import natural
+
+if TYPE_CHECKING:
+    from ckptctl.ops.recognise import Recognition
+    from ckptctl.storage.statistics import Statistics
+
+
+def inspect(
+    path: str | Path,
+    format: str | None = None,
+    stats: bool = False,
+    include: Sequence[str] = (),
+    progress: Watch = unwatched,
+    model_type: str | None = None,
+    rules: Path | None = None,
+) -> Inspection:
+    """Describe the checkpoint, or the folder of checkpoints, at *path*.
+
+    A checkpoint that can be read but is not whole is described all the same: see
+    :attr:`~ckptctl.ops.inspection.result.Inspection.problems`.
+
+    Args:
+        path: A directory or a file.
+        format: Its format, where it cannot be detected.
+        stats: Read every value and add :class:`~ckptctl.storage.statistics.Statistics`.
+        include: Globs; with *stats*, only tensors that match one are read.
+        progress: Called with the bytes that *stats* is going to read; see :data:`Watch`.
+        model_type: Its family, where it cannot be detected.
+        rules: See :class:`~ckptctl.formats.base.ReadOptions`.
+
+    Raises:
+        SourceNotFoundError: There is no such path.
+        FormatError: It is not a checkpoint that ckptctl reads.
+        DamagedError: Its index cannot be read.
+    """
+    try:
+        # Checksums are not shown: behind a URL they are not worth a request.
+        catalog = formats.open_checkpoint(
+            path, format, model_type, rules=rules, manifest=not is_url(path)
+        )
+    except FormatError:
+        members = [] if format else formats.list_run(formats.existing(path))
+        if not members:
+            raise
+        return _run(shown(path), tuple(_member(member, path) for member in members))
+    measured = _measure(catalog, include, progress) if stats else {}
+    return describe(shown(path), catalog, measured, model_type)
+
+
+def _run(path: str, members: tuple[Member, ...]) -> Inspection:
+    incomplete = tuple(f"`{m.path}`: {m.problems[0]}" for m in members if m.problems)
+    return Inspection(path, "run", problems=incomplete, checkpoints=members)
+
+
+def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
+    """Return the tensors whose name matches one of the globs; all without a glob.
+
+    Raises:
+        MappingError: There are tensors, and none matches.
+    """
+    tensors = list(tensors)
+    found = [tensor for tensor in tensors if matches(tensor.name, include)]
+    if tensors and not found:
+        raise MappingError(
+            f"no tensor matches {listed(include)}",
+            why=f"among {len(tensors):,} names, such as {listed([t.name for t in tensors], 2)}",
+            hint="patterns match whole names: `*` stands for anything, dots included",
+        )
+    return found
+
+
+def matches(name: str, include: Sequence[str]) -> bool:
+    """Return whether *name* matches one of the globs, or there is none."""
+    return not include or any(fnmatchcase(name, glob) for glob in include)
+
+
+def problems(catalog: Catalog) -> tuple[str, ...]:
+    """Return why *catalog* is not complete: chunks that do not tile, files that are too short."""
+    found = [] if catalog.tensors else ["there are no tensors"]
+    needed: Counter[str] = Counter()
+    for entry in catalog.tensors.values():
+        try:
+            check_coverage(entry)
+        except CoverageError as error:
+            found.append(f"{error.what}: {error.why}")
+        for extent in entry.extents:
+            needed[extent.file] = max(needed[extent.file], extent.offset + extent.nbytes)
+    for blob in catalog.blobs.values():
+        if blob.file is not None:
+            needed[blob.file] = max(needed[blob.file], blob.offset + blob.nbytes)
+    return (*_short_files(catalog, needed), *found)
+
+
+def _short_files(catalog: Catalog, needed: Mapping[str, int]) -> Iterable[str]:
+    for file in natural(needed):
+        size = catalog.files.get(file)
+        if size is None:
+            yield f"file `{file}` is missing"
+        elif size < needed[file]:
+            yield f"file `{file}` is truncated: {needed[file]:,} bytes needed, {size:,} there"
+
+
+def describe(
+    path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None = None
+) -> Inspection:
+    """Say what *catalog* holds.
+
+    Args:
+        path: What the user named.
+        catalog: The checkpoint.
+        measured: Statistics by the name of the tensor.
+        model_type: Its family, where the user named it.
+
+    Raises:
+        MappingError: The model may lie in one of several places.
+    """
+    from ckptctl.ops.recognise import recognise
+    from ckptctl.ops.selection import select as select_model
+
+    if not catalog.tensors:
+        return stored(path, catalog, measured)
+    known = recognise(catalog, model_type)
+    model = select_model(catalog, known.root).tensors.values()
+    return replace(
+        stored(path, catalog, measured),
+        model_type=known.model_type,
+        candidates=known.candidates,
+        layout=known.layout,
+        root=known.root,
+        parameters=sum(entry.numel for entry in model if entry.alias_of is None),
+        notes=(*catalog.notes, *(_fit(known, model_type) if model_type else ())),
+    )
+
+
+def _fit(known: Recognition, model_type: str) -> Iterable[str]:
+    """Yield how badly the checkpoint fits the family that the user named."""
+    if not known.candidates:
+        yield f"no layout of `{model_type}` has these keys"
+    elif not known.exact:
+        yield f"not all keys are those of {' or '.join(known.evidence)}"
+
+
+def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
+    """Say what *catalog* holds, but not which model it is; see :func:`describe`."""
+    return Inspection(
+        path=path,
+        format=catalog.format,
+        nbytes=catalog.nbytes,
+        dtypes=_dtypes(catalog.tensors.values()),
+        files=catalog.files,
+        problems=problems(catalog),
+        tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
+        blobs=tuple(catalog.blobs),
+        assets=catalog.assets,
+        metadata=catalog.metadata,
+        notes=catalog.notes,
+        quantised=(how := quantised(catalog)),
+        dequantisable=bool(how) and understood(catalog),
+    )
+
+
+def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInfo:
+    return TensorInfo(
+        entry.name,
+        entry.dtype,
+        entry.shape,
+        entry.nbytes,
+        len(entry.extents),
+        entry.alias_of,
+        measured.get(entry.alias_of or entry.name),
+    )
+
+
+def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
+    count: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for tensor in tensors:
+        count[tensor.dtype] += 1
+        if tensor.alias_of is None:
+            elements[tensor.dtype] += tensor.numel
+            nbytes[tensor.dtype] += tensor.nbytes
+    order = sorted(count, key=lambda name: (-nbytes[name], name))
+    return {name: DTypeUse(count[name], elements[name], nbytes[name]) for name in order}
+
+
+def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
+    from ckptctl.ops.inspection.measuring import measured
+    from ckptctl.storage.files import SourceFiles
+    from ckptctl.storage.statistics import BINS
+
+    catalog = formats.resolve(catalog)
+    names = {t.alias_of or t.name for t in catalog.tensors.values() if matches(t.name, include)}
+    wanted = [entry for name, entry in catalog.tensors.items() if name in names]
+    with SourceFiles(catalog.root) as files:
+        return measured(files, wanted, progress, BINS)
+
+
+def _member(path: Path, parent: str | Path) -> Member:
+    shown = str(path_at(parent) / path.name)
+    try:
+        catalog = formats.open_checkpoint(path)
+        return Member(
+            shown, catalog.format, len(catalog.tensors), catalog.nbytes, problems(catalog)
+        )
+    except CkptError as error:
+        return Member(shown, None, 0, 0, (": ".join(filter(None, (error.what, error.why))),))

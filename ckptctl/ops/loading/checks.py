@@ -1,0 +1,152 @@
+"""Proof, before a byte is read, that a checkpoint's tensors are what a process wants of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import MappingError, listed
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.quantised import quantised
+from ckptctl.planner.boxes import check_coverage, intersect
+from ckptctl.planner.mapped import MappedTensor, stored_shapes
+
+
+def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
+    """Prove that what becomes of the checkpoint's tensors fills those that are wanted.
+
+    Args:
+        mapped: All that becomes of the checkpoint.
+        wanted: What this process wants; names that nothing becomes are left alone.
+
+    Raises:
+        MappingError: A part of a tensor comes from nowhere.
+    """
+    held = dict.fromkeys(wanted, 0)
+    for one in mapped:
+        for view in one.targets:
+            if view.key in held:
+                held[view.key] += math.prod(view.sizes)
+    offered = {view.key for one in mapped for view in one.targets}
+    torn = [n for n, one in wanted.items() if n in offered and held[n] != math.prod(one.shape)]
+    if torn:
+        raise MappingError(
+            f"{len(torn):,} tensors could only be filled in part",
+            where=listed(torn),
+            why="the tensors of the checkpoint that make up the rest of them are not there",
+        )
+
+
+def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
+    """Prove that the extents of *entry* tile each of the boxes.
+
+    Raises:
+        CoverageError: They do not.
+    """
+    for target in targets:
+        inside: list[Extent] = []
+        for extent in entry.extents:
+            part = extent.box if extent.box == target.box else intersect(extent.box, target.box)
+            if part is not None:
+                pairs = zip(part.offsets, target.box.offsets, strict=True)
+                moved = Box(tuple(a - b for a, b in pairs), part.sizes)
+                inside.append(replace(extent, box=moved))
+        check_coverage(replace(entry, shape=target.box.sizes, extents=tuple(inside)))
+
+
+def require_shapes(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
+    """Prove that what is wanted has the shapes that the checkpoint's tensors get.
+
+    Raises:
+        MappingError: One has another.
+    """
+    shapes = stored_shapes(mapped)
+    wrong = [n for n, one in wanted.items() if n in shapes and shapes[n] != one.shape]
+    if wrong:
+        name = wrong[0]
+        raise MappingError(
+            f"{len(wrong):,} tensors have another shape in the checkpoint"
+            if wrong[1:]
+            else f"`{name}` has another shape in the checkpoint",
+            where=listed(wrong),
+            why=f"`{name}` is {list(shapes[name])} there, {list(wanted[name].shape)} is wanted",
+        )
+
+
+def casts(
+    mapping: StateMapping,
+    mapped: Sequence[MappedTensor],
+    wanted: Mapping[str, Wanted],
+    allowed: bool,
+) -> dict[str, tuple[str, str]]:
+    """Return which dtypes change, and from what to what; refuse to change any that must not.
+
+    Args:
+        mapping: What becomes what.
+        mapped: Those of it that are wanted.
+        wanted: What this process wants.
+        allowed: Whether floating elements may change their dtype.
+
+    Raises:
+        MappingError: A dtype is another one and must not be.
+    """
+    entries = mapping.catalog.tensors
+    found: dict[str, tuple[str, str]] = {}
+    read: dict[str, str] = {}
+    for one in mapped:
+        held = list(dict.fromkeys(entries[view.key].dtype for view in one.sources))
+        asked = {wanted[view.key].dtype for view in one.targets if view.key in wanted}
+        _require_alike(one, held, asked)
+        if asked != set(held):
+            names = [view.key for view in one.targets if view.key in wanted]
+            found |= dict.fromkeys(names, (held[0], next(iter(asked))))
+            read |= {view.key: names[0] for view in one.sources}
+    if found:
+        _require_castable(found, allowed)
+        _require_plain(mapping.catalog, read)
+    return found
+
+
+def _require_alike(mapped: MappedTensor, held: Sequence[str], asked: Collection[str]) -> None:
+    """Refuse to cut or join tensors of several dtypes."""
+    if len(held) > 1 or len(asked) > 1:
+        raise MappingError(
+            "tensors that belong together have several dtypes",
+            where=listed([view.key for view in (*mapped.sources, *mapped.targets)]),
+            why=f"{' and '.join(held)} in the checkpoint, {' and '.join(asked)} in the state",
+        )
+
+
+def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> None:
+    wrong = [
+        name
+        for name, kinds in found.items()
+        if not (allowed and all(dtypes.BY_NAME[kind].floating for kind in kinds))
+    ]
+    if wrong:
+        name = wrong[0]
+        before, after = found[name]
+        raise MappingError(
+            f"{len(wrong):,} tensors have another dtype in the checkpoint"
+            if wrong[1:]
+            else f"`{name}` has another dtype in the checkpoint",
+            where=listed(wrong),
+            why=f"`{name}` is {before} there, {after} is wanted",
+            hint=None if allowed else "`cast=True` casts floating tensors",
+        )
+
+
+def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
+    """Refuse to cast quantised elements without regard to their scales."""
+    found = [name for name in quantised(catalog) if name in read]
+    if found:
+        raise MappingError(
+            f"{len(found):,} tensors are quantised in the checkpoint",
+            where=listed([read[name] for name in found]),
+            why="a cast would turn their elements into numbers that they are not",
+            hint='`dequantize="bf16"` reads the plain tensors that they stand for',
+        )

@@ -1,0 +1,215 @@
+"""What a checkpoint has and a state does not, and the other way round."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptctl.catalog import Catalog, is_computed
+from ckptctl.catalog import Path as Keys
+from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.ops.loading.options import LoadReport
+from ckptctl.ops.loading.state_mapping import StateMapping, moved
+from ckptctl.ops.quantised import quantised
+from ckptctl.ops.selection import is_training
+
+APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The names of both sides.
+
+    Attributes:
+        missing: Names in the state that the checkpoint does not have.
+        unexpected: Names in the checkpoint that the state does not have among others beside them.
+        left_out: Names in the checkpoint that are not read for another reason, and the reason.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+    def report(
+        self,
+        mapping: StateMapping,
+        loaded: tuple[str, ...],
+        cast: Mapping[str, tuple[str, str]],
+        *,
+        bytes_read: int = 0,
+        bytes_received: int = 0,
+    ) -> LoadReport:
+        """Return what is told of a load; see :class:`~ckptctl.ops.loading.options.LoadReport`."""
+        return LoadReport(
+            loaded=loaded,
+            missing=self.missing,
+            unexpected=self.unexpected,
+            left_out=self.left_out,
+            cast=cast,
+            notes=(*mapping.catalog.notes, *mapping.notes),
+            format=mapping.catalog.format,
+            model_type=None if mapping.layout is None else mapping.model_type,
+            from_layout=mapping.from_layout,
+            layout=mapping.layout,
+            bytes_read=bytes_read,
+            bytes_received=bytes_received,
+        )
+
+    def require_equal(self, mapping: StateMapping) -> None:
+        """Refuse a state that does not have the names of the checkpoint.
+
+        Raises:
+            MappingError: Naming what is missing and what is left over, and what is near.
+        """
+        if not self.missing and not self.unexpected:
+            return
+        sides = ((self.missing, "the checkpoint does not have"), (self.unexpected, "only it has"))
+        said = [f"{why} {listed(names)}" for names, why in sides if names]
+        close = [nearest(name, list(mapping.offered)) for name in self.missing[:1]]
+        hints = [f"`{close[0]}` is near" if close and close[0] else ""]
+        if quantised(mapping.catalog):
+            hints.append('the checkpoint is quantised: `dequantize="bf16"` reads plain tensors')
+        if not self.missing and all(".state." in f".{name}" for name in self.unexpected):
+            hints.append(
+                "a new optimizer has no state to load into: save and load what `get_state_dict` "
+                "of `torch.distributed.checkpoint.state_dict` returns, which fills it"
+            )
+        hints += ["`strict=False` loads what both have and reports the rest", *mapping.notes]
+        raise MappingError(
+            f"{len(self.missing):,} names of the state are missing in the checkpoint, "
+            f"{len(self.unexpected):,} of its names are not in the state",
+            where=mapping.catalog.path,
+            why="; ".join(said),
+            hint="; ".join(filter(None, hints)),
+        )
+
+
+def compare(
+    mapping: StateMapping, tensors: Mapping[str, Keys], values: Mapping[str, Keys]
+) -> Comparison:
+    """Compare the names of the checkpoint with those of the state.
+
+    Only what lies beside something that the state has can be unexpected: a state with a model
+    alone says nothing of the optimizer.
+
+    Args:
+        mapping: How the one becomes the other.
+        tensors: Path of each tensor of the state, of any rank.
+        values: Path of each other leaf likewise.
+    """
+    catalog, offered = mapping.catalog, mapping.offered
+    missing = [name for name in tensors if name not in offered]
+    missing += [name for name in values if not held_as(mapping, name, 0)]
+    paths = {name: one.path for name, one in catalog.tensors.items()}
+    paths |= {name: one.path for name, one in catalog.blobs.items()}
+    taken = _taken(mapping, paths, tensors, values)
+    unexpected: list[str] = []
+    left_out = {name: why for name, why in mapping.dropped.items() if name not in taken.names}
+    for name, keys in paths.items():
+        if name in taken.names or name in left_out or is_computed(name):
+            continue
+        why = _excused(catalog, name, keys, taken)
+        if why:
+            left_out[name] = why
+        else:
+            unexpected.append(name)
+    return Comparison(tuple(missing), tuple(unexpected), left_out)
+
+
+class _Taken(NamedTuple):
+    """What a state takes of a checkpoint.
+
+    Attributes:
+        names: What it reads.
+        containers: First keys of that, and of all that the state has.
+        heads: What the first keys of what the state has begin with.
+        apart: What :func:`kept_apart` says of the checkpoint.
+    """
+
+    names: Collection[str]
+    containers: Collection[str]
+    heads: Collection[str]
+    apart: Collection[str]
+
+
+def _taken(
+    mapping: StateMapping,
+    paths: Mapping[str, Keys],
+    tensors: Mapping[str, Keys],
+    values: Mapping[str, Keys],
+) -> _Taken:
+    names = {
+        view.key
+        for one in mapping.tensors
+        if any(view.key in tensors for view in one.targets)
+        for view in one.sources
+    }
+    names |= {moved(name, mapping.prefix, mapping.root) for name in values}
+    own = (*tensors.values(), *values.values())
+    containers = {_container(keys) for keys in own}
+    containers |= {_container(keys) for name, keys in paths.items() if name in names}
+    heads = {_head(keys) for keys in own}
+    return _Taken(names, containers, heads, kept_apart(mapping.catalog))
+
+
+def _excused(catalog: Catalog, name: str, keys: Keys, taken: _Taken) -> str | None:
+    """Return why a name may be left over, if it may."""
+    if name in taken.apart:
+        return "it is one rank's own"
+    entry = catalog.tensors.get(name)
+    if entry and entry.alias_of in taken.names:
+        return f"it shares its memory with `{entry.alias_of}`, which is read"
+    if _container(keys) not in taken.containers:
+        return "the state has nothing beside it"
+    if is_training(name) and _head(keys) not in taken.heads:
+        return "the state has a model only"
+    return None
+
+
+def held_as(
+    mapping: StateMapping,
+    name: str,
+    rank: int,
+    values: Collection[str] = (),
+    apart: Collection[str] = (),
+) -> str | None:
+    """Return the name under which the checkpoint has a leaf that is no tensor, if it has it.
+
+    Args:
+        mapping: How the checkpoint becomes the state.
+        name: The leaf in the state.
+        rank: Whose value is preferred where every rank has its own.
+        values: All leaves of the state; what it has itself is not another leaf's.
+        apart: What :func:`kept_apart` says of the checkpoint.
+    """
+    own = moved(name, mapping.prefix, mapping.root)
+    other = f"rank_{rank}.{own}"
+    if other in apart and moved(other, mapping.root, mapping.prefix) not in values:
+        return other
+    return own if own in mapping.catalog.blobs else None
+
+
+def kept_apart(catalog: Catalog) -> set[str]:
+    """Return the names of what one rank has of a leaf of which each has its own.
+
+    The lowest rank's keeps its name, so there is always one, and never one of rank 0 apart. A user
+    may have a ``rank_1`` as well: all in there is the user's own as soon as anything in there can
+    not be a rank's own of something beside it.
+    """
+    matched = ((name, APART.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
+    inside = [(name, found["rank"], found["name"]) for name, found in matched if found]
+    users = {"0"} | {
+        rank for name, rank, own in inside if name in catalog.tensors or own not in catalog.blobs
+    }
+    return {name for name, rank, _ in inside if rank not in users}
+
+
+def _container(keys: Keys) -> str:
+    return str(keys[0]) if len(keys) > 1 else ""
+
+
+def _head(keys: Keys) -> str:
+    """Return the first name of a path, also where dots divide names instead of dictionaries."""
+    return str(keys[0]).partition(".")[0]

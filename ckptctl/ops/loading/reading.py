@@ -1,0 +1,234 @@
+"""Loading parts of a checkpoint of any format into memory: what is read, and where it goes.
+
+The tensors that are wanted have names, dtypes, shapes and boxes in this process's memory. They get
+their elements by the same transfers as in a conversion, renamed and reordered where the checkpoint
+has another layout. No torch here: memory has names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl import dtypes, formats
+from ckptctl.catalog import (
+    Box,
+    Catalog,
+    Extent,
+    TensorEntry,
+    is_computed,
+    is_memory,
+    made_of,
+    memory_name,
+    reached,
+)
+from ckptctl.formats.base import Output, Place
+from ckptctl.ops.conversion.transfers import transfers
+from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.planner.boxes import check_coverage, intersect
+from ckptctl.planner.mapped import MappedTensor
+from ckptctl.planner.plan import FileIdentity, Plan, Record, Transfer
+from ckptctl.storage.files import SourceFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What can be read: shapes, dtypes and coverage are proven, nothing is located yet.
+
+    Attributes:
+        mapping: What becomes what.
+        tensors: Those of it that are wanted.
+        cast: Names of wanted tensors whose dtype changes, and from what to what.
+    """
+
+    mapping: StateMapping
+    tensors: tuple[MappedTensor, ...]
+    cast: Mapping[str, tuple[str, str]]
+
+    def plan(self, wanted: Mapping[str, Wanted]) -> Plan:
+        """Plan the reading of *wanted*, in the order in which it lies in the files.
+
+        Args:
+            wanted: Boxes of the tensors that this reading is about; not all of them need be there.
+
+        Raises:
+            DamagedError: What lies in a file is not what the index says.
+        """
+        return self.plan_of(wanted, self.locate(wanted))
+
+    def locate(self, wanted: Mapping[str, Wanted]) -> Mapping[str, TensorEntry]:
+        """Return the checkpoint's tensors that are read, with what is needed of them located.
+
+        Args:
+            wanted: See :meth:`plan`.
+
+        Raises:
+            DamagedError: What lies in a file is not what the index says.
+        """
+        return _located(self.mapping, *self._chosen(wanted))
+
+    def plan_of(self, wanted: Mapping[str, Wanted], entries: Mapping[str, TensorEntry]) -> Plan:
+        """Plan the reading of *wanted* from *entries*, which :meth:`locate` has returned."""
+        catalog = self.mapping.catalog
+        chosen, held = self._chosen(wanted)
+        output = _output(held)
+        kinds = {name: one.dtype for name, one in held.items()}
+        found = transfers(chosen, entries, output, kinds)
+        copies = sorted((copy for copy in found if copy.target.operands), key=_position)
+        read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
+        computed = reached(catalog.computed, read)
+        files = {file for root, file in made_of(computed) if root == catalog.root}
+        files |= {file for file in read if not (is_computed(file) or is_memory(file))}
+        return Plan(
+            source_root=catalog.root,
+            sources=_identities(catalog.root, files),
+            target="",
+            single_file=False,
+            files=(),
+            records=output.records,
+            transfers=tuple(copies),
+            raw_copies=(),
+            digest="",
+            computed=computed,
+        )
+
+    def _chosen(self, wanted: Mapping[str, Wanted]) -> tuple[list[MappedTensor], dict[str, Wanted]]:
+        known = {view.key for one in self.tensors for view in one.targets}
+        held = {name: one for name, one in wanted.items() if one.targets and name in known}
+        return [one for one in self.tensors if any(view.key in held for view in one.targets)], held
+
+    def elsewhere(self, catalog: Catalog) -> Reading:
+        """Return the same reading of a checkpoint with the same index in another place.
+
+        Args:
+            catalog: What :func:`same_index` finds to be the same.
+        """
+        own = self.mapping.catalog
+        moved = replace(
+            own, root=catalog.root, path=catalog.path, files=catalog.files, notes=catalog.notes
+        )
+        return replace(self, mapping=replace(self.mapping, catalog=moved))
+
+
+def same_index(one: Catalog, other: Catalog) -> bool:
+    """Return whether two checkpoints hold the same tensors and leaves, and say the same of them.
+
+    Where virtual files are made of files in one of them, they never are.
+    """
+    if one.computed or other.computed:
+        return False
+    there = replace(
+        other, root=one.root, path=one.path, files=one.files, notes=one.notes, assets=one.assets
+    )
+    return one == there
+
+
+def same_places(
+    some: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry], checksum: bool
+) -> bool:
+    """Return whether located tensors lie in the same places of the same files.
+
+    Args:
+        some: What :meth:`Reading.locate` returns.
+        others: Likewise.
+        checksum: Whether recorded checksums have to be the same, too, because they are used.
+    """
+    if checksum:
+        return some == others
+    return some.keys() == others.keys() and all(
+        list(map(_place, entry.extents)) == list(map(_place, others[name].extents))
+        for name, entry in some.items()
+    )
+
+
+def _place(extent: Extent) -> Extent:
+    return extent if extent.crc32 is None else replace(extent, crc32=0)
+
+
+def plan_elsewhere(plan: Plan, root: str) -> Plan:
+    """Return *plan* for files that hold the same in the same places below another directory."""
+    return replace(plan, source_root=root, sources=_identities(root, plan.sources))
+
+
+def _identities(root: str, files: Iterable[str]) -> dict[str, FileIdentity]:
+    with SourceFiles(root) as opened:
+        return {file: opened.identity(file) for file in sorted(files)}
+
+
+def prepare(
+    mapping: StateMapping, wanted: Mapping[str, Wanted], *, cast: bool, whole: bool = True
+) -> Reading:
+    """Prove that what *mapping* has of *wanted* can be read as it is wanted.
+
+    Args:
+        mapping: What becomes what.
+        wanted: What this process wants; names that the mapping does not have are left alone.
+        cast: Whether floating elements may change their dtype.
+        whole: Whether the checkpoint has to be whole; else the boxes that are wanted have to be.
+
+    Raises:
+        MappingError: A shape or a dtype is another one.
+        CoverageError: A tensor of the checkpoint is not whole.
+    """
+    chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
+    require_shapes(chosen, wanted)
+    require_filled(mapping.tensors, wanted)
+    entries = mapping.catalog.tensors
+    for one in chosen:
+        for view in one.sources:
+            if whole:
+                check_coverage(entries[view.key])
+            else:
+                require_boxes(entries[view.key], wanted[one.targets[0].key].targets)
+    return Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, cast))
+
+
+def _located(
+    mapping: StateMapping, mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]
+) -> Mapping[str, TensorEntry]:
+    """Return the entries that are read, with those of their extents that may be needed."""
+    entries = mapping.catalog.tensors
+    found: dict[str, TensorEntry] = {}
+    for one in mapped:
+        for view in one.sources:
+            entry = entries[view.key]
+            if one.renames and len(entry.extents) > 1:
+                boxes = [target.box for target in wanted[one.targets[0].key].targets]
+                entry = replace(entry, extents=_meeting(entry, boxes))
+            known = found.get(view.key, entry)
+            if known.extents != entry.extents:  # two tensors of the state come from this one
+                both = {*known.extents, *entry.extents}
+                kept = tuple(one for one in entries[view.key].extents if one in both)
+                entry = replace(entry, extents=kept)
+            found[view.key] = entry
+    return formats.resolve(replace(mapping.catalog, tensors=found, blobs={}, replicas={})).tensors
+
+
+def _meeting(entry: TensorEntry, boxes: Sequence[Box]) -> tuple[Extent, ...]:
+    return tuple(
+        extent
+        for extent in entry.extents
+        if any(extent.box == box or intersect(extent.box, box) for box in boxes)
+    )
+
+
+def _output(wanted: Mapping[str, Wanted]) -> Output:
+    """Memory as the files of an output: one record for each box."""
+    records: list[Record] = []
+    boxes: dict[str, tuple[Place, ...]] = {}
+    for name, one in wanted.items():
+        places: list[Place] = []
+        for target in one.targets:
+            nbytes = math.prod(target.box.sizes) * dtypes.itemsize(one.dtype)
+            places.append(Place(target.box, len(records), strides=target.steps))
+            records.append(Record(name, memory_name(target.memory), 0, nbytes))
+        boxes[name] = tuple(places)
+    return Output((), tuple(records), boxes)
+
+
+def _position(copy: Transfer) -> tuple[str, int]:
+    """Return where a copy begins to read."""
+    return min(((o.file, o.offset) for o in copy.source.operands), default=("", 0))

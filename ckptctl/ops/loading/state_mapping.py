@@ -1,0 +1,272 @@
+"""From a checkpoint's tensors to those of a state dict: renamed, or in another layout.
+
+Names that are equal are taken for what they say. Where they are not, a model that lies under
+another prefix is looked for; then families and layouts of both sides are recognised, and the
+mapping is that of a conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+
+from ckptctl import formats
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.catalog import Path as Keys
+from ckptctl.errors import MappingError, UsageError
+from ckptctl.ops.conversion.documents import gather, unquantised
+from ckptctl.ops.conversion.payloads import keep_together
+from ckptctl.ops.conversion.training import follow
+from ckptctl.ops.layout_change import Change, change_layout
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.made import made
+from ckptctl.ops.quantised import advised
+from ckptctl.ops.recognise import Recognition, recognise
+from ckptctl.ops.selection import checked_root, roots, select
+from ckptctl.planner.mapped import MappedTensor, View
+from ckptctl.planner.tile_embeddings import Tiling
+
+STATE = "the state"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor of the state, as all ranks together see it.
+
+    Attributes:
+        dtype: torch's name.
+        shape: Global shape.
+        path: Keys from the root down to it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Keys
+
+
+@dataclass(frozen=True, slots=True)
+class StateMapping:
+    """How a checkpoint becomes the state.
+
+    Attributes:
+        catalog: The checkpoint, with tensors that are made.
+        tensors: What becomes what: source keys are the checkpoint's, target keys the state's.
+        root: The model's prefix in the checkpoint.
+        prefix: The model's prefix in the state.
+        dropped: Names in the checkpoint that have no place by a rule, and why.
+        must_equal: Names in the checkpoint, used and dropped, that have to hold the same.
+        must_be_zero: Names in it that are dropped because they hold nothing.
+        tilings: Embeddings of tiles of which nothing may be lost.
+        notes: What the user should know.
+        model_type: The family, where names or axes change.
+        from_layout: Layout of the checkpoint, likewise.
+        layout: Layout of the state, likewise.
+    """
+
+    catalog: Catalog
+    tensors: tuple[MappedTensor, ...]
+    root: str = ""
+    prefix: str = ""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    must_equal: tuple[tuple[str, str], ...] = ()
+    must_be_zero: tuple[str, ...] = ()
+    tilings: tuple[Tiling, ...] = ()
+    notes: tuple[str, ...] = ()
+    model_type: str | None = None
+    from_layout: str | None = None
+    layout: str | None = None
+
+    @property
+    def offered(self) -> set[str]:
+        """Return the names of the state that can be filled."""
+        return {view.key for one in self.tensors for view in one.targets}
+
+
+def map_state(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
+    """Find out how the tensors of *catalog* become those of *state*.
+
+    Args:
+        catalog: The checkpoint.
+        state: All tensors that any rank has, by name.
+        options: What the user knows of the two.
+
+    Raises:
+        UsageError: The user named something that does not exist.
+        MappingError: Family or layout are not known without doubt, or do not fit.
+    """
+    named = options.layout or options.from_layout
+    same = _renamed(catalog, state, options)
+    if not named and state.keys() <= same.offered:
+        return same
+    try:
+        changed = _changed(catalog, state, options)
+    except (MappingError, UsageError) as error:
+        if named or options.model_type or not same.tensors:
+            raise
+        return replace(same, notes=(*same.notes, f"no change of layout: {error.what}"))
+    better = len(changed.offered & state.keys()) > len(same.offered & state.keys())
+    return changed if named or better else same
+
+
+# ------------------------------------------------------------------------- the names are the same
+
+
+def _renamed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
+    """Return the prefixes under which most names agree; everything outside keeps its name."""
+    sources = _prefixes(catalog, options.root)
+    targets = _prefixes(_catalog_of(state), options.prefix)
+    pairs = dict.fromkeys((source, target) for source in sources for target in targets)
+    found = [_under(catalog, source, target) for source, target in pairs]
+    return max(found, key=lambda one: _agreement(one, state))
+
+
+def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
+    return ["", *roots(catalog)] if root is None else [checked_root(catalog, root)]
+
+
+def _agreement(found: StateMapping, state: Mapping[str, Leaf]) -> int:
+    pairs = ((one.targets[0].key, one.axes) for one in found.tensors)
+    return sum(1 + (state[name].shape == shape) for name, shape in pairs if name in state)
+
+
+def _under(catalog: Catalog, root: str, prefix: str) -> StateMapping:
+    tensors = tuple(
+        MappedTensor.same(name, moved(name, root, prefix), entry.shape)
+        for name, entry in catalog.tensors.items()
+    )
+    return StateMapping(catalog, tensors, root, prefix)
+
+
+def moved(name: str, root: str, prefix: str) -> str:
+    """Return what *name*, with the model under *root*, is called where it is under *prefix*."""
+    inside = name.startswith(root) and name != root
+    return prefix + name.removeprefix(root) if inside else name
+
+
+def _catalog_of(state: Mapping[str, Leaf]) -> Catalog:
+    """Return the state as if it were a checkpoint, so that it can be recognised as one is."""
+    tensors = {}
+    for name, leaf in state.items():
+        whole = Extent(Box.whole(leaf.shape), STATE, 0, 0)
+        tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (whole,), leaf.path)
+    return Catalog("", STATE, "dcp", {}, tensors)
+
+
+# ---------------------------------------------------------------------------- the layout is another
+
+
+def _changed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
+    assets = gather(catalog, options.assets)
+    documents = (unquantised(assets) if options.dequantize else assets).documents
+    known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
+    wanted = _recognised_state(state, known, options)
+    if known.model_type is None:
+        common = [name for name in known.candidates if name in wanted.candidates]
+        if len(common) == 1:
+            known = recognise(catalog, common[0], options.from_layout, options.root, documents)
+    selection = select(catalog, known.root)
+    names = {name for name in state if name.startswith(wanted.root)}
+    with advised(catalog, known.root):
+        change = _change(catalog, known, selection.tensors, wanted, names, options)
+    _require_scales(catalog, known.root, selection.tensors, renamed=not change.identity)
+    catalog, zeros = made(catalog, change.zeros, known.root, wanted.root)
+    model = [_placed(one, known.root, wanted.root) for one in change.tensors]
+    outside = [name for name in state if not name.startswith(wanted.root)]
+    rest = follow(catalog, selection.rest, known.root, change) if outside else None
+    return StateMapping(
+        catalog,
+        (*model, *zeros, *(rest.tensors if rest else ())),
+        known.root,
+        wanted.root,
+        {known.root + name: why for name, why in change.dropped.items()},
+        tuple((known.root + kept, known.root + gone) for kept, gone in change.must_equal),
+        tuple(known.root + name for name in change.must_be_zero),
+        change.tilings,
+        change.notes,
+        change.family.name if change.family else known.model_type,
+        known.layout,
+        wanted.layout,
+    )
+
+
+def _recognised_state(
+    state: Mapping[str, Leaf], known: Recognition, options: LoadOptions
+) -> Recognition:
+    """Return what the state is: of the checkpoint's family, where that is known."""
+    held = _catalog_of(state)
+    asked = options.model_type or known.model_type
+    try:
+        found = recognise(held, asked, options.layout, options.prefix)
+    except MappingError:
+        if not asked or options.model_type:
+            raise
+        found = recognise(held, None, options.layout, options.prefix)
+    if not found.candidates and asked and not options.model_type:
+        found = recognise(held, None, options.layout, options.prefix)
+    if found.layout is None:
+        raise MappingError(
+            "the layout of the state is not known",
+            where=STATE,
+            why=f"its tensors fit {found.named} in several layouts"
+            if found.candidates
+            else "no known family has its names",
+            hint="`layout=` says which it is, `model_type=` of which family",
+        )
+    return found
+
+
+def _change(
+    catalog: Catalog,
+    known: Recognition,
+    tensors: Mapping[str, TensorEntry],
+    wanted: Recognition,
+    names: AbstractSet[str],
+    options: LoadOptions,
+) -> Change:
+    """Map the model; a tied tensor that the state has twice is written twice."""
+    change = _mapped(catalog, known, tensors, wanted, options, untie=False)
+    if names <= {wanted.root + view.key for one in change.tensors for view in one.targets}:
+        return change
+    try:
+        return _mapped(catalog, known, tensors, wanted, options, untie=True)
+    except UsageError:
+        return change
+
+
+def _mapped(
+    catalog: Catalog,
+    known: Recognition,
+    tensors: Mapping[str, TensorEntry],
+    wanted: Recognition,
+    options: LoadOptions,
+    *,
+    untie: bool,
+) -> Change:
+    return change_layout(
+        known,
+        tensors,
+        wanted.layout,
+        catalog.path,
+        source_layout=formats.get(catalog.format).layout,
+        untie=untie,
+        partial=options.partial,
+        given=options.sizes,
+        whole=tuple(tensors),
+    )
+
+
+def _require_scales(
+    catalog: Catalog, root: str, tensors: Mapping[str, TensorEntry], *, renamed: bool
+) -> None:
+    keep_together(catalog, {root + name for name in tensors}, renamed=renamed, dtype=None)
+
+
+def _placed(mapped: MappedTensor, root: str, prefix: str) -> MappedTensor:
+    return replace(
+        mapped, sources=_views(mapped.sources, root), targets=_views(mapped.targets, prefix)
+    )
+
+
+def _views(views: Sequence[View], prefix: str) -> tuple[View, ...]:
+    return tuple(replace(view, key=prefix + view.key) for view in views)

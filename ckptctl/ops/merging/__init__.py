@@ -1,0 +1,1 @@
+"""An adapter merged into its model while that is converted."""

@@ -1,0 +1,225 @@
+"""The tensors of a model with an adapter merged in, as virtual files of its catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl import dtypes, formats
+from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl.errors import MappingError, RefusedError
+from ckptctl.ops.adapters.config import (
+    Settings,
+    check_magnitudes,
+    described,
+    factors_only,
+    require_adapter,
+    require_saved,
+    settings,
+)
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.output_tensors import cast_to
+from ckptctl.ops.layout_change import chosen_family
+from ckptctl.ops.recognise import Json, Recognition, recognise, require_one
+from ckptctl.ops.selection import select
+from ckptctl.planner.adapters import is_adapter
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.configs import is_tied, read_lists, read_sizes
+from ckptctl.planner.deltas import Delta, Deltas, Factor, deltas
+from ckptctl.planner.layouts import Family
+
+ORDER = "the order is `ckptctl merge BASE ADAPTER DST`"
+KINDS = ("float64", "float32", "float16", "bfloat16")
+LARGEST = 256 << 20
+"""Bytes in float32 of the largest A: every thread keeps one."""
+
+
+class Merging:
+    """One adapter on its way into one model.
+
+    Args:
+        path: The adapter.
+        options: What is asked for.
+        scaling: The factor of B A, if it was given.
+
+    Attributes:
+        adapter: Its catalog.
+        layout: Its layout, once it is known.
+        scales: The factors of B A that were used.
+        found: What it changes.
+    """
+
+    def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
+        self.options = options
+        self.adapter = factors_only(formats.open_checkpoint(path))
+        require_adapter(self.adapter, MappingError, "this is no adapter", ORDER)
+        self.settings: Settings = settings(described(self.adapter), options.lora_alpha, scaling)
+        self.layout = ""
+        self.scales: set[float] = set()
+        self.found = Deltas((), {}, frozenset())
+
+    def change(
+        self, catalog: Catalog, known: Recognition, documents: Mapping[str, Json]
+    ) -> Catalog:
+        """Return *catalog* with the changed tensors in virtual files."""
+        if is_adapter(catalog.tensors):
+            raise MappingError(
+                "this is an adapter, not its model",
+                where=catalog.path,
+                hint=ORDER,
+            )
+        family = chosen_family(known, known.layout, catalog.path)
+        held = select(catalog, known.root).tensors
+        self.found = self._deltas(family, known, held, documents)
+        check_magnitudes(
+            self.settings,
+            [delta.b.key for delta in self.found.changed if delta.magnitude],
+            [delta.b.key for delta in self.found.changed if not delta.magnitude],
+        )
+        require_saved(described(self.adapter), self.found.replaced)
+        factors = self._factors()
+        names = [delta.key for delta in self.found.changed] + list(self.found.replaced)
+        base = _resolved(catalog, {held[name].name: held[name] for name in names})
+        self._refuse_tied(catalog, set(base))
+        self._refuse_untied(catalog, family, known)
+        made = {
+            key: self._changed(Input(catalog.root, base[held[key].name]), changes, factors, key)
+            for key, changes in self._by_tensor().items()
+        }
+        made |= {key: self._replacing(factors[of]) for key, of in self.found.replaced.items()}
+        tensors, computed = dict(catalog.tensors), dict(catalog.computed)
+        for key, one in made.items():
+            entry = base[held[key].name]
+            computed[computed_name(f"{entry.name}+lora")] = one
+            tensors[entry.name] = _computed_entry(entry, one)
+        notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
+        return replace(catalog, tensors=tensors, computed=computed, notes=notes)
+
+    def _deltas(
+        self,
+        family: Family,
+        known: Recognition,
+        held: Mapping[str, TensorEntry],
+        documents: Mapping[str, Json],
+    ) -> Deltas:
+        adapter = recognise(self.adapter, family.name, documents=documents)
+        require_one(adapter, self.adapter.path)
+        self.layout = adapter.layout or ""
+        inside = select(self.adapter, adapter.root).tensors
+        return deltas(
+            family,
+            (known.layout or "", self.layout),
+            (
+                {name: entry.shape for name, entry in held.items()},
+                {name: entry.shape for name, entry in inside.items()},
+            ),
+            read_sizes(family, known.config, known.params, self.options.sizes),
+            read_lists(family, known.config),
+        )
+
+    def _factors(self) -> dict[str, Input]:
+        """Return the adapter's tensors, ready to be read."""
+        for name, entry in self.adapter.tensors.items():
+            if entry.dtype not in KINDS:
+                raise MappingError(f"an adapter of {entry.dtype}", where=f"tensor `{name}`")
+        found = _resolved(self.adapter, self.adapter.tensors)
+        return {name: Input(self.adapter.root, entry) for name, entry in found.items()}
+
+    def _by_tensor(self) -> dict[str, list[Delta]]:
+        found: dict[str, list[Delta]] = {}
+        for delta in self.found.changed:
+            found.setdefault(delta.key, []).append(delta)
+        return found
+
+    def _refuse_tied(self, catalog: Catalog, changed: set[str]) -> None:
+        for name, entry in catalog.tensors.items():
+            if entry.alias_of is not None and {name, entry.alias_of} & changed:
+                raise RefusedError(
+                    f"`{name}` and `{entry.alias_of}` are one tensor, and the adapter changes one",
+                    where=catalog.path,
+                    hint="convert the model with `--untie` first",
+                )
+
+    def _refuse_untied(self, catalog: Catalog, family: Family, known: Recognition) -> None:
+        """Refuse what would tie again what came apart when the adapter was trained."""
+        for tie in family.ties if is_tied(family, known.config, known.params) else ():
+            if len({tie.tensor, tie.of} & self.found.logical) == 1:
+                raise RefusedError(
+                    f"`{tie.of}` and `{tie.tensor}` are tied, and the adapter changes one",
+                    where=catalog.path,
+                    why="PEFT unties the two then; the configuration says that they are one",
+                    hint="convert the model with `--untie` first",
+                )
+
+    def _changed(
+        self, base: Input, changes: Sequence[Delta], factors: Mapping[str, Input], key: str
+    ) -> Computed:
+        if base.entry.dtype not in KINDS:
+            raise MappingError(
+                f"an adapter cannot be merged into {base.entry.dtype}",
+                where=f"tensor `{base.entry.name}`",
+                hint="--dequantize bf16 dequantises the model on the way",
+            )
+        beneath = next((delta.beneath for delta in changes if delta.beneath), None)
+        inputs = {"base": factors[beneath] if beneath else base}
+        parameters: dict[str, float | int | str] = {"changes": len(changes)}
+        for number, delta in enumerate(changes):
+            scale = self.settings.scale(delta.a.key, delta.rank)
+            _require_small(factors[delta.a.key].entry)
+            self.scales.add(scale)
+            inputs[f"a{number}"] = factors[delta.a.key]
+            inputs[f"b{number}"] = factors[delta.b.key]
+            parameters |= _numbered(number, delta, scale)
+            if delta.magnitude:
+                inputs[f"magnitude{number}"] = factors[delta.magnitude.key]
+                parameters[f"length{number}"] = delta.magnitude.start
+        pinned = key in self.found.pinned
+        dtype = base.entry.dtype if pinned else cast_to(base.entry.dtype, self.options.dtype)
+        return Computed("lora", dtype, base.entry.shape, inputs, parameters)
+
+    def _replacing(self, saved: Input) -> Computed:
+        """Return a tensor of the adapter as it is."""
+        entry = saved.entry
+        return Computed("copied", entry.dtype, entry.shape, {"base": saved})
+
+
+def _require_small(a: TensorEntry) -> None:
+    if 4 * a.numel > LARGEST:
+        raise RefusedError(
+            f"the rank is {a.shape[0]:,}, too high to be merged in bounded memory",
+            where=f"tensor `{a.name}`",
+            why=f"A has {4 * a.numel:,} bytes in fp32, at most {LARGEST:,} are kept",
+        )
+
+
+def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int | str]:
+    found: dict[str, float | int | str] = {
+        f"start{number}": delta.start,
+        f"stop{number}": delta.stop,
+        f"scale{number}": scale,
+        f"from{number}": delta.b.start,
+    }
+    for name, factor in (("rows", delta.b), ("columns", delta.a)):
+        if factor.axes:
+            found[f"{name}{number}"] = _spelled(factor)
+    return found
+
+
+def _spelled(factor: Factor) -> str:
+    return ":".join(",".join(map(str, numbers)) for numbers in (factor.axes, factor.order))
+
+
+def _resolved(catalog: Catalog, tensors: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
+    for entry in tensors.values():
+        check_coverage(entry)
+    return formats.resolve(replace(catalog, tensors=dict(tensors), blobs={})).tensors
+
+
+def _computed_entry(entry: TensorEntry, computed: Computed) -> TensorEntry:
+    nbytes = Box.whole(computed.shape).numel * dtypes.itemsize(computed.dtype)
+    name = computed_name(f"{entry.name}+lora")
+    extent = Extent(Box.whole(computed.shape), name, 0, nbytes)
+    return replace(
+        entry, dtype=computed.dtype, shape=computed.shape, extents=(extent,), alias_of=None
+    )

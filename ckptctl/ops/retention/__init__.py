@@ -1,0 +1,1 @@
+"""Removing checkpoints that no rule keeps, or their optimizer state."""

@@ -1,0 +1,207 @@
+"""Take the optimizer state out of a checkpoint and leave the weights.
+
+Where it lies in files of its own, these are removed. Where it lies among the weights, in ``dcp``
+and ``torch``, the rest is written anew and put in the place of the checkpoint in one step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.formats.dcp.companions import COMPANIONS
+from ckptctl.formats.torch_file import read_contents
+from ckptctl.ops.conversion.convert import plan_changed, run_conversion
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.retention.thin_lists import strike_out
+from ckptctl.ops.runs.entries import ADDED, Entry, entry_at
+from ckptctl.ops.runs.listing import Checkpoint
+from ckptctl.ops.runs.pointers import SIDECAR
+from ckptctl.storage import rename, trash
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.retirement import Retirement
+from ckptctl.storage.sync import sync_directory
+
+REWRITTEN = ("dcp", "torch")
+OUTDATED = ADDED - {SIDECAR}
+"""What is no longer true of a checkpoint that was written anew."""
+_LEAVES = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
+_FILES = re.compile(
+    r"optimizer(_\d+)?(\.(pt|pth|bin|safetensors))?|optim_world_size_\d+_rank_\d+\.pt", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """What is taken out of a checkpoint.
+
+    Attributes:
+        entry: The checkpoint.
+        format: Its format.
+        files: Files and folders of the optimizer alone; none: it is written anew without.
+        freed: Bytes, about.
+    """
+
+    entry: Entry
+    format: str
+    files: tuple[Path, ...]
+    freed: int
+
+
+def plan_thinning(found: Checkpoint) -> Thinning | str:
+    """Return what is to be taken out of a checkpoint, or why nothing can be."""
+    path, name = found.entry.path, found.format or ""
+    try:
+        catalogs = [formats.open_checkpoint(part, name) for part in _models(found)]
+    except CkptError as error:
+        return f"its optimizer state cannot be told apart: {error.what}"
+    held = [tensor for catalog in catalogs for tensor in catalog.tensors.values()]
+    if all(_of_optimizer(tensor.path) for tensor in held):
+        return "there are no weights in it"
+    files = tuple(_own_files(found, catalogs))
+    if files:
+        return Thinning(found.entry, name, files, sum(map(_size, files)))
+    freed = sum(tensor.nbytes for tensor in held if _of_optimizer(tensor.path))
+    if not freed:
+        return "there is no optimizer state in it"
+    if name in REWRITTEN and found.parts == (path,):
+        return Thinning(found.entry, name, (), freed)
+    return f"optimizer state cannot be taken out of `{name}`"
+
+
+def run_thinning(thinning: Thinning, retirement: Retirement) -> None:
+    """Carry out *thinning*.
+
+    Args:
+        thinning: What to do.
+        retirement: Where what is taken out goes.
+
+    Raises:
+        CkptError: It failed; the checkpoint is as it was, or lacks files of the optimizer.
+    """
+    if not thinning.files:
+        _rewrite(thinning, retirement)
+        return
+    strike_out(thinning.entry.path, thinning.files, retirement)
+    for path in thinning.files:
+        retirement.take(path, f"{thinning.entry.path.name}-{path.name}")
+
+
+def _rewrite(thinning: Thinning, retirement: Retirement) -> None:
+    """Write the checkpoint anew, and exchange the two; the old one ends in the trash."""
+    entry = thinning.entry
+    room = retirement.make_room(f"{entry.path.name}-thin")
+    target = room / entry.path.name
+    try:
+        room.mkdir()
+        options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
+        plan = plan_changed(entry.path, target, options, lambda catalog, _, __: without(catalog))
+        run_conversion(plan)
+        if entry.path.is_dir():
+            _carry(entry.path, target, plan.source)
+        _keep_time(target, entry.time)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "write anew", str(entry.path)) from error
+    now = entry_at(entry.path)
+    if now is None or not now.same(entry):
+        raise RefusedError("it has changed since it was looked at", where=str(entry.path))
+    try:
+        rename.rename(target, entry.path, rename.EXCHANGE)
+        sync_directory(retirement.root)
+    except rename.UnsupportedRenameError:
+        raise RefusedError(
+            "this file system cannot replace a checkpoint in one step", where=str(entry.path)
+        ) from None
+    except OSError as error:
+        raise StorageError.from_os_error(error, "replace", str(entry.path)) from error
+    trash.remove(room)
+
+
+def without(catalog: Catalog) -> Catalog:
+    """Return *catalog* without the leaves of optimizers, and of files that stay as they are."""
+    beside = _beside(catalog)
+
+    def stays(name: str, path: KeyPath) -> bool:
+        return name not in beside and not _of_optimizer(path)
+
+    return replace(
+        catalog,
+        tensors={n: t for n, t in catalog.tensors.items() if stays(n, t.path)},
+        blobs={n: b for n, b in catalog.blobs.items() if stays(n, b.path)},
+    )
+
+
+def _beside(catalog: Catalog) -> set[str]:
+    """Return the names of the leaves in files that trainers put beside a DCP directory's own."""
+    found: set[str] = set()
+    with SourceFiles(catalog.root) as files:
+        for name in COMPANIONS if catalog.format == "dcp" else ():
+            if name in catalog.files:
+                contents = read_contents(files, name)
+                found |= {*contents.tensors, *contents.blobs}
+    return found
+
+
+def _of_optimizer(path: KeyPath) -> bool:
+    first = path[0] if path else ""
+    return isinstance(first, str) and bool(_LEAVES.fullmatch(first.partition(".")[0]))
+
+
+def _models(found: Checkpoint) -> list[Path]:
+    return [part for part in found.parts if not _FILES.fullmatch(part.name)]
+
+
+def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
+    """Yield what belongs to optimizers alone: nothing that a catalog of the weights refers to."""
+    if not found.entry.path.is_dir():
+        return
+    used = {Path(catalog.root) / name for catalog in catalogs for name in catalog.files}
+    folders = dict.fromkeys((found.entry.path, *_models(found)))
+    for item in (item for folder in folders for item in sorted(folder.iterdir())):
+        inside = any(path.is_relative_to(item) for path in used)
+        if _FILES.fullmatch(item.name) and not item.is_symlink() and not inside:
+            yield item
+
+
+def _carry(source: Path, target: Path, catalog: Catalog) -> None:
+    """Give *target* what else lies in *source*: as links where they can be had."""
+    rewritten = catalog.files.keys() - {*COMPANIONS}
+    for item in sorted(source.rglob("*")):
+        name = item.relative_to(source)
+        there = target / name
+        if str(name) in rewritten or item.name in OUTDATED or os.path.lexists(there):
+            continue
+        if item.is_dir() and not item.is_symlink():
+            there.mkdir()
+        else:
+            _copy(item, there)
+    sync_directory(target)
+
+
+def _copy(item: Path, there: Path) -> None:
+    try:
+        os.link(item, there, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(item, there, follow_symlinks=False)
+        if not there.is_symlink():
+            with there.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _keep_time(target: Path, time: float) -> None:
+    """Give what is new the time of what it replaces: its age goes on to count."""
+    for item in (target, *target.rglob("*")):
+        os.utime(item, (time, time), follow_symlinks=False)
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(file.lstat().st_size for file in files if file.is_file())

@@ -1,0 +1,221 @@
+"""The checkpoints of a run: which there are, which are complete, what else names them.
+
+A run is a folder whose entries are checkpoints with steps in their names. Whether one is complete
+is what ``verify --level fast`` says; nothing is written, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import math
+import time as clock
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptctl.errors import SourceNotFoundError, listed
+from ckptctl.ops.runs.completeness import Company, Health, health
+from ckptctl.ops.runs.entries import Entry, entries
+from ckptctl.ops.runs.pointers import Pins, metrics, pins
+from ckptctl.planner.retention import Candidate, State, ordered
+from ckptctl.storage import lock
+from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.remote.path import path_of
+
+AT_WORK = 600.0
+"""Seconds since the last change for which an incomplete checkpoint counts as being written."""
+
+LATEST = 253_402_300_799.0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint of a run.
+
+    Attributes:
+        entry: Where it is.
+        candidate: What retention knows of it.
+        format: Its format; None: none is known.
+        parts: What it consists of: itself, or checkpoints inside of it.
+    """
+
+    entry: Entry
+    candidate: Candidate
+    format: str | None
+    parts: tuple[Path, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing is missing."""
+        return self.candidate.state == "complete"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        one = self.candidate
+        return {
+            "path": str(self.entry.path),
+            "step": one.step,
+            "time": rfc3339(self.entry.time),
+            "bytes": self.entry.nbytes,
+            "format": self.format,
+            "state": one.state,
+            "problem": one.problem or None,
+            "protected_by": list(one.pinned),
+            "metrics": {name: _finite(value) for name, value in sorted(one.metrics.items())},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A folder of checkpoints.
+
+    Attributes:
+        root: As it was named.
+        checkpoints: By series and step.
+        others: Names of what else lies there, hidden things apart.
+    """
+
+    root: Path
+    checkpoints: tuple[Checkpoint, ...]
+    others: tuple[str, ...] = field(default=())
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Return the series that it has."""
+        return tuple(dict.fromkeys(one.candidate.series for one in self.checkpoints))
+
+
+def rfc3339(seconds: float) -> str:
+    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
+    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
+
+
+def _finite(value: float) -> float | None:
+    """Return a number as JSON knows them: None for NaN and infinity."""
+    return value if math.isfinite(value) else None
+
+
+def read_run(root: Path, now: float | None = None, series: str | None = None) -> Run:
+    """Return the checkpoints in *root*.
+
+    Args:
+        root: A directory.
+        now: Seconds since the epoch; None: what the clock says.
+        series: Only those whose names have this in common; None: all.
+
+    Raises:
+        SourceNotFoundError: There is no such directory.
+        FormatError: No entry is named as checkpoints of a run are.
+    """
+    now, root = clock.time() if now is None else now, path_of(root)
+    found = [one for one in entries(root) if series in (None, one.named.series)]
+    company = _company(found)
+    examined = [_accompanied(examine(one, now), company, now) for one in found]
+    pinned = pins(root, *_members(examined))
+    known = {one.path.name for one in found}
+    others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
+    checkpoints = _by_order([_pinned(one, pinned) for one in examined])
+    return Run(root, checkpoints, tuple(name for name in others if not name.startswith(".")))
+
+
+def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, list[Checkpoint]]:
+    """Return the newest complete checkpoint, and the newer ones that are not.
+
+    Of several series the one that was written last counts. Older checkpoints are not looked at.
+
+    Raises:
+        SourceNotFoundError: There is none.
+        FormatError: See :func:`read_run`.
+    """
+    now, root = clock.time() if now is None else now, path_of(root)
+    skipped: list[Checkpoint] = []
+    found: list[Checkpoint] = []
+    waiting = sorted(entries(root), key=lambda one: (one.named.order, one.time), reverse=True)
+    company = _company(waiting)
+    for one in waiting:
+        if any(one.named.series == other.entry.named.series for other in found):
+            continue
+        seen = _accompanied(examine(one, now), company, now)
+        (found if seen.complete else skipped).append(seen)
+    if not found:
+        raise SourceNotFoundError(
+            "no checkpoint here is complete",
+            where=str(root),
+            why=listed([f"{one.entry.path.name}: {one.candidate.problem}" for one in skipped]),
+        )
+    chosen = max(found, key=lambda one: one.entry.time)
+    newer = [one for one in skipped if one.candidate.series == chosen.candidate.series]
+    return chosen, newer
+
+
+def _members(found: Sequence[Checkpoint]) -> tuple[list[str], set[str]]:
+    """Return the names of what is not being made under another one, and those that are whole."""
+    names = [one.entry.path.name for one in found if not one.entry.staging]
+    return names, {one.entry.path.name for one in found if one.complete}
+
+
+def _pinned(found: Checkpoint, pinned: Pins) -> Checkpoint:
+    names = pinned.get(found.candidate.name, ())
+    return replace(found, candidate=replace(found.candidate, pinned=names)) if names else found
+
+
+def examine(entry: Entry, now: float) -> Checkpoint:
+    """Return what is known of a checkpoint by itself.
+
+    Args:
+        entry: The checkpoint.
+        now: Seconds since the epoch.
+    """
+    seen = Health(None, (), "it is not finished") if entry.staging else health(entry.path)
+    one = Candidate(
+        name=entry.path.name,
+        series=entry.named.series,
+        order=entry.named.order,
+        time=entry.time,
+        metrics={**entry.named.metrics, **metrics(entry.path)},
+    )
+    found = Checkpoint(entry, one, seen.format, seen.parts if seen.known else ())
+    return _broken(found, seen.problem, now) if seen.problem else found
+
+
+def _broken(found: Checkpoint, problem: str, now: float) -> Checkpoint:
+    entry = found.entry
+    holder = _holder(entry)
+    state: State = "incomplete" if found.parts or entry.staging or _empty(entry) else "unknown"
+    if holder:
+        state, problem = "writing", f"process {holder} is writing it"
+    elif now - entry.touched < AT_WORK:
+        minutes = max(0, int((now - entry.touched) / 60))
+        state, problem = "writing", f"{problem}; written {minutes} min ago"
+    # Its age counts from the last change of anything in it.
+    one = replace(found.candidate, state=state, problem=problem, time=entry.touched)
+    return replace(found, candidate=one)
+
+
+def _empty(entry: Entry) -> bool:
+    try:
+        return entry.path.is_dir() and not any(entry.path.iterdir())
+    except OSError:
+        return False
+
+
+def _holder(entry: Entry) -> str | None:
+    """Return the process that is making this checkpoint, as far as its lock says."""
+    folder = entry.path if entry.staging else staging_directory(entry.path)
+    return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None
+
+
+def _company(found: Sequence[Entry]) -> Company:
+    return Company({one.path: one.named.series for one in found if not one.staging})
+
+
+def _accompanied(found: Checkpoint, company: Company, now: float) -> Checkpoint:
+    """Take it for incomplete if it lacks a file that the others of its series have."""
+    if not found.complete:
+        return found
+    problem = company.lacking(found.entry.path)
+    return _broken(found, problem, now) if problem else found
+
+
+def _by_order(found: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    by_name = {one.candidate.name: one for one in found}
+    return tuple(by_name[one.name] for one in ordered(one.candidate for one in found))

@@ -1,0 +1,1 @@
+"""What ranks hold in memory, written as one DCP directory."""

@@ -1,0 +1,255 @@
+"""Saving what ranks hold in memory as one DCP directory: the files of each rank, the metadata.
+
+Every rank says what it holds (:mod:`ckptctl.ops.saving.holdings`), one of them decides
+(:mod:`ckptctl.ops.saving.decision`), each lays out and writes its own files (:func:`tensor_files`,
+:func:`with_values`), one writes the metadata (:func:`metadata`). No torch here: memory has names.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, memory_name
+from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.dcp.data_files import DataFiles
+from ckptctl.formats.dcp.metadata import Item
+from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_tensors
+from ckptctl.ops.saving.decision import Decision, Share, output_tensor
+from ckptctl.ops.saving.holdings import Chunk, Holding
+from ckptctl.planner.balance import assign
+from ckptctl.planner.plan import CrcOf, Operand, OutputFile, Plan, Side, Transfer
+from ckptctl.storage.collection import no_collection
+from ckptctl.storage.compare import row_major
+
+
+@dataclass(frozen=True, slots=True)
+class RankItems:
+    """Where a rank writes its boxes, in the order of its share.
+
+    Attributes:
+        files: Names of its files.
+        file: Of each item the index into these.
+        offset: Its first byte.
+        nbytes: How many it has.
+    """
+
+    files: tuple[str, ...]
+    file: Sequence[int]
+    offset: Sequence[int]
+    nbytes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFiles:
+    """What one rank writes, leaves apart that are no tensors.
+
+    Attributes:
+        plan: For the executor; its memory is called after the index of each chunk.
+        items: Where each box lies.
+    """
+
+    plan: Plan
+    items: RankItems
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """What one rank writes.
+
+    Attributes:
+        plan: For the executor.
+        tensors: Its part without other leaves.
+        values: The leaves that are no tensors, with the names under which they are written.
+        items: Where these lie, by the latter.
+    """
+
+    plan: Plan
+    tensors: TensorFiles
+    values: Mapping[str, str]
+    items: Mapping[str, Item]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is written as one item: *box*, of the chunk *index*."""
+
+    index: int
+    box: Box
+    nbytes: int
+
+
+def tensor_files(
+    rank: int,
+    holding: Holding,
+    share: Share,
+    steps: Sequence[tuple[int, ...]],
+    files: int = 1,
+) -> TensorFiles:
+    """Lay out the tensors in the files of *rank*.
+
+    Args:
+        rank: The rank.
+        holding: What it holds.
+        share: What it writes of that.
+        steps: Elements between neighbours in memory along each dimension, for each chunk.
+        files: Among how many files they are spread.
+    """
+    pieces = list(_pieces(holding, share))
+    homes = assign([(piece.nbytes, range(files)) for piece in pieces], files, small=0)
+    writer = DataFiles()
+    transfers: list[Transfer] = []
+    for number in sorted(set(homes)):
+        writer.begin(data_file(rank, number))
+        for piece, home in zip(pieces, homes, strict=True):
+            if home == number:
+                chunk = holding.chunks[piece.index]
+                tensor = output_tensor(chunk.name, holding.tensors[chunk.name])
+                writer.add_tensor(tensor, piece.box)
+                transfers.append(_transfer(chunk, tensor, steps[piece.index], piece, writer))
+        writer.finish()
+    plan = Plan(
+        source_root="/",
+        sources={},
+        target="",
+        single_file=False,
+        files=tuple(writer.files),
+        records=tuple(writer.records),
+        transfers=tuple(transfers),
+        raw_copies=(),
+        digest="",
+    )
+    return TensorFiles(plan, _items(holding, pieces, writer))
+
+
+def data_file(rank: int, number: int) -> str:
+    """Return the name of a data file, as stock ``dcp.save`` calls it."""
+    return f"__{rank}_{number}.distcp"
+
+
+def _pieces(holding: Holding, share: Share) -> Iterator[_Piece]:
+    for position, index in enumerate(share.chunks):
+        chunk = holding.chunks[index]
+        box = share.parts.get(position) or Box(chunk.offsets, chunk.sizes)
+        size = dtypes.itemsize(holding.tensors[chunk.name].dtype)
+        yield _Piece(index, box, math.prod(box.sizes) * size)
+
+
+def _items(holding: Holding, pieces: Sequence[_Piece], writer: DataFiles) -> RankItems:
+    names = tuple(file.path for file in writer.files)
+    number = {name: index for index, name in enumerate(names)}
+    found = [writer.items[holding.chunks[piece.index].name, piece.box.offsets] for piece in pieces]
+    return RankItems(
+        names,
+        array("H", [number[item.file] for item in found]),
+        array("Q", [item.offset for item in found]),
+        array("Q", [item.nbytes for item in found]),
+    )
+
+
+def _transfer(
+    chunk: Chunk, tensor: OutputTensor, steps: tuple[int, ...], piece: _Piece, writer: DataFiles
+) -> Transfer:
+    sizes = piece.box.sizes
+    size = dtypes.itemsize(tensor.dtype)
+    start = (0,) * len(sizes)
+    record = len(writer.records) - 1
+    place = writer.records[record]
+    strides = tuple(step * size for step in steps)
+    inside = zip(piece.box.offsets, chunk.offsets, strides, strict=True)
+    first = sum((low - base) * stride for low, base, stride in inside)
+    span = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + size
+    dims = tuple((axis,) for axis in range(len(sizes)))
+    memory = memory_name(str(piece.index))
+    source = Operand(memory, first, start, sizes, strides, 0 if 0 in sizes else span)
+    dense = tuple(step * size for step in row_major(sizes))
+    target = Operand(place.file, place.offset, start, sizes, dense, place.nbytes, record=record)
+    return Transfer(
+        chunk.name,
+        chunk.name,
+        sizes,
+        Side(dims, (source,)),
+        Side(dims, (target,)),
+        tensor.dtype,
+        tensor.dtype,
+    )
+
+
+def with_values(
+    rank: int, files: TensorFiles, written: Mapping[str, str], values: Mapping[str, bytes]
+) -> RankFiles:
+    """Add the leaves that are no tensors at the end of the rank's first file.
+
+    Args:
+        rank: The rank.
+        files: Its tensors; they lie where they do whatever the values are.
+        written: The leaves that it writes, with the names under which it does.
+        values: Their content, as ``torch.save`` writes it.
+    """
+    if not written:
+        return RankFiles(files.plan, files, {}, {})
+    known = files.plan.files[0] if files.plan.files else None
+    first = known or OutputFile(data_file(rank, 0), 0, lambda _: iter(()))
+    items: dict[str, Item] = {}
+    contents: list[tuple[int, bytes]] = []
+    size = first.size
+    for name, under in written.items():
+        items[under] = Item(first.path, size, len(values[name]))
+        contents.append((size, values[name]))
+        size += len(values[name])
+
+    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield from first.frame(crc_of)
+        yield from contents
+
+    longer = OutputFile(first.path, size, frame)
+    plan = replace(files.plan, files=(longer, *files.plan.files[1:]))
+    return RankFiles(plan, files, written, items)
+
+
+def rank_files(
+    rank: int,
+    holding: Holding,
+    share: Share,
+    steps: Sequence[tuple[int, ...]],
+    values: Mapping[str, bytes],
+    files: int = 1,
+) -> RankFiles:
+    """Lay out all files of *rank*; see :func:`tensor_files` and :func:`with_values`."""
+    return with_values(rank, tensor_files(rank, holding, share, steps, files), share.values, values)
+
+
+def metadata(decision: Decision, items: Sequence[RankItems]) -> TensorMetadata:
+    """Return the global ``.metadata``, to which the leaves that are no tensors are added.
+
+    Args:
+        decision: Who wrote what.
+        items: Where each rank did.
+    """
+    with no_collection():
+        return encode_tensors(decision.tensors, decision.boxes, _located(decision, items))
+
+
+def _located(
+    decision: Decision, items: Sequence[RankItems]
+) -> Iterator[tuple[str, Iterator[Located]]]:
+    places = [_placed(one) for one in items]
+    for tensor, boxes, writers in zip(
+        decision.tensors, decision.boxes, decision.writers, strict=True
+    ):
+        yield tensor.name, _chunks(boxes, writers, places)
+
+
+def _chunks(
+    boxes: Sequence[Box], writers: Sequence[int], places: Sequence[Iterator[tuple[str, int, int]]]
+) -> Iterator[Located]:
+    for box, rank in zip(boxes, writers, strict=True):
+        yield box.offsets, *next(places[rank])
+
+
+def _placed(items: RankItems) -> Iterator[tuple[str, int, int]]:
+    names = [items.files[index] for index in items.file]
+    return zip(names, items.offset, items.nbytes, strict=True)

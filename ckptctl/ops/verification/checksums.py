@@ -1,0 +1,228 @@
+"""Every checksum that a checkpoint carries, checked against its bytes, in parallel blocks.
+
+Where a file carries none, only its structure can be checked: those bytes are counted apart.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptctl.catalog import Catalog, Finding, is_computed
+from ckptctl.errors import CkptError
+from ckptctl.ops.verification.result import of_error
+from ckptctl.ops.verification.structure import may_be_zip
+from ckptctl.storage.crc import combine, crc32
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.threads import default_threads
+from ckptctl.storage.zips.directory import FileRange, read_directory
+
+BLOCK = 64 << 20
+BATCH = 4096
+"""Blocks that are queued at a time."""
+WINDOW = 1 << 20
+Advance = Callable[[int], None]
+_local = threading.local()
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Recorded:
+    """A byte range, and the CRC-32 that is recorded of it.
+
+    Attributes:
+        file: Relative to the root.
+        offset: First byte.
+        nbytes: Number of bytes.
+        crc32: Of those bytes.
+        name: The tensor; None: another record of a zip.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int
+    name: str | None = None
+
+
+class Block(NamedTuple):
+    """A part of a range, which is read in one go.
+
+    Attributes:
+        number: The place of its range in the list of all.
+        offset: First byte in the file.
+        nbytes: Number of bytes.
+    """
+
+    number: int
+    offset: int
+    nbytes: int
+
+
+def threads(jobs: int | None) -> int:
+    """Return the number of threads to read with."""
+    return jobs or default_threads()
+
+
+def recorded(
+    files: SourceFiles, catalog: Catalog, resolved: Catalog
+) -> tuple[list[Recorded], list[Finding]]:
+    """Return all checksums of a checkpoint, in the order of the bytes, and what is wrong with them.
+
+    Args:
+        files: Its files.
+        catalog: As it was read.
+        resolved: With the bytes of every item located.
+    """
+    known: dict[tuple[str, int, int, int], Recorded] = {}
+    for entry in resolved.tensors.values():
+        for extent in entry.extents:
+            sum_ = None if is_computed(extent.file) else extent.recorded
+            if sum_ is not None and sum_.nbytes:
+                place = (extent.file, sum_.offset, sum_.nbytes, sum_.crc32)
+                known.setdefault(place, Recorded(*place, name=entry.name))
+    findings: list[Finding] = []
+    for file, base, length in _zips(files, catalog):
+        try:
+            directory = read_directory(FileRange(files, file, base, length))
+        except CkptError as error:
+            findings.append(of_error(error, files.root))
+            continue
+        for record in directory.records.values() if directory.checksums else ():
+            place = (file, base + record.offset, record.nbytes, record.crc32)
+            if record.nbytes:
+                known.setdefault(place, Recorded(*place))
+    return sorted(known.values(), key=lambda one: (one.file, one.offset, one.nbytes)), findings
+
+
+def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
+    """Yield every zip: the write items of a data file, or the file itself."""
+    items = {
+        (extent.file, extent.offset, extent.nbytes)
+        for entry in catalog.tensors.values()
+        for extent in entry.extents
+        if extent.codec == "torch"
+    }
+    items |= {(b.file, b.offset, b.nbytes) for b in catalog.blobs.values() if b.file is not None}
+    yield from sorted(items)
+    apart = {file for file, _, _ in items}
+    for file, size in catalog.files.items():
+        if file not in apart and may_be_zip(files, file):
+            yield file, 0, size
+
+
+def blocks(ranges: Sequence[Recorded]) -> list[Block]:
+    """Return what is read at a time, so that threads and ranks can share a large range."""
+    return [block for index, one in enumerate(ranges) for block in _blocks(index, one)]
+
+
+def crcs(
+    files: SourceFiles,
+    ranges: Sequence[Recorded],
+    some: Sequence[Block],
+    jobs: int | None,
+    advance: Advance | None,
+) -> list[tuple[Block, int | CkptError]]:
+    """Read *some* blocks of *ranges*; return the CRC-32 of each, or why it cannot be read.
+
+    Args:
+        files: Files of the checkpoint.
+        ranges: In the order of the bytes.
+        some: Of :func:`blocks`.
+        jobs: Threads; None: its part of the cores, at most four.
+        advance: Called with bytes done, from any thread.
+    """
+
+    def crc_of(block: Block) -> int | CkptError:
+        try:
+            return _crc(files, ranges[block.number].file, block.offset, block.nbytes, advance)
+        except CkptError as error:
+            return error
+
+    found: list[tuple[Block, int | CkptError]] = []
+    with ThreadPoolExecutor(threads(jobs)) as pool:
+        for first in range(0, len(some), BATCH):
+            batch = some[first : first + BATCH]
+            found += zip(batch, pool.map(crc_of, batch), strict=True)
+    return found
+
+
+def compared(
+    root: Path, ranges: Sequence[Recorded], found: Iterable[tuple[Block, int | CkptError]]
+) -> tuple[list[Finding], list[Recorded]]:
+    """Return what is wrong, and with which of *ranges*.
+
+    Args:
+        root: The checkpoint's.
+        ranges: In the order of the bytes.
+        found: What :func:`crcs` returned for all of their blocks.
+    """
+    findings: list[Finding] = []
+    bad: list[Recorded] = []
+    for index, parts in groupby(sorted(found, key=itemgetter(0)), key=lambda pair: pair[0].number):
+        wrong = _wrong(ranges[index], [(block.nbytes, crc) for block, crc in parts], root)
+        if wrong:
+            findings.append(wrong)
+            bad.append(ranges[index])
+    return findings, bad
+
+
+def _blocks(index: int, one: Recorded) -> Iterator[Block]:
+    for start in range(0, one.nbytes, BLOCK):
+        yield Block(index, one.offset + start, min(BLOCK, one.nbytes - start))
+
+
+def _wrong(
+    one: Recorded, parts: Sequence[tuple[int, int | CkptError]], root: Path
+) -> Finding | None:
+    crc = 0
+    for nbytes, part in parts:
+        if isinstance(part, CkptError):
+            return of_error(part, root, one.name)
+        crc = combine(crc, part, nbytes)
+    if crc == one.crc32:
+        return None
+    why = (
+        f"bytes {one.offset:,} to {one.offset + one.nbytes:,} have CRC-32 {crc:08x}, "
+        f"recorded is {one.crc32:08x}"
+    )
+    return Finding("a checksum does not match", why, file=one.file, tensor=one.name)
+
+
+def _crc(files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None) -> int:
+    crc = 0
+    for view in windows(files, file, offset, nbytes, advance):
+        crc = crc32(view, crc)
+    return crc
+
+
+def windows(
+    files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None
+) -> Iterator[memoryview]:
+    """Yield a range of a file piece by piece, in one buffer per thread that is used again."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(WINDOW))
+    for start in range(0, nbytes, WINDOW):
+        view: memoryview = _local.buffer[: min(WINDOW, nbytes - start)]
+        files.readv(file, [view], offset + start)
+        yield view
+        if advance:
+            advance(len(view))
+
+
+def proven(ranges: Sequence[Recorded]) -> dict[str, int]:
+    """Return for each file the bytes that *ranges*, in their order, cover."""
+    covered: dict[str, int] = {}
+    for file, members in groupby(ranges, key=lambda one: one.file):
+        end = count = 0
+        for one in members:
+            last = one.offset + one.nbytes
+            count += max(0, last - max(end, one.offset))
+            end = max(end, last)
+        covered[file] = count
+    return covered

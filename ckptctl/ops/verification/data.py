@@ -1,0 +1,217 @@
+"""Reading the data of a checkpoint: checksums, lists of digests, NaN; and writing such a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptctl import dtypes
+from ckptctl.catalog import Catalog, Finding, TensorEntry
+from ckptctl.errors import CkptError
+from ckptctl.ops import sharing
+from ckptctl.ops.coordinator import Coordinator, require_same, together
+from ckptctl.ops.sharing import portion
+from ckptctl.ops.verification import digest_lists, hub_digests
+from ckptctl.ops.verification.checksums import (
+    Block,
+    Recorded,
+    blocks,
+    compared,
+    crcs,
+    proven,
+    recorded,
+)
+from ckptctl.ops.verification.result import of_error
+from ckptctl.ops.verification.structure import root_of
+from ckptctl.ops.watch import Watch
+from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.files import SourceFiles
+
+Advance = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Data:
+    """What reading the data shows.
+
+    Attributes:
+        findings: What is wrong.
+        proven: For each data file the bytes that a checksum proves.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    proven: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Todo:
+    """What is to be read: the same on all ranks.
+
+    Attributes:
+        ranges: Those with a checksum.
+        lines: Files with a digest.
+        floating: Tensors that are searched for values that are not finite.
+        findings: What is wrong with the checksums themselves.
+    """
+
+    ranges: Sequence[Recorded]
+    lines: Sequence[digest_lists.Listed]
+    floating: Sequence[TensorEntry]
+    findings: list[Finding] = field(default_factory=list)
+
+
+def read_data(
+    catalog: Catalog,
+    resolved: Catalog,
+    full: bool,
+    nan: bool,
+    jobs: int | None,
+    progress: Watch,
+    ranks: Coordinator,
+) -> Data:
+    """Read the data and compare it with all checksums, or search it for NaN and Inf.
+
+    Args:
+        catalog: As it was read.
+        resolved: With the bytes of every sound item located.
+        full: Whether to check checksums.
+        nan: Whether to search floating values.
+        jobs: Threads.
+        progress: Called with the bytes that this rank is going to read.
+        ranks: Those that share the reading; all of them return the same.
+    """
+    with SourceFiles(catalog.root) as files:
+        before = _identities(catalog)
+        todo = together(ranks, lambda: _todo(files, catalog, resolved, full, nan))
+        _require_same(todo, ranks)
+        some, mine = _portion(files, todo, ranks)
+        parts = ranks.all_gather(together(ranks, lambda: _read(files, some, mine, jobs, progress)))
+    different, bad = compared(
+        files.root, todo.ranges, (one for sums, _, _ in parts for one in sums)
+    )
+    found = [*different, *(finding for _, findings, _ in parts for finding in findings)]
+    listed = {name: catalog.files[name] for _, _, r in parts for name in r if name in catalog.files}
+    after = _identities(catalog, anew=True)
+    changed = [name for name, identity in before.items() if after.get(name) != identity]
+    found += [Finding("a file changed meanwhile", file=name) for name in changed]
+    wrong = set(bad)
+    proved = proven([one for one in todo.ranges if one not in wrong])
+    return Data([*todo.findings, *found], proved | listed)
+
+
+def _require_same(todo: _Todo, ranks: Coordinator) -> None:
+    if ranks.world > 1:
+        seen = (todo.ranges, todo.lines, [entry.name for entry in todo.floating])
+        require_same(ranks, {"the checksums in the checkpoint": sharing.summary(seen)})
+
+
+def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, nan: bool) -> _Todo:
+    floating = [entry for entry in resolved.tensors.values() if nan and _floats(entry)]
+    if not full:
+        return _Todo([], [], floating)
+    ranges, bad = recorded(files, catalog, resolved)
+    lines, odd = digest_lists.listed_digests(files)
+    hub, strange = hub_digests.downloaded(files, catalog.files)
+    return _Todo(ranges, [*lines, *hub], floating, [*bad, *odd, *strange])
+
+
+def _portion(files: SourceFiles, todo: _Todo, ranks: Coordinator) -> tuple[Sequence[Block], _Todo]:
+    """Return what this rank reads: blocks of the ranges, and whole files and tensors.
+
+    A file that several lists name stays with one rank.
+    """
+    listed = list(dict.fromkeys(line.file for line in todo.lines))
+    mine = set(portion(ranks, listed, lambda name: _sizes(files, [name])))
+    return portion(ranks, blocks(todo.ranges), lambda one: one.nbytes), _Todo(
+        todo.ranges,
+        [line for line in todo.lines if line.file in mine],
+        portion(ranks, todo.floating, lambda entry: entry.nbytes),
+    )
+
+
+def _read(
+    files: SourceFiles, some: Sequence[Block], todo: _Todo, jobs: int | None, progress: Watch
+) -> tuple[list[tuple[Block, int | CkptError]], list[Finding], list[str]]:
+    """Return the checksums of blocks, what else is wrong, and the files whose digest is right."""
+    total = sum(one.nbytes for one in some) + sum(entry.nbytes for entry in todo.floating)
+    with progress(total + _sizes(files, [line.file for line in todo.lines])) as advance:
+        sums = crcs(files, todo.ranges, some, jobs, advance)
+        wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
+        strange = _nonfinite(files, todo.floating, advance)
+        return sums, [*wrong, *strange], right
+
+
+def listable(path: Path) -> list[Finding]:
+    """Return the files at *path* that no list can name: links that lead elsewhere, sockets."""
+    findings: list[Finding] = []
+    with SourceFiles(root_of(path)) as files:
+        for name in digest_lists.members(path):
+            try:
+                files.size(name)
+            except CkptError as error:
+                findings.append(of_error(error, files.root))
+    return findings
+
+
+def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
+    """Add the SHA-256 sums of the checkpoint at *path*; return where they are.
+
+    Raises:
+        RefusedError: There is such a list.
+        StorageError: It cannot be written.
+    """
+    names = digest_lists.members(path)
+    target = digest_lists.target_of(path)
+    with SourceFiles(root_of(path)) as files, progress(_sizes(files, names)) as advance:
+        digest_lists.write_list(files, target, names, jobs, advance, ranks)
+    return str(target)
+
+
+def _identities(catalog: Catalog, *, anew: bool = False) -> dict[str, FileIdentity]:
+    """Return what the names stand for now, whatever was open before."""
+    found = {}
+    with SourceFiles(catalog.root) as files:
+        if anew:
+            files.forget()
+        for name in catalog.files:
+            try:
+                found[name] = files.identity(name)
+            except CkptError:
+                continue
+    return found
+
+
+def _sizes(files: SourceFiles, names: Collection[str]) -> int:
+    total = 0
+    for name in names:
+        try:
+            total += files.size(name)
+        except CkptError:
+            continue
+    return total
+
+
+def _floats(entry: TensorEntry) -> bool:
+    known = dtypes.BY_NAME.get(entry.dtype)
+    floating = (known is not None and known.floating) or entry.dtype.startswith("complex")
+    return entry.alias_of is None and floating
+
+
+def _nonfinite(
+    files: SourceFiles, entries: Sequence[TensorEntry], advance: Advance | None
+) -> Iterator[Finding]:
+    from ckptctl.storage.statistics import nonfinite
+
+    for entry in entries:
+        try:
+            counts = nonfinite(files, entry)
+        except CkptError as error:
+            yield of_error(error, files.root, entry.name)
+            continue
+        if counts and any(counts):
+            why = f"{counts[0]:,} NaN and {counts[1]:,} Inf among {entry.numel:,} values"
+            home = entry.extents[0].file if len(entry.extents) == 1 else None
+            yield Finding("there are values that are not finite", why, "error", home, entry.name)
+        if advance:
+            advance(entry.nbytes)

@@ -1,0 +1,198 @@
+"""Lists of digests of whole files: ``SHA256SUMS``, and Meta's ``checklist.chk``.
+
+The form is that of coreutils' ``sha256sum`` and ``md5sum`` (``src/cksum.c``): the digest, two
+characters, the name; a backslash before the digest where the name is escaped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl.catalog import Finding, Severity
+from ckptctl.errors import CkptError, RefusedError
+from ckptctl.ops.coordinator import Coordinator, on_first, together
+from ckptctl.ops.sharing import portion
+from ckptctl.ops.verification.checksums import Advance, threads, windows
+from ckptctl.ops.verification.result import of_error
+from ckptctl.storage.digests import hasher
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.publish import staging
+from ckptctl.storage.sync import write_file
+
+SUMS = "SHA256SUMS"
+LISTS = {SUMS: "sha256", "checklist.chk": "md5"}
+MAX_LIST = 100_000_000
+_LINE = re.compile(r"(\\?)([0-9a-fA-F]{32,64}) [ *](.+)")
+_ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One line of a list.
+
+    Attributes:
+        list_: The list.
+        algorithm: ``sha256``, ``md5``, or ``git-sha1``: that of a blob in git.
+        file: The file that it is about.
+        digest: Hexadecimal, in lower case.
+        severity: Of a file that has another one.
+    """
+
+    list_: str
+    algorithm: str
+    file: str
+    digest: str
+    severity: Severity = "error"
+
+
+def listed_digests(files: SourceFiles) -> tuple[list[Listed], list[Finding]]:
+    """Return what the lists in a checkpoint say, and what is wrong with them."""
+    found: list[Listed] = []
+    findings: list[Finding] = []
+    for name, algorithm in LISTS.items():
+        if (files.root / name).is_file():
+            try:
+                text = files.read(name, 0, min(files.size(name), MAX_LIST)).decode(errors="replace")
+            except CkptError as error:
+                findings.append(of_error(error, files.root))
+                continue
+            for number, line in enumerate(text.split("\n"), 1):
+                match = _LINE.fullmatch(line)
+                if match:
+                    found.append(Listed(name, algorithm, _file_of(match), match[2].lower()))
+                elif line.strip():
+                    findings.append(Finding(f"line {number} is no checksum", None, file=name))
+    return found, findings
+
+
+def without(text: str, gone: Callable[[str], bool]) -> str:
+    """Return what a list says of the files that are not *gone*."""
+    matched = ((line, _LINE.fullmatch(line)) for line in text.split("\n"))
+    return "\n".join(line for line, match in matched if not match or not gone(_file_of(match)))
+
+
+def _file_of(line: re.Match[str]) -> str:
+    """Return the file that a line is about."""
+    file = _unescaped(line[3]) if line[1] else line[3]
+    return file.removeprefix("./")
+
+
+def check_lists(
+    files: SourceFiles, lines: Sequence[Listed], jobs: int | None, advance: Advance | None
+) -> tuple[list[Finding], list[str]]:
+    """Read every file that is listed; return what differs, and the files that do not.
+
+    Args:
+        files: Files of the checkpoint.
+        lines: What the lists say.
+        jobs: Threads.
+        advance: Called with bytes done, from any thread.
+    """
+
+    def compared(line: Listed) -> Finding | None:
+        try:
+            found = digest(files, line.file, line.algorithm, advance)
+        except CkptError as error:
+            return of_error(error, files.root)
+        if found == line.digest:
+            return None
+        why = f"its {line.algorithm} is {found}, {line.list_} says {line.digest}"
+        return Finding("a file is not the one that was listed", why, line.severity, line.file)
+
+    with ThreadPoolExecutor(threads(jobs)) as pool:
+        results = list(pool.map(compared, lines))
+    bad = {line.file for line, result in zip(lines, results, strict=True) if result}
+    return [r for r in results if r], [line.file for line in lines if line.file not in bad]
+
+
+def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | None) -> str:
+    """Return the digest of a whole file."""
+    size = files.size(name)
+    known = hasher(algorithm, size)
+    for view in windows(files, name, 0, size, advance):
+        known.update(view)
+    return known.hexdigest()
+
+
+def require_room(target: Path) -> None:
+    """Refuse to replace a list.
+
+    Raises:
+        RefusedError: There is one.
+    """
+    if os.path.lexists(target):
+        raise RefusedError(
+            f"`{target.name}` exists already",
+            where=str(target),
+            why="a list of checksums is added, never replaced",
+            hint="`ckptctl verify --level full` compares the files with it",
+        )
+
+
+def target_of(path: Path) -> Path:
+    """Return the list for the checkpoint at *path*: in a directory, or beside a file."""
+    return path / SUMS if path.is_dir() else path.with_name(f"{path.name}.sha256")
+
+
+def members(path: Path) -> list[str]:
+    """Return the names of all files of the checkpoint at *path*, below it."""
+    if path.is_file():
+        return [path.name]
+    found = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+    return sorted(str(item.relative_to(path)) for item in found if item != path / SUMS)
+
+
+def write_list(
+    files: SourceFiles,
+    target: Path,
+    names: Sequence[str],
+    jobs: int | None,
+    advance: Advance | None,
+    ranks: Coordinator,
+) -> None:
+    """Write the SHA-256 of every file to *target*, whole or not at all.
+
+    Args:
+        files: Files of the checkpoint.
+        target: What is added.
+        names: The files.
+        jobs: Threads.
+        advance: Called with bytes done, from any thread.
+        ranks: Those that share the reading; rank 0 writes.
+
+    Raises:
+        RefusedError: There is such a file.
+        StorageError: It cannot be written.
+    """
+    mine = portion(ranks, names, files.size)
+
+    def digests() -> dict[str, str]:
+        with ThreadPoolExecutor(threads(jobs)) as pool:
+            found = pool.map(lambda name: digest(files, name, "sha256", advance), mine)
+            return dict(zip(mine, found, strict=True))
+
+    parts = ranks.all_gather(together(ranks, digests))
+    sums = {name: sum_ for part in parts for name, sum_ in part.items()}
+    content = "".join(_line(sums[name], name) for name in names)
+    on_first(ranks, lambda: _publish(target, content))
+
+
+def _publish(target: Path, content: str) -> None:
+    require_room(target)
+    with staging(target, single_file=True) as stage:
+        write_file(stage.data / target.name, os.fsencode(content))
+        stage.publish()
+
+
+def _line(sum_: str, name: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{'' if escaped == name else chr(92)}{sum_}  {escaped}\n"
+
+
+def _unescaped(name: str) -> str:
+    return re.sub(r"\\[\\nr]", lambda match: _ESCAPES[match[0]], name)

@@ -1,0 +1,253 @@
+"""Prove that a checkpoint is whole, or say what is wrong with it and where.
+
+Three levels: ``fast`` reads the index; ``headers`` also what each item says of itself; ``full``
+also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog, Finding
+from ckptctl.errors import (
+    CkptError,
+    UsageError,
+    listed,
+)
+from ckptctl.formats.base import Weights
+from ckptctl.formats.checksums import MANIFEST
+from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.ops.coordinator import Alone, Coordinator, require_same, together
+from ckptctl.ops.verification.result import LEVELS, Level, Verification, of_error, unsaid
+from ckptctl.ops.verification.structure import root_of, structure
+from ckptctl.ops.verification.surroundings import surroundings
+from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.storage.remote.path import path_at, require_answers, shown
+from ckptctl.storage.remote.urls import is_url
+
+UNUSED = f"{MANIFEST} describes other tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What to verify, and how much of it.
+
+    Attributes:
+        format: The format, where it cannot be detected.
+        level: ``fast``, ``headers`` or ``full``.
+        nan: Search floating values for NaN and Inf.
+        manifest: Write the SHA-256 sums of all files when nothing is wrong.
+        model_type: The family, for shards that only a family can join.
+        weights: See :class:`~ckptctl.formats.base.ReadOptions`.
+        tag: Likewise.
+        rules: Likewise.
+        jobs: Threads; None: its part of the cores, at most four.
+    """
+
+    format: str | None = None
+    level: Level = "headers"
+    nan: bool = False
+    manifest: bool = False
+    model_type: str | None = None
+    weights: Weights | None = None
+    tag: str | None = None
+    rules: Path | None = None
+    jobs: int | None = None
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known so far."""
+
+    path: Path
+    format: str
+    catalog: Catalog | None = None
+    findings: list[Finding] = field(default_factory=list)
+    proven: dict[str, int] = field(default_factory=dict)
+    manifest: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def verify(
+    path: str | Path,
+    options: VerifyOptions | None = None,
+    progress: Watch = unwatched,
+    ranks: Coordinator | None = None,
+) -> Verification:
+    """Say whether the checkpoint at *path* is whole; list everything that is wrong with it.
+
+    Args:
+        path: A directory or a file.
+        options: What to verify; None: everything but the data.
+        progress: Called with the bytes that are going to be read.
+        ranks: Those that share the reading of the data, all of which return the same; None: this
+            process alone.
+
+    Raises:
+        UsageError: Options contradict each other.
+        SourceNotFoundError: There is no such path.
+        FormatError: It is not a checkpoint that ckptctl reads.
+        RefusedError: There is a list of SHA-256 sums already, and one was asked for.
+    """
+    return examine(path, options or VerifyOptions(), progress, ranks)[0]
+
+
+def examine(
+    path: str | Path,
+    options: VerifyOptions,
+    progress: Watch = unwatched,
+    ranks: Coordinator | None = None,
+) -> tuple[Verification, Catalog | None]:
+    """Verify as :func:`verify` does, and return also what could be read of the index, if any.
+
+    Raises:
+        StorageError: What is behind a URL did not answer.
+
+    The catalog of a checkpoint that is not whole holds what is left of it.
+    """
+    start = time.monotonic()
+    ranks = ranks or Alone()
+    state = together(ranks, lambda: _begun(path, options))
+    _require_same(state, options, ranks)
+    if state.catalog is not None:
+        _verify(state, state.catalog, options, progress, ranks)
+    state.findings += surroundings(state.path, state.catalog)
+    require_answers(state.path)
+    if options.manifest:
+        _add_list(state, options.jobs, progress, ranks)
+    return _result(shown(path), state, options, time.monotonic() - start), state.catalog
+
+
+def _begun(path: str | Path, options: VerifyOptions) -> _State:
+    _require_sense(options)
+    if options.manifest and is_url(path):
+        raise UsageError("--manifest adds a file, which nothing does behind a URL")
+    state = _opened(formats.existing(path), options)
+    if options.manifest:
+        from ckptctl.ops.verification import digest_lists
+
+        digest_lists.require_room(digest_lists.target_of(_listed_path(state)))
+    return state
+
+
+def _require_same(state: _State, options: VerifyOptions, ranks: Coordinator) -> None:
+    """Prove that all ranks were asked for the same, of the same checkpoint."""
+    asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
+    files = state.catalog and dict(state.catalog.files)
+    require_same(ranks, {"the path": state.path, **asked, "the files of the checkpoint": files})
+
+
+def _require_sense(options: VerifyOptions) -> None:
+    if options.level not in LEVELS:
+        raise UsageError(f"unknown level `{options.level}`", why=f"there are {listed(LEVELS)}")
+    if options.manifest and options.level != "full":
+        raise UsageError("--manifest goes with --level full", hint="add `--level full`")
+
+
+def _opened(path: Path, options: VerifyOptions) -> _State:
+    """Read the index; what a reader refuses becomes findings, and what is left is read."""
+    try:
+        catalog = _read(path, options)
+        return _State(path, catalog.format, catalog)
+    except UNUSABLE as error:
+        inside = None if options.format or formats.sniff(path) else formats.only_inside(path)
+        real = inside or path
+        name = options.format or formats.detect(real).name
+        try:
+            part = _read(path, options, partial=True)
+        except CkptError:
+            part = None
+        if part is None or not part.findings:
+            return _State(real, name, findings=[of_error(error, root_of(real))])
+        return _State(real, name, part, list(part.findings))
+
+
+def _read(path: Path, options: VerifyOptions, *, partial: bool = False) -> Catalog:
+    return formats.open_checkpoint(
+        path,
+        options.format,
+        options.model_type,
+        weights=options.weights,
+        tag=options.tag,
+        rules=options.rules,
+        partial=partial,
+        replicas=options.level == "full",
+    )
+
+
+def _verify(
+    state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
+) -> None:
+    state.findings += structure(catalog, catalog.lost)
+    state.findings += [
+        Finding("the manifest is not of these tensors", note, "warning", MANIFEST)
+        for note in catalog.notes
+        if note.startswith(UNUSED)
+    ]
+    state.notes += [note for note in catalog.notes if not note.startswith(UNUSED)]
+    if options.level == "fast" and not options.nan:
+        return
+    _verify_items(state, catalog, options, progress, ranks)
+
+
+def _verify_items(
+    state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
+) -> None:
+    """Add what the items say of themselves, and what reading their data says."""
+    from ckptctl.ops.verification.data import read_data
+    from ckptctl.ops.verification.items import resolved
+    from ckptctl.ops.verification.replicas import differing, portion_of, with_copies
+
+    everything = with_copies(catalog)
+    known, wrong = resolved(everything)
+    state.findings += wrong
+    full = options.level == "full"
+    if full or options.nan:
+        data = read_data(everything, known, full, options.nan, options.jobs, progress, ranks)
+        state.findings += unsaid(state.findings, data.findings)
+        mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
+        state.findings += [found for part in ranks.all_gather(mine) for found in part]
+        state.proven = data.proven
+
+
+def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
+    """Write the SHA-256 sums if nothing is wrong."""
+    from ckptctl.ops.verification import digest_lists
+    from ckptctl.ops.verification.data import listable, write_list
+
+    path = _listed_path(state)
+    state.findings += listable(path)
+    if any(ranks.all_gather(bool(_errors(state)))):
+        name = digest_lists.target_of(path).name
+        state.notes.append(f"{name} was not written: the checkpoint is not whole")
+    else:
+        state.manifest = write_list(path, jobs, progress, ranks)
+
+
+def _errors(state: _State) -> list[Finding]:
+    return [found for found in state.findings if found.severity == "error"]
+
+
+def _listed_path(state: _State) -> Path:
+    """Return what a list of digests is about: the directory, or the one file."""
+    return path_at(state.catalog.path) if state.catalog else state.path
+
+
+def _result(path: str, state: _State, options: VerifyOptions, seconds: float) -> Verification:
+    catalog = state.catalog
+    return Verification(
+        path=path,
+        format=state.format,
+        level=options.level,
+        tensors=len(catalog.tensors) if catalog else 0,
+        files=catalog.files if catalog else {},
+        proven=state.proven,
+        nan=options.nan,
+        findings=tuple(sorted(state.findings, key=lambda found: found.severity)),
+        manifest=state.manifest,
+        notes=tuple(state.notes),
+        seconds=seconds,
+    )

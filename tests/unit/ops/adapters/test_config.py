@@ -1,0 +1,117 @@
+"""What adapter_config.json means, and what is refused by name."""
+
+import math
+
+import pytest
+
+from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError
+from ckptctl.ops.adapters.config import settings
+from ckptctl.ops.conversion.adapter_files import targets, written
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+
+
+def test_alpha_over_rank():
+    assert settings(CONFIG).scale(Q, 4) == 2.0
+    assert settings({**CONFIG, "use_rslora": True}).scale(Q, 4) == 8 / math.sqrt(4)
+    assert settings(None, alpha=6).scale(Q, 4) == 1.5
+    assert settings(None, scaling=2.0).scale("layers.0.attention.wq.lora_A.weight", 4) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("patterns", "scale"),
+    [
+        ({"q_proj": 2}, 4.0),
+        ({"proj": 2}, 2.0),
+        ({"self_attn.q_proj": 2}, 4.0),
+        ({"layers.0.self_attn.q_proj": 2}, 2.0),
+        ({r".*\.1\..*q_proj": 2}, 4.0),
+        ({"^model.layers.1.self_attn.q_proj": 2}, 4.0),
+        ({"^layers.1.self_attn.q_proj": 2}, 2.0),
+        ({"v_proj": 8, "q_proj": 2, "self_attn.q_proj": 8}, 4.0),
+    ],
+)
+def test_the_first_pattern_that_a_module_ends_with(patterns, scale):
+    """As ``peft.utils.other.get_pattern_key`` looks them up."""
+    rank = 8 // scale
+    assert settings({**CONFIG, "rank_pattern": patterns}).scale(Q, rank) == scale
+    alphas = {key: 4 * value for key, value in patterns.items()}
+    expected = 8 / 4 if scale == 2.0 else 2 * 4 / 4
+    assert settings({**CONFIG, "alpha_pattern": alphas}).scale(Q, 4) == expected
+
+
+def test_a_rank_that_the_shapes_contradict():
+    with pytest.raises(DamagedError, match="rank is 8"):
+        settings(CONFIG).scale(Q, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "lora_only"}, "biases"),
+        ({"lora_bias": True}, "biases of B"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "single parameters"),
+        ({"trainable_token_indices": [1]}, "trainable tokens"),
+        ({"layer_replication": [[0, 2]]}, "replicated"),
+        ({"alora_invocation_tokens": [1]}, "activated"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base"),
+        ({"init_lora_weights": "olora"}, "changes the base"),
+        ({"rank_pattern": {"(a+)+": 4}}, "too complicated"),
+    ],
+)
+def test_what_is_refused(config, says):
+    with pytest.raises(RefusedError, match=says):
+        settings({**CONFIG, **config})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"r": "8"},
+        {"r": 4.5},
+        {"lora_alpha": -1},
+        {"rank_pattern": [1]},
+        {"rank_pattern": {"q_proj": 4.5}},
+        {"rank_pattern": {"q_proj": None}},
+        {"alpha_pattern": {"(": 1}},
+        {"use_rslora": 1},
+        {"use_rslora": "true"},
+        {"use_dora": "false"},
+    ],
+)
+def test_what_makes_no_sense(config):
+    with pytest.raises(DamagedError):
+        settings({**CONFIG, **config})
+
+
+def test_options_that_contradict():
+    with pytest.raises(UsageError, match="contradicts"):
+        settings(CONFIG, alpha=16)
+    with pytest.raises(UsageError, match="both"):
+        settings(None, alpha=16, scaling=2)
+    with pytest.raises(UsageError, match="how strong"):
+        settings(None).scale(Q, 4)
+
+
+def modules(*names, layers=range(3)):
+    return [f"model.layers.{i}.{name}" for i in layers for name in names]
+
+
+def test_target_modules_are_short_where_that_means_the_same():
+    every = [*modules("self_attn.q_proj", "mlp.up_proj"), "lm_head"]
+    assert targets(every, 3) == ["lm_head", "q_proj", "up_proj"]
+    some = modules("self_attn.q_proj", layers=[1])
+    assert targets(some, 3) == some == targets(some, None)
+    mixed = modules("mlp.gate_proj", "mlp.experts.0.gate_proj")
+    assert targets(mixed, 3) == sorted(mixed)
+
+
+def test_a_configuration_that_is_made():
+    made = written(dict.fromkeys(modules("q_proj"), 4), settings(None, 8), None, True, 3)
+    assert (made["r"], made["lora_alpha"], made["use_dora"]) == (4, 8, True)
+    assert made["target_modules"] == ["q_proj"]
+    with pytest.raises(CkptError, match="alpha"):
+        written({"m": 4}, settings(None, None, 2.0), None, False, None)

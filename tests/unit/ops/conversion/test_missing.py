@@ -1,0 +1,109 @@
+"""What is not whole, and what is nothing without it, on catalogs made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.catalog import Box, Catalog, Extent, Finding
+from ckptctl.errors import DamagedError
+from ckptctl.ops.conversion.missing import dependent, find_missing
+from ckptctl.ops.verification.replicas import differing, require_equal
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    """Return a file of four tensors, two of which share their memory."""
+    shared = torch.arange(6.0).view(2, 3)
+    torch.save({"a": shared, "b": shared, "c": torch.ones(4), "d": torch.ones(())}, tmp_path / "m")
+    return formats.open_checkpoint(tmp_path / "m")
+
+
+def torn(catalog: Catalog, name: str) -> Catalog:
+    """Return *catalog* without the first row of a tensor."""
+    entry = catalog.tensors[name]
+    (extent,) = entry.extents
+    rest = Box((1, *extent.box.offsets[1:]), (extent.box.sizes[0] - 1, *extent.box.sizes[1:]))
+    extents = (replace(extent, box=rest, crc32=None),)
+    return replace(catalog, tensors={**catalog.tensors, name: replace(entry, extents=extents)})
+
+
+def test_what_is_whole(catalog: Catalog) -> None:
+    assert not find_missing(catalog)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_all_names_of_one_memory_are_missing_together(catalog: Catalog, name: str) -> None:
+    assert catalog.tensors["b"].alias_of == "a"
+    assert find_missing(torn(catalog, name)).names.keys() == {"a", "b"}
+
+
+def test_holes_findings_and_lost_boxes(catalog: Catalog) -> None:
+    box = Box((0,), (2,))
+    assert find_missing(torn(catalog, "c")).names == {"c": "`[0:1]` are covered by no chunk"}
+    lost = replace(catalog, lost={"c": ((box, "gone"),), "d": ()})
+    assert find_missing(lost).names == {"c": "a part of it is in `gone`, which cannot be used"}
+    said = (Finding("it is gone", "look", tensor="x"), Finding("odd", None, "warning", tensor="d"))
+    assert find_missing(replace(catalog, findings=said)).names == {"x": "it is gone: look"}
+
+
+def test_files_of_which_nothing_tells_what_they_hold(catalog: Catalog) -> None:
+    findings = (Finding("a file is missing", file="f"), Finding("another", "why", file="g"))
+    lost = {"c": ((Box((0,), (2,)), "f"),)}
+    assert find_missing(replace(catalog, findings=findings, lost=lost)).files == {
+        "g": "another: why"
+    }
+    # An empty box stands for what may follow: it does not say what else the file holds.
+    doubtful = {"c": ((Box((4,), (0,)), "f"),)}
+    found = find_missing(replace(catalog, findings=findings, lost=doubtful))
+    assert found.files.keys() == {"f", "g"}
+    assert found.names == {"c": "it may go on in `f`, which cannot be used"}
+
+
+def test_optimizer_state_that_is_nothing_without_what_is_missing() -> None:
+    model = ["model.w", "model.w.b", "model.v"]
+    outside = [
+        "optimizer.state.w.exp_avg",
+        "optimizer.state.w.step",
+        "optimizer.param_groups.w.lr",
+        "optimizer.state.w.b.exp_avg",
+        "optimizer.state.v.exp_avg",
+        "optimizer.state.v.step",
+        "optimizer.state.0.step",
+        "lr_scheduler.w",
+        "step",
+    ]
+    found = dependent(["model.w"], model, outside, "model.")
+    assert set(found) == {
+        "optimizer.state.w.exp_avg",
+        "optimizer.state.w.step",
+    }
+    state = dependent(["optimizer.state.v.exp_avg_sq"], model, outside, "model.")
+    assert set(state) == {"optimizer.state.v.exp_avg", "optimizer.state.v.step"}
+    assert not dependent(["step", "model.x"], model, outside, "model.")
+
+
+def test_replicas_are_compared_box_by_box(catalog: Catalog, tmp_path: Path) -> None:
+    (extent,) = catalog.tensors["c"].extents
+    (tmp_path / "same").write_bytes(torch.ones(4).numpy().tobytes())
+    (tmp_path / "other").write_bytes(torch.tensor([1.0, 1, 1, 2]).numpy().tobytes())
+    same = Extent(extent.box, "same", 0, 16)
+    other, gone = replace(same, file="other"), replace(same, file="gone")
+    require_equal(replace(catalog, replicas={"c": (same,)}))
+    found = list(differing(replace(catalog, replicas={"c": (same, other)})))
+    assert [(f.tensor, f.box, f.file) for f in found] == [("c", extent.box, "other")]
+    (unread,) = differing(replace(catalog, replicas={"c": (gone,)}))
+    assert unread.tensor == "c" and "gone" in unread.what
+
+
+def test_a_source_of_which_nothing_can_be_read_is_damaged(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "__0.metadata").write_bytes(b"garbage")
+    with pytest.raises(DamagedError, match="nothing whole is left"):
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", allow_missing=True)

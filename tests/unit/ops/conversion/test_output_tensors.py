@@ -1,0 +1,44 @@
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.ops.conversion.output_tensors import cast_to, main_dtype, output_tensors
+from ckptctl.planner.mapped import MappedTensor, View
+
+
+def entry(name, dtype="bfloat16"):
+    return TensorEntry(name, dtype, (4,), (Extent(Box((0,), (4,)), "f", 0, 8),), (name,))
+
+
+def mapped(name, logical):
+    view = View(name, ((0,),), (0,), (4,))
+    return MappedTensor(logical, (4,), (view,), (view,))
+
+
+def planned(entries, tensors, **options):
+    placed = {item.targets[0].key: (item.targets[0].key,) for item in tensors}
+    options = {"dtype": None, "pinned": (), "aliases": True, **options}
+    return output_tensors(tensors, entries, placed, **options)
+
+
+def test_only_floating_tensors_are_cast_and_pinned_ones_stay():
+    entries = {"w": entry("w"), "bias": entry("bias", "float32"), "n": entry("n", "int64")}
+    tensors = [mapped("w", "w.0"), mapped("bias", "router_bias.0"), mapped("n", "n")]
+    found = planned(entries, tensors, dtype="float16", pinned=("router_bias",))
+    assert [tensor.dtype for tensor in found] == ["float16", "float32", "int64"]
+
+
+def test_a_scale_is_not_a_weight():
+    assert cast_to("float8_e8m0fnu", "float32") == "float8_e8m0fnu"
+    assert cast_to("float8_e4m3fn", "float32") == "float32"
+
+
+def test_shared_memory_stays_shared_or_is_written_twice():
+    entries = {"a": entry("a"), "b": TensorEntry("b", "bfloat16", (4,), (), ("b",), alias_of="a")}
+    tensors = [mapped("a", "a"), mapped("b", "b")]
+    assert [t.alias_of for t in planned(entries, tensors)] == [None, "a"]
+    assert [t.alias_of for t in planned(entries, tensors, aliases=False)] == [None, None]
+
+
+def test_the_main_dtype_is_the_one_with_the_most_bytes():
+    entries = {"a": entry("a"), "b": entry("b", "float32"), "n": entry("n", "int64")}
+    tensors = [mapped(name, name) for name in entries]
+    assert main_dtype(planned(entries, tensors)) == "float32"
+    assert main_dtype(planned({"n": entries["n"]}, [tensors[2]])) is None

@@ -1,0 +1,324 @@
+"""Merging an adapter into a model, over files that ckptctl did not write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptctl
+from ckptctl.errors import CkptError, DamagedError, MappingError, RefusedError, UsageError
+from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
+from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
+from tests.contract.support import to_halves
+
+STATE, CONFIG = tiny_llama("llama3", "float32")
+SCALE = 2.0
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    save_hf(folder, STATE, CONFIG, shards=2)
+    return folder
+
+
+def close(found, expected, tolerance=3e-6):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name].double(), value.double(), rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_merged_model(base, tmp_path, dora):
+    adapter = random_adapter(STATE, (*PROJECTIONS, "lm_head"), dora=dora)
+    folder = save_peft(tmp_path / "adapter", adapter)
+    done = ckptctl.merge(base, folder, tmp_path / "out", verify=True)
+    assert done.verified
+    close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, adapter, SCALE))
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
+
+
+def test_one_rounding_to_the_dtype_of_the_model(tmp_path):
+    state, config = tiny_llama("llama3", "bfloat16")
+    save_hf(tmp_path / "base", state, config)
+    adapter = random_adapter(state)
+    folder = save_peft(tmp_path / "adapter", adapter)
+    ckptctl.merge(tmp_path / "base", folder, tmp_path / "out")
+    ckptctl.merge(tmp_path / "base", folder, tmp_path / "wide", dtype="fp32")
+    wide = load_any_reference(tmp_path / "wide")
+    exact = merged_by_hand({name: value.double() for name, value in state.items()}, adapter, SCALE)
+    close(wide, {name: value.float() for name, value in exact.items()})
+    for name, value in load_any_reference(tmp_path / "out").items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, wide[name].to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("to", "layout"), [("torch", "torchtune"), ("dcp", "torchtitan@0.3"), ("meta", "meta")]
+)
+def test_merging_and_converting_commute(base, tmp_path, dora, to, layout):
+    adapter = save_peft(tmp_path / "adapter", random_adapter(STATE, dora=dora))
+    ckptctl.convert(base, tmp_path / "moved", to=to, to_layout=layout)
+    ckptctl.merge(tmp_path / "moved", adapter, tmp_path / "last", assets=base)
+    ckptctl.merge(base, adapter, tmp_path / "first", to=to, to_layout=layout)
+    ckptctl.merge(base, adapter, tmp_path / "merged")
+    ckptctl.convert(tmp_path / "merged", tmp_path / "then", to=to, to_layout=layout)
+    found = [contents(tmp_path / name) for name in ("last", "first", "then")]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
+    assert not torch.equal(
+        *(
+            contents(tmp_path / n)[
+                next(name for name in found[0] if "wq.weight" in name or "q_proj.weight" in name)
+            ]
+            for n in ("moved", "last")
+        )
+    )
+
+
+def contents(path):
+    file = path / "consolidated.00.pth"
+    return load_any_reference(file if file.exists() else path)
+
+
+def test_an_adapter_of_torchtune(base, tmp_path):
+    adapter = random_adapter(STATE, dora=True)
+    folder = save_peft(tmp_path / "adapter", adapter)
+    ckptctl.convert(folder, tmp_path / "tune.pt", to="torch", to_layout="torchtune", assets=base)
+    assert any(key.endswith("attn.q_proj.lora_a.weight") for key in contents(tmp_path / "tune.pt"))
+    with pytest.raises(UsageError, match="how strong"):
+        ckptctl.plan_merge(base, tmp_path / "tune.pt", tmp_path / "out", lora_alpha=None)
+    ckptctl.merge(base, tmp_path / "tune.pt", tmp_path / "out", lora_alpha=8)
+    ckptctl.merge(base, folder, tmp_path / "other")
+    found = load_any_reference(tmp_path / "out"), load_any_reference(tmp_path / "other")
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_factors_beside_their_model(base, tmp_path):
+    """torchtitan saves frozen weights and factors in one checkpoint."""
+    ckptctl.convert(base, tmp_path / "titan.pt", to="torch", to_layout="torchtitan@0.3")
+    factors = random_adapter(STATE, ("self_attn.o_proj", "mlp.up_proj"))
+    named = {
+        name.removeprefix("base_model.model.model.")
+        .replace("self_attn.o_proj.lora_", "attention.wo.lora_")
+        .replace("mlp.up_proj.lora_", "feed_forward.w3.lora_")
+        .replace("lora_A", "lora_a")
+        .replace("lora_B", "lora_b"): value
+        for name, value in factors.items()
+    }
+    save_dcp(tmp_path / "both", {**contents(tmp_path / "titan.pt"), **named})
+    plan = ckptctl.plan_merge(base, tmp_path / "both", tmp_path / "out", scaling=0.5)
+    assert plan.adapter_layout == "torchtitan@0.3"
+    assert any("are those of its model" in note for note in plan.conversion.notes)
+    ckptctl.merge(base, tmp_path / "both", tmp_path / "out", scaling=0.5)
+    close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, factors, 0.5))
+
+
+def test_modules_to_save_replace_those_of_the_model(base, tmp_path):
+    saved = {
+        "base_model.model.lm_head.weight": torch.randn(128, 64),
+        "base_model.model.model.norm.weight": torch.randn(64),
+    }
+    adapter = random_adapter(STATE, ("self_attn.q_proj",))
+    folder = save_peft(tmp_path / "adapter", {**adapter, **saved}, modules_to_save=["lm_head"])
+    plan = ckptctl.plan_merge(base, folder, tmp_path / "out", to="torch", to_layout="torchtune")
+    assert (plan.merged, plan.replaced) == (2, 2)
+    ckptctl.merge(base, folder, tmp_path / "out.pt", to="torch", to_layout="torchtune")
+    found = contents(tmp_path / "out.pt")
+    assert torch.equal(found["output.weight"], saved["base_model.model.lm_head.weight"])
+    assert torch.equal(found["norm.scale"], saved["base_model.model.model.norm.weight"])
+
+
+def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in adapter.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda a: {**a, "base_model.model.model.nothing.weight": torch.zeros(2)}, MappingError,
+         "unknown"),
+        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), DamagedError, "no `lora_b` beside"),
+        (lambda a: {**a, **{n: v[:2] for n, v in a.items() if "1.self_attn.q_proj.lora_A" in n}},
+         DamagedError, "rank"),
+        (lambda a: {n: v[..., :60] if "lora_A" in n else v for n, v in a.items()}, MappingError,
+         "contradicts"),
+        (lambda a: {n.replace(".1.", ".7."): v for n, v in a.items()}, MappingError, "counts as"),
+        (lambda a: {n.replace("lora_A.weight", "lora_embedding_A"): v for n, v in a.items()},
+         RefusedError, "embeddings"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(base, tmp_path, change, error, says):
+    adapter = change(random_adapter(STATE, ("self_attn.q_proj",)))
+    folder = save_peft(tmp_path / "adapter", adapter)
+    with pytest.raises(error) as caught:
+        ckptctl.merge(base, folder, tmp_path / "out")
+    shown = f"{caught.value.what} {caught.value.why}"
+    assert says in shown, shown
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_magnitudes_that_the_configuration_contradicts(base, tmp_path, dora):
+    adapter = random_adapter(STATE, ("self_attn.q_proj",), dora=not dora)
+    folder = save_peft(tmp_path / "adapter", adapter, use_dora=dora)
+    with pytest.raises(DamagedError, match="magnitude"):
+        ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_a_magnitude_that_is_missing(base, tmp_path):
+    adapter = random_adapter(STATE, ("self_attn.q_proj",), dora=True)
+    adapter = lacking(adapter, "1.self_attn.q_proj.lora_magnitude_vector")
+    with pytest.raises(DamagedError, match="some have none"):
+        ckptctl.merge(base, save_peft(tmp_path / "adapter", adapter), tmp_path / "out")
+
+
+def test_factors_without_rows(base, tmp_path):
+    """What ZeRO-3 leaves of an adapter that was not gathered."""
+    adapter = random_adapter(STATE, ("self_attn.q_proj",), rank=0)
+    with pytest.raises(DamagedError, match="rank 0"):
+        ckptctl.merge(base, save_peft(tmp_path / "adapter", adapter, r=4), tmp_path / "out")
+
+
+def test_a_model_is_no_adapter(base, tmp_path):
+    with pytest.raises(MappingError, match="no adapter"):
+        ckptctl.merge(base, base, tmp_path / "out")
+
+
+def test_a_quantised_model_is_dequantised_first(tmp_path):
+    state, config = tiny_llama("llama3")
+    adapter = save_peft(tmp_path / "adapter", random_adapter(state))
+    key = next(name for name in state if "q_proj" in name)
+    state[f"{key}_scale_inv"] = torch.full((1, 1), 0.5)
+    state[key] = state[key].to(torch.float8_e4m3fn)
+    base = save_hf(tmp_path / "fp8", state, config)
+    with pytest.raises(MappingError, match="unknown to `llama3`") as caught:
+        ckptctl.merge(base, adapter, tmp_path / "out")
+    assert "--dequantize" in caught.value.hint and "--exclude" not in caught.value.hint
+    ckptctl.merge(base, adapter, tmp_path / "out", dequantize="bf16")
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
+    with pytest.raises(MappingError, match="not its model"):
+        ckptctl.merge(folder, folder, tmp_path / "out")
+
+
+def test_an_adapter_of_another_model(tmp_path):
+    other, config = tiny_llama("llama3", "float32", layers=1)
+    save_hf(tmp_path / "base", other, config)
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
+    with pytest.raises(CkptError):
+        ckptctl.merge(tmp_path / "base", folder, tmp_path / "out")
+
+
+def test_a_tied_output_layer_is_not_changed_alone(tmp_path):
+    state, config = tiny_llama("llama3_2", "float32")
+    save_hf(tmp_path / "base", state, config)
+    tied = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
+    folder = save_peft(tmp_path / "adapter", random_adapter(tied, ("lm_head",)))
+    with pytest.raises(MappingError, match="lacks the layers"):
+        ckptctl.merge(tmp_path / "base", folder, tmp_path / "out")
+
+
+def test_the_destination_may_not_be_the_adapter(base, tmp_path):
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
+    for target in (folder, folder / "inside", base):
+        with pytest.raises(RefusedError):
+            ckptctl.merge(base, folder, target, overwrite=True)
+
+
+def test_a_changed_adapter_is_noticed(base, tmp_path):
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
+    plan = ckptctl.plan_merge(base, folder, tmp_path / "out")
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    from ckptctl.ops.merging.merge import run_merge
+
+    with pytest.raises(CkptError):
+        run_merge(plan)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_plan_names_what_is_merged(base, tmp_path):
+    save_torch(tmp_path / "model.pt", STATE)
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE))
+    plan = ckptctl.plan_merge(tmp_path / "model.pt", folder, tmp_path / "out.pt", assets=base)
+    assert plan.to_json() == {
+        "adapter": str(folder),
+        "adapter_format": "peft",
+        "adapter_layout": "peft",
+        "merged": 14,
+        "replaced": 0,
+        "scales": [2.0],
+    }
+    assert plan.conversion.arithmetic
+
+
+def test_an_adapter_of_mistral(tmp_path):
+    """Its rows are interleaved; the factor is given, as to ``load_lora`` of mistral-inference."""
+    config = {**CONFIG, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    config = {name: value for name, value in config.items() if not name.startswith("rope")}
+    save_hf(tmp_path / "base", STATE, {**config, "rope_theta": 10000.0, "sliding_window": None})
+    generator = torch.Generator().manual_seed(2)
+    factors, expected = {}, dict(STATE)
+    for name, native, heads in (("q", "wq", 4), ("k", "wk", 2), ("v", "wv", 0)):
+        key = f"model.layers.1.self_attn.{name}_proj.weight"
+        a = torch.randn(3, STATE[key].shape[1], generator=generator)
+        b = torch.randn(STATE[key].shape[0], 3, generator=generator)
+        factors[f"layers.1.attention.{native}.lora_A.weight"] = a
+        factors[f"layers.1.attention.{native}.lora_B.weight"] = b
+        change = to_halves(b @ a, heads) if heads else b @ a
+        expected[key] = STATE[key] + 2.0 * change
+    save_file(factors, tmp_path / "lora.safetensors")
+    with pytest.raises(UsageError, match="how strong"):
+        ckptctl.plan_merge(tmp_path / "base", tmp_path / "lora.safetensors", tmp_path / "out")
+    ckptctl.merge(tmp_path / "base", tmp_path / "lora.safetensors", tmp_path / "out", scaling=2.0)
+    close(load_any_reference(tmp_path / "out"), expected)
+
+
+def test_ranks_without_bound(base, tmp_path, monkeypatch):
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE, rank=4))
+    monkeypatch.setattr("ckptctl.ops.merging.tensors.LARGEST", 1000)
+    with pytest.raises(RefusedError, match="bounded memory"):
+        ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_whole_modules_that_are_not_there(base, tmp_path):
+    adapter = random_adapter(STATE)
+    folder = save_peft(tmp_path / "adapter", adapter, modules_to_save=["lm_head"])
+    with pytest.raises(DamagedError, match="trained as a whole"):
+        ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_whole_modules_of_integers(base, tmp_path):
+    name = "base_model.model.lm_head.weight"
+    whole = torch.zeros(STATE["lm_head.weight"].shape, dtype=torch.int32)
+    folder = save_peft(tmp_path / "adapter", {**random_adapter(STATE), name: whole})
+    with pytest.raises(MappingError, match="int32"):
+        ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_an_embedding_that_training_untied(tmp_path):
+    """PEFT gives a tied model an embedding of its own and keeps the output as it was."""
+    state, config = tiny_llama("llama3_2", "float32")
+    save_hf(tmp_path / "tied", state, config)
+    embedding = torch.ones(state["model.embed_tokens.weight"].shape)
+    adapter = {**random_adapter(state), "base_model.model.model.embed_tokens.weight": embedding}
+    folder = save_peft(tmp_path / "adapter", adapter, modules_to_save=["embed_tokens"])
+    with pytest.raises(RefusedError, match="are tied") as caught:
+        ckptctl.merge(tmp_path / "tied", folder, tmp_path / "out")
+    assert "--untie" in str(caught.value.hint)
+    ckptctl.convert(tmp_path / "tied", tmp_path / "untied", to="hf", untie=True)
+    ckptctl.merge(tmp_path / "untied", folder, tmp_path / "out")
+    found = load_any_reference(tmp_path / "out")
+    assert torch.equal(found["model.embed_tokens.weight"], embedding)
+    assert torch.equal(found["lm_head.weight"], state["model.embed_tokens.weight"])

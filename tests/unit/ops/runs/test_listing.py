@@ -1,0 +1,364 @@
+"""What there is in a run: complete or not, at work, named by pointers, rated."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import FormatError, SourceNotFoundError
+from ckptctl.ops.retention.prune import plan_prune
+from ckptctl.ops.runs import completeness as run_completeness
+from ckptctl.ops.runs.listing import newest_complete, read_run
+from ckptctl.planner.retention import Policy
+from tests.runs import START, age, save_step, tear
+
+DATA = Path(__file__).parents[3] / "data"
+BEST = ("`last.ckpt` as the best", "`epoch=0-step=3.ckpt` as the best")
+
+
+def states(root: Path) -> dict[str, str]:
+    return {one.candidate.name: one.candidate.state for one in read_run(root).checkpoints}
+
+
+def pinned(root: Path) -> dict[str, tuple[str, ...]]:
+    found = read_run(root).checkpoints
+    return {one.candidate.name: one.candidate.pinned for one in found if one.candidate.pinned}
+
+
+def test_by_step_not_by_text(tmp_path):
+    for step in (10, 9, 100, 1):
+        save_step(tmp_path / f"step-{step}")
+    assert list(states(tmp_path)) == ["step-1", "step-9", "step-10", "step-100"]
+    assert newest_complete(tmp_path)[0].entry.path.name == "step-100"
+
+
+@pytest.mark.parametrize(
+    ("sample", "name", "format", "pins"),
+    [
+        ("deepspeed/z1_bf16", "global_step2", "deepspeed", ("`latest`",)),
+        ("deepspeed/z0_bf16", "global_step2", "deepspeed", ("`latest`",)),
+        ("megatron/tp2_pp2_vp2", "iter_0000010", "megatron", None),
+        ("wrappers/hf_trainer", "checkpoint-6", "hf", ()),
+        ("wrappers/bytecheckpoint", "global_step_1", "bytecheckpoint", None),
+        ("wrappers/lightning_plain", "epoch=0-step=3.ckpt", "torch", BEST),
+        ("wrappers/lightning_fsdp1", "epoch=0-step=2.ckpt", "dcp", ()),
+        ("rank_files/torch_experimental", "step-2", None, ()),
+    ],
+)
+def test_what_trainers_wrote(sample, name, format, pins):
+    (found,) = read_run(DATA / sample / "ckpt").checkpoints
+    assert (found.candidate.name, found.candidate.state) == (name, "complete")
+    assert format in (None, found.format)
+    assert pins in (None, found.candidate.pinned)
+
+
+@pytest.mark.parametrize("sample", ["deepspeed/z2_rr", "deepspeed/z3_sub_w3", "megatron/tp2_ep2"])
+def test_a_missing_rank_makes_it_incomplete(tmp_path, sample):
+    shutil.copytree(DATA / sample / "ckpt", tmp_path / "run")
+    victim = sorted(p for p in (tmp_path / "run").rglob("*.pt") if "optim" in p.name)[-1]
+    victim.unlink()
+    age(tmp_path / "run", START)
+    assert list(states(tmp_path / "run").values()) == ["incomplete"]
+
+
+def test_incomplete_and_at_work(tmp_path):
+    save_step(tmp_path / "step-1")
+    tear(save_step(tmp_path / "step-2"))
+    tear(save_step(tmp_path / "step-3"), time.time() - 30)
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / "thesis.tex").write_text("x")
+    for name in ("step-4", "step-5"):
+        age(tmp_path / name, START)
+    found = states(tmp_path)
+    assert found == {
+        "step-1": "complete",
+        "step-2": "incomplete",
+        "step-3": "writing",
+        "step-4": "incomplete",
+        "step-5": "unknown",
+    }
+
+
+def test_staging_folders(tmp_path):
+    save_step(tmp_path / "step-1")
+    stage = tmp_path / ".step-2.ckptctl-staging"
+    (stage / "data").mkdir(parents=True)
+    age(stage, START)
+    assert states(tmp_path)[stage.name] == "incomplete"
+    with (stage / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        age(stage, START)
+        found = read_run(tmp_path).checkpoints[-1].candidate
+        assert found.state == "writing"
+        assert str(os.getpid()) in found.problem
+
+
+def test_what_is_no_checkpoint_is_not_one(tmp_path):
+    save_step(tmp_path / "step-1")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "step-2").write_text("a file")
+    (tmp_path / "step-3").symlink_to("step-1")
+    save_step(tmp_path / "step-1-bak")
+    run = read_run(tmp_path)
+    assert [one.candidate.name for one in run.checkpoints] == ["step-1"]
+    assert run.others == ("logs", "step-1-bak", "step-2", "step-3")
+
+
+def test_what_the_others_have_must_be_there(tmp_path):
+    for step in (1, 2, 3):
+        save_step(tmp_path / f"checkpoint-{step}")
+        if step < 3:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+            age(tmp_path / f"checkpoint-{step}", START + 60 * step)
+    assert states(tmp_path)["checkpoint-3"] == "incomplete"
+    found, skipped = newest_complete(tmp_path)
+    assert found.entry.path.name == "checkpoint-2"
+    assert "trainer_state.json" in skipped[0].candidate.problem
+
+
+def test_accelerates_last_file_too(tmp_path):
+    for step in (1, 2, 3):
+        path = save_step(tmp_path / f"checkpoint_{step}")
+        if step != 3:
+            (path / "random_states_0.pkl").write_bytes(b"x")
+            age(path, START + 60 * step)
+    assert states(tmp_path)["checkpoint_3"] == "incomplete"
+
+
+def test_work_grows_with_the_run_and_not_with_its_square(tmp_path, monkeypatch):
+    looked: list[str] = []
+    has = run_completeness._has
+    monkeypatch.setattr(run_completeness, "_has", lambda *a: looked.append(a[1]) or has(*a))
+    for step in range(30):
+        save_step(tmp_path / f"step-{step}")
+    read_run(tmp_path)
+    assert len(looked) == 30 * len(run_completeness.COMPANIONS)
+
+
+@pytest.mark.parametrize(
+    ("pointer", "text", "name"),
+    [
+        ("latest", "global_step5", "global_step5"),
+        ("latest", "global_step5\n", "global_step5"),
+        ("latest_universal", "global_step5", "global_step5"),
+        ("latest_checkpointed_iteration.txt", "5", "global_step5"),
+        ("last_checkpoint", "somewhere/global_step5", "global_step5"),
+        ("latest", "global_step7", None),
+        ("latest", "../../etc", None),
+        ("latest", "", None),
+        ("latest", "\0\xff", None),
+    ],
+)
+def test_pointers(tmp_path, pointer, text, name):
+    for step in (5, 6):
+        save_step(tmp_path / f"global_step{step}")
+    (tmp_path / pointer).write_text(text)
+    assert pinned(tmp_path) == ({name: (f"`{pointer}`",)} if name else {})
+
+
+def test_links(tmp_path):
+    for step in (1, 2, 3):
+        save_step(tmp_path / f"step-{step}")
+    (tmp_path / "last.ckpt").symlink_to("step-2")
+    (tmp_path / "inside").symlink_to("step-1/model.safetensors")
+    (tmp_path / "outside").symlink_to("/etc")
+    (tmp_path / "nowhere").symlink_to("step-9")
+    (tmp_path / "loop").symlink_to("loop")
+    assert pinned(tmp_path) == {
+        "step-1": ("the link `inside`",),
+        "step-2": ("the link `last.ckpt`",),
+    }
+
+
+def test_links_beside_the_run_and_in_its_checkpoints(tmp_path):
+    """A checkpoint whose files are links into another one would lose them with it."""
+    root = tmp_path / "run"
+    for step in (1, 2, 3, 4):
+        save_step(root / f"step-{step}")
+    (tmp_path / "best").symlink_to("run/step-2")
+    (root / "step-4" / "model").mkdir()
+    (root / "step-4" / "model" / "w").symlink_to("../../step-3/model.safetensors")
+    (root / "step-4" / "again").symlink_to("model.safetensors")
+    (root / "step-4" / "up").symlink_to("..")
+    assert pinned(root) == {
+        "step-2": ("the link `../best`",),
+        "step-3": ("the link `step-4/model/w`",),
+    }
+
+
+def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
+    """Root may read everything, so the refusal is made here."""
+    for step in (1, 2):
+        save_step(tmp_path / f"step-{step}")
+    exists, is_file = Path.exists, Path.is_file
+
+    def refuse(real):
+        def refusing(path):
+            if path.parent.name == "step-2":
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        return refusing
+
+    monkeypatch.setattr(Path, "exists", refuse(exists))
+    monkeypatch.setattr(Path, "is_file", refuse(is_file))
+    assert states(tmp_path) == {"step-1": "complete", "step-2": "unknown"}
+    found, skipped = newest_complete(tmp_path)
+    assert found.entry.path.name == "step-1"
+    assert "EACCES" in skipped[0].candidate.problem
+
+
+def test_what_was_killed_before_its_index_is_incomplete(tmp_path):
+    """DCP writes `.metadata` last: without it the files of the ranks are no checkpoint."""
+    sample = DATA / "dcp" / "torchtitan" / "steps" / "ckpt" / "checkpoint" / "step-8"
+    for step in (1, 2):
+        shutil.copytree(sample, tmp_path / f"step-{step}")
+    shutil.copytree(sample, tmp_path / "step-3" / "optimizer_0")
+    (tmp_path / "step-2" / ".metadata").unlink()
+    shutil.copytree(tmp_path / "step-2", tmp_path / "step-3" / "pytorch_model_fsdp_0")
+    for step in (1, 2, 3):
+        age(tmp_path / f"step-{step}", START + step)
+    assert states(tmp_path) == {
+        "step-1": "complete",
+        "step-2": "incomplete",
+        "step-3": "incomplete",
+    }
+    problems = [one.candidate.problem for one in read_run(tmp_path).checkpoints]
+    assert problems[1:] == ["`.metadata` is missing", "`pytorch_model_fsdp_0/.metadata` is missing"]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_what_the_system_does_not_let_us_read_is_unknown(tmp_path, monkeypatch, code):
+    """It may be whole, so `--include-incomplete` must not take it."""
+    for step in (1, 2, 3):
+        save_step(tmp_path / f"step-{step}", files=2)
+    tear(tmp_path / "step-2")
+    real = os.preadv
+
+    def fail(descriptor, *rest):
+        if "step-1/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(code, os.strerror(code))
+        return real(descriptor, *rest)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: fail(fd, [b := bytearray(n)], at) and b)
+    assert states(tmp_path) == {"step-1": "unknown", "step-2": "incomplete", "step-3": "complete"}
+    plan = plan_prune(tmp_path, Policy(last=1, incomplete=True), force=True)
+    assert [one.name for one in plan.of("remove")] == ["step-2"]
+
+
+class Own:
+    """What a trainer of somebody's puts into its checkpoints."""
+
+
+def test_a_pickle_of_somebodys_own_classes_is_unknown(tmp_path):
+    torch = pytest.importorskip("torch")
+    for step, held in ((1, Own()), (2, 3)):
+        path = tmp_path / f"epoch=0-step={step}.ckpt"
+        torch.save({"state_dict": {"w": torch.ones(2)}, "args": held}, path)
+        age(path, START + step)
+    assert [*states(tmp_path).values()] == ["unknown", "complete"]
+
+
+def test_metrics_that_are_no_numbers_of_json(tmp_path):
+    trainer(save_step(tmp_path / "checkpoint-2"), 2, "", eval_loss=float("nan"), x=float("inf"))
+    (found,) = read_run(tmp_path).checkpoints
+    assert found.to_json()["metrics"] == {"eval_loss": None, "loss": 3.0, "x": None}
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def lightning(path: Path, step: int, best: str, score: float | None, monitor: str | None) -> None:
+    """Save a file as ``Trainer.save_checkpoint`` does with a ``ModelCheckpoint``."""
+    torch = pytest.importorskip("torch")
+    state: dict[str, object] = {
+        "monitor": monitor,
+        "best_model_path": best,
+        "current_score": None if score is None else torch.tensor(score),
+        "best_k_models": {},
+    }
+    whole = {
+        "global_step": step,
+        "state_dict": {"w": torch.ones(2)},
+        "callbacks": {"ModelCheckpoint{'mode': 'min'}": state, "Timer": {"time": 1}},
+    }
+    torch.save(whole, path)
+    age(path, START + step)
+
+
+def test_lightnings_best_and_its_scores(tmp_path):
+    for step, best, score in ((1, 1, 0.5), (2, 2, 0.25), (3, 2, 0.75)):
+        path = tmp_path / f"epoch=0-step={step}.ckpt"
+        lightning(path, step, f"/elsewhere/epoch=0-step={best}.ckpt", score, "val/loss")
+    said = ("`epoch=0-step=3.ckpt` as the best",)
+    assert pinned(tmp_path) == {"epoch=0-step=2.ckpt": said}
+    rated = [one.candidate.metrics for one in read_run(tmp_path).checkpoints]
+    assert rated == [{"val/loss": 0.5}, {"val/loss": 0.25}, {"val/loss": 0.75}]
+
+
+def test_a_best_one_without_a_score_is_only_the_last(tmp_path):
+    lightning(tmp_path / "epoch=0-step=1.ckpt", 1, "epoch=0-step=1.ckpt", None, None)
+    (tmp_path / "epoch=0-step=2.ckpt").write_bytes(b"torn")
+    assert pinned(tmp_path) == {}
+
+
+def trainer(folder: Path, step: int, best: str, **logged: float) -> None:
+    history = [{"step": step, "loss": 3.0}, {"step": step, **logged}, {"step": 1, "eval_loss": 9.0}]
+    state = {"global_step": step, "best_model_checkpoint": best, "log_history": history}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+def test_the_trainer(tmp_path):
+    for step, best in ((10, "out/checkpoint-10"), (20, "out/checkpoint-20"), (30, "checkpoint-20")):
+        trainer(save_step(tmp_path / f"checkpoint-{step}"), step, best, eval_loss=step / 10)
+    assert pinned(tmp_path) == {"checkpoint-20": ("`trainer_state.json` as the best",)}
+    rated = [one.candidate.metrics["eval_loss"] for one in read_run(tmp_path).checkpoints]
+    assert rated == [1.0, 2.0, 3.0]
+
+
+def test_the_time_is_that_of_the_weights(tmp_path):
+    path = save_step(tmp_path / "step-1")
+    (path / "SHA256SUMS").write_text("later")
+    (found,) = read_run(tmp_path).checkpoints
+    assert found.entry.time == START + 60
+    assert found.entry.touched > START + 60
+
+
+def test_the_newest_complete_one(tmp_path):
+    for step in (1, 2, 3):
+        save_step(tmp_path / f"step-{step}", files=2)
+    sorted((tmp_path / "step-3").glob("*.safetensors"))[1].unlink()
+    found, skipped = newest_complete(tmp_path)
+    assert found.entry.path == tmp_path / "step-2"
+    assert [one.candidate.name for one in skipped] == ["step-3"]
+
+
+def test_of_two_series_the_one_that_was_written_last(tmp_path):
+    save_step(tmp_path / "epoch_1", START + 99_999)
+    save_step(tmp_path / "step-500")
+    assert newest_complete(tmp_path)[0].entry.path.name == "epoch_1"
+
+
+def test_none_is_complete(tmp_path):
+    tear(save_step(tmp_path / "step-1"))
+    with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete") as caught:
+        newest_complete(tmp_path)
+    assert "step-1" in caught.value.why
+
+
+def test_no_run(tmp_path):
+    save_step(tmp_path / "inner" / "step-1")
+    with pytest.raises(FormatError) as caught:
+        read_run(tmp_path)
+    assert str(tmp_path / "inner") in caught.value.hint
+    with pytest.raises(FormatError, match="this is a checkpoint"):
+        read_run(tmp_path / "inner" / "step-1")
+    with pytest.raises(SourceNotFoundError):
+        read_run(tmp_path / "nowhere")
