@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ckptctl.api import report as report
     from ckptctl.api import verify as verify
     from ckptctl.catalog import Catalog as Catalog
-    from ckptctl.distributed.async_saving import AsyncSaver as AsyncSaver
-    from ckptctl.distributed.async_saving import SaveFuture as SaveFuture
-    from ckptctl.distributed.async_saving import async_save as async_save
-    from ckptctl.distributed.loading import load as load
+    from ckptctl.distributed.background.async_save import AsyncSaver as AsyncSaver
+    from ckptctl.distributed.background.async_save import SaveFuture as SaveFuture
+    from ckptctl.distributed.background.async_save import async_save as async_save
+    from ckptctl.distributed.loading.load import load as load
     from ckptctl.distributed.manager import CheckpointManager as CheckpointManager
     from ckptctl.distributed.manager import Resumed as Resumed
-    from ckptctl.distributed.saving import save as save
+    from ckptctl.distributed.saving.save import save as save
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.comparison.result import Difference as Difference
     from ckptctl.ops.conversion.convert import ConversionPlan as ConversionPlan
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "AsyncSaver": "ckptctl.distributed.async_saving",
+    "AsyncSaver": "ckptctl.distributed.background.async_save",
     "Catalog": "ckptctl.catalog",
     "CheckpointManager": "ckptctl.distributed.manager",
     "CkptError": "ckptctl.errors",
@@ -53,19 +53,19 @@ _HOME = {
     "MergePlan": "ckptctl.ops.merging.merge",
     "Report": "ckptctl.ops.report.data",
     "Resumed": "ckptctl.distributed.manager",
-    "SaveFuture": "ckptctl.distributed.async_saving",
+    "SaveFuture": "ckptctl.distributed.background.async_save",
     "Verification": "ckptctl.ops.verification.result",
-    "async_save": "ckptctl.distributed.async_saving",
+    "async_save": "ckptctl.distributed.background.async_save",
     "convert": "ckptctl.api",
     "diff": "ckptctl.api",
     "extract": "ckptctl.api",
     "inspect": "ckptctl.api",
-    "load": "ckptctl.distributed.loading",
+    "load": "ckptctl.distributed.loading.load",
     "merge": "ckptctl.api",
     "plan_conversion": "ckptctl.api",
     "plan_merge": "ckptctl.api",
     "report": "ckptctl.api",
-    "save": "ckptctl.distributed.saving",
+    "save": "ckptctl.distributed.saving.save",
     "verify": "ckptctl.api",
 }
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptctl.distributed.load_planner import LoadPlanner as LoadPlanner
-    from ckptctl.distributed.reader import Reader as Reader
-    from ckptctl.distributed.save_planner import SavePlanner as SavePlanner
-    from ckptctl.distributed.writer import Writer as Writer
+    from ckptctl.distributed.dcp.load_planner import LoadPlanner as LoadPlanner
+    from ckptctl.distributed.dcp.reader import Reader as Reader
+    from ckptctl.distributed.dcp.save_planner import SavePlanner as SavePlanner
+    from ckptctl.distributed.dcp.writer import Writer as Writer
 
 _HOME = {
-    "LoadPlanner": "ckptctl.distributed.load_planner",
-    "Reader": "ckptctl.distributed.reader",
-    "SavePlanner": "ckptctl.distributed.save_planner",
-    "Writer": "ckptctl.distributed.writer",
+    "LoadPlanner": "ckptctl.distributed.dcp.load_planner",
+    "Reader": "ckptctl.distributed.dcp.reader",
+    "SavePlanner": "ckptctl.distributed.dcp.save_planner",
+    "Writer": "ckptctl.distributed.dcp.writer",
 }
 
 __all__ = ["LoadPlanner", "Reader", "SavePlanner", "Writer"]

@@ -11,14 +11,14 @@ from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
-from ckptctl.distributed.async_saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
+from ckptctl.distributed.background.future import SaveFuture
+from ckptctl.distributed.background.saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
 from ckptctl.distributed.closing import Closing
-from ckptctl.distributed.final_save import save_converted
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.loading import load
+from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper
-from ckptctl.distributed.save_future import SaveFuture
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.saving.final import save_converted
+from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops import option_checks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from ckptctl.distributed.rank_output import add_file
+from ckptctl.distributed.saving.rank_output import add_file
 from ckptctl.errors import CkptError
 from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.runs.pointers import SIDECAR, metrics

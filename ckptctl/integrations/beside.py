@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.rank_output import add_file
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.saving.rank_output import add_file
+from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import StorageError
 from ckptctl.ops.coordinator import on_first

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.loading import load
+from ckptctl.distributed.loading.load import load
 from ckptctl.integrations.alone import own_group
 from ckptctl.integrations.beside import save_beside
 from ckptctl.integrations.lightning_folder import (

@@ -18,10 +18,10 @@ from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
 
-from ckptctl.distributed.async_saver import AsyncSaver
-from ckptctl.distributed.loading import load
+from ckptctl.distributed.background.saver import AsyncSaver
+from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run_keeper import Keeper
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.saving.save import save
 from ckptctl.planner.retention import Policy
 
 

@@ -10,8 +10,8 @@ from torchtune import training
 from torchtune.training.checkpointing import ModelType
 
 from ckptctl import families
-from ckptctl.distributed.final_save import save_converted
 from ckptctl.distributed.run_keeper import SERIES
+from ckptctl.distributed.saving.final import save_converted
 from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.alone import own_group
 from ckptctl.integrations.whole import whole, with_numbers

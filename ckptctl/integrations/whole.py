@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ckptctl.api import plan_conversion
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
-from ckptctl.distributed.loading import load
+from ckptctl.distributed.loading.load import load
 from ckptctl.formats import open_checkpoint
 
 RANKS_OWN = re.compile(r"rank_\d+\.")

@@ -55,7 +55,7 @@ def ways(state: dict[str, Any], rank: int) -> dict[str, Callable[[Path], Any]]:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save as stock
 
-    from ckptctl.distributed.saving import save
+    from ckptctl.distributed.saving.save import save
     from ckptctl.distributed.state import memory
 
     views = [memory(tensor.to_local()) for tensor in state.values()]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptctl.distributed import broadcast
-from ckptctl.distributed.async_saving import async_save
-from ckptctl.distributed.loading import load
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.background.async_save import async_save
+from ckptctl.distributed.loading import broadcast
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 
 

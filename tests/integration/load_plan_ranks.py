@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ckptctl.distributed import collective_load
-from ckptctl.distributed.loading import load
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.loading import collective as collective_load
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.saving.save import save
 from ckptctl.ops.loading.identity import identity
 from ckptctl.ops.loading.options import LoadOptions
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptctl.distributed.loading import load
+from ckptctl.distributed.loading.load import load
 from ckptctl.errors import CkptError
 from tests.checkpoints.dcp import distribute
 from tests.integration.dcp_ranks import SHARDINGS

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed import collective_save, save_place, streams
 from ckptctl.distributed.group import Group
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.saving import collective as collective_save
+from ckptctl.distributed.saving import place as save_place
+from ckptctl.distributed.saving import streams
+from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError
 from ckptctl.storage.remote.writing import NAME
 from tests.checkpoints.dcp import distribute

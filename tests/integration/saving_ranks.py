@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed import collective_save, host_memory, save_place
 from ckptctl.distributed.group import Group
 from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
-from ckptctl.distributed.rank_output import SaveOptions
-from ckptctl.distributed.saving import save, write
+from ckptctl.distributed.saving import collective as collective_save
+from ckptctl.distributed.saving import host_memory
+from ckptctl.distributed.saving import place as save_place
+from ckptctl.distributed.saving.rank_output import SaveOptions
+from ckptctl.distributed.saving.save import save, write
 from ckptctl.errors import CkptError
 from ckptctl.storage.execution import worker
 from tests.checkpoints.dcp import distribute

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from ckptctl.distributed import collective_save
-from ckptctl.distributed.async_saving import AsyncSaver, async_save
-from ckptctl.distributed.host_pool import PATIENCE
+from ckptctl.distributed.background.async_save import AsyncSaver, async_save
+from ckptctl.distributed.background.host_pool import PATIENCE
+from ckptctl.distributed.saving import collective as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import staging_directory
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
@@ -229,7 +229,7 @@ def test_a_failing_disk_under_the_writing_process(tmp_path: Path) -> None:
 TRAINER = """
     import os, sys, threading, time, torch
     from pathlib import Path
-    from ckptctl.distributed.async_saving import async_save
+    from ckptctl.distributed.background.async_save import async_save
     root, mode = Path(sys.argv[1]), sys.argv[2]
     tensor = torch.ones(1 << 20)
     async_save({"a": tensor}, root / "step-1", mode=mode).result()
@@ -277,7 +277,7 @@ def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str)
 def test_a_killed_trainer_leaves_the_last_checkpoint(tmp_path: Path, mode: str) -> None:
     child = trainer(
         """
-        from ckptctl.distributed import collective_save
+        from ckptctl.distributed.saving import collective as collective_save
         publish = collective_save.CollectiveSave._publish
         def late(self, written):
             print("written", flush=True)
@@ -329,7 +329,7 @@ def _wait_gone(pid: int) -> None:
 def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
     child = trainer(
         """
-        from ckptctl.distributed.async_saving import AsyncSaver
+        from ckptctl.distributed.background.async_save import AsyncSaver
         from ckptctl.errors import RefusedError
         saver = AsyncSaver(mode=mode)
         hold = threading.Event()

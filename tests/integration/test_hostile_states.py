@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckptctl.distributed.async_saving import AsyncSaver
-from ckptctl.distributed.loading import load
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.background.async_save import AsyncSaver
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.saving.save import save
 from ckptctl.errors import RefusedError, UsageError
 from tests.checkpoints import save_hf, tiny_llama, to_meta_names
 from tests.gloo import RankFailure, run_on_ranks

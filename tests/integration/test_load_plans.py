@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed import collective_load
-from ckptctl.distributed.load_plans import PLANS
-from ckptctl.distributed.loading import load
+from ckptctl.distributed.loading import collective as collective_load
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.loading.plans import PLANS
 from ckptctl.errors import MappingError
 from ckptctl.ops.loading.identity import identity
 from ckptctl.ops.loading.options import LoadOptions

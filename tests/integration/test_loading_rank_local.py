@@ -30,7 +30,7 @@ def _save(rank: int, world: int, folder: str) -> None:
 def _load(rank: int, world: int, folder: str, saved_on: int) -> None:
     import torch.distributed as dist
 
-    from ckptctl.distributed import loading
+    from ckptctl.distributed.loading import load as loading
 
     full = _full()
     for mesh, words in SHARDINGS[world]:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckptctl.distributed.loading import load
-from ckptctl.distributed.tensor_memory import Filled
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.loading.tensor_memory import Filled
 from ckptctl.errors import MappingError, UnsafePickleError
 from ckptctl.ops.loading.state_mapping import StateMapping
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama

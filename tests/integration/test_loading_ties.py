@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.loading import load
+from ckptctl.distributed.loading.load import load
 from ckptctl.errors import MappingError
 from ckptctl.ops.loading.leftovers import kept_apart
 from tests.checkpoints import save_dcp, save_torch

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.utils.data import DataLoader, RandomSampler
 
-from ckptctl.distributed.loading import load
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.saving.save import save
 from ckptctl.errors import UnsafePickleError
 
 SAVES: dict[str, Callable[[Any, Path], object]] = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import saving_ranks

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ckptctl.distributed.loading import load
-from ckptctl.distributed.saving import save
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.saving.save import save
 from tests.checkpoints.dcp import distribute
 from tests.integration.dcp_ranks import SHARDINGS
 

@@ -1,0 +1,220 @@
+"""A process that writes: it carries out plans on memory that this one shares with it.
+
+It imports no torch and takes part in no collective: what it gets are a plan, descriptors of shared
+memory and where in it each chunk lies. So nothing that training does with the interpreter's lock
+slows the writing down, and the other way round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Protocol, cast
+
+from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.planner.plan import CrcOf, Plan
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
+
+Place = tuple[int, int, int]
+"""Number of a region, first byte in it, length."""
+
+_START = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from ckptctl.distributed.background.writer_process import main; main(int(sys.argv[1]))"
+)
+
+
+class Shared(Protocol):
+    """Memory that another process can map.
+
+    Attributes:
+        descriptor: Of the memory; negative once it was given back.
+        nbytes: Its length.
+    """
+
+    descriptor: int
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        """Return where it begins in this process."""
+
+
+class WriterProcess:
+    """Carries out one plan at a time in a child process, which starts with the first.
+
+    The child ends when this process does, however that ends: what it was writing then never gets
+    its name. In a fork of this process the child is not reachable.
+    """
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._regions: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self._closing = threading.Lock()
+        _writers.add(self)
+
+    def execute(
+        self,
+        plan: Plan,
+        root: Path,
+        options: ExecutionOptions,
+        progress: Callable[[int], None],
+        memory: Mapping[str, memoryview],
+        *,
+        regions: Sequence[Shared],
+    ) -> Execution:
+        """Do what :func:`ckptctl.storage.execution.executor.execute` does, in the child.
+
+        Args:
+            plan: What to do.
+            root: See there.
+            options: See there.
+            progress: See there; called once.
+            memory: See there; all of it in *regions*.
+            regions: Shared memory.
+
+        Raises:
+            StorageError: A read or write failed, or the child ended.
+        """
+        try:
+            connection = self._connect()
+            numbers = [self._send_region(connection, region) for region in regions]
+            places = {name: _place(view, regions, numbers) for name, view in memory.items()}
+            files = tuple(replace(file, frame=no_frame) for file in plan.files)
+            alive = {number for one, number in self._regions.items() if one.descriptor >= 0}
+            connection.send((replace(plan, files=files), root, options, places, alive))
+            found = self._answer(connection, plan)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        progress(found.bytes_written)
+        return found
+
+    def close(self) -> None:
+        """End the child; a plan that it is carrying out fails."""
+        with self._closing:
+            if self._child is not None:
+                self._child.kill()
+                self._child.wait()
+                self._child = None
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def forget(self) -> None:
+        """Let go of the child of another process, in a fork of that."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._child = None
+
+    def _connect(self) -> Connection:
+        with self._closing:
+            if self._connection is None:
+                self._connection = self._start()
+            return self._connection
+
+    def _start(self) -> Connection:
+        if not hasattr(os, "memfd_create"):
+            raise RefusedError(
+                "this system has no memory that another process could be given",
+                hint='save with mode="thread"',
+            )
+        here, there = socket.socketpair()
+        with here, there:
+            command = [sys.executable, "-c", _START, str(there.fileno()), *sys.path]
+            # A session of its own: an interrupt from the keyboard is for the trainer to handle.
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+            self._regions = weakref.WeakKeyDictionary()
+            self._count = 0
+            return Connection(here.detach())
+
+    def _send_region(self, connection: Connection, region: Shared) -> int:
+        """Tell the child of a region that it does not know; return its number."""
+        if region not in self._regions:
+            assert self._child
+            connection.send((self._count, region.nbytes))
+            send_handle(connection, region.descriptor, self._child.pid)
+            self._regions[region] = self._count
+            self._count += 1
+        return self._regions[region]
+
+    def _answer(self, connection: Connection, plan: Plan) -> Execution:
+        """Send the frames of files that the child asks for, until it is done."""
+        while True:
+            message = connection.recv()
+            if isinstance(message, Execution):
+                return message
+            if isinstance(message, CkptError):
+                raise message
+            number, crcs = cast(tuple[int, dict[int, int]], message)
+            try:
+                frame = list(plan.files[number].frame(crcs.__getitem__))
+            except BaseException:
+                self.close()  # it waits for an answer
+                raise
+            connection.send(frame)
+
+    def _ended(self) -> StorageError:
+        child = self._child
+        self.close()
+        status = child.returncode if child else None
+        return StorageError(
+            "the writing process ended before it was done",
+            why="it was closed" if status is None else f"exit status {status}",
+            hint="look for a message of the system that it ran out of memory",
+        )
+
+
+def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+    """Stand for a frame in a plan that is sent; the child puts one that asks in its place."""
+    raise CkptError("the trainer makes the frames of files, and was not asked")
+
+
+def require_shared(memory: Mapping[str, memoryview], regions: Sequence[Shared]) -> None:
+    """Make sure that all of *memory* is in *regions*: nothing else has been copied.
+
+    Raises:
+        CkptError: Some of it is not: a bug.
+    """
+    for view in memory.values():
+        _place(view, regions, range(len(regions)))
+
+
+def _place(view: object, regions: Sequence[Shared], numbers: Sequence[int]) -> Place:
+    if not isinstance(view, memoryview):
+        raise CkptError("a chunk was not copied from its device")
+    if not view.nbytes:
+        return 0, 0, 0
+    first = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    for number, region in zip(numbers, regions, strict=True):
+        start = first - region.address
+        if start >= 0 and start + view.nbytes <= region.nbytes:
+            return number, start, view.nbytes
+    raise CkptError("a chunk was not copied before it is written")
+
+
+_writers: weakref.WeakSet[WriterProcess] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for writer in list(_writers):
+        writer.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,184 @@
+"""Copying what a rank holds to host memory, at the speed of that memory.
+
+What is copied are ranges of memory, not tensors: where several tensors lie in the same bytes (tied
+weights, pieces of one shard) these are copied once, and the copies share bytes as they do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ckptctl.distributed.background.copying import DeviceCopies, HostCopy, TensorCopy, copy_host
+from ckptctl.distributed.background.host_pool import HostPool, Region
+from ckptctl.distributed.saving.rank_output import Held
+
+ALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A copy of what a rank holds.
+
+    Attributes:
+        held: The same, with its tensors in the region.
+        region: Memory of the pool; None where there was nothing to copy.
+        nbytes: How much was copied.
+    """
+
+    held: Held
+    region: Region | None
+    nbytes: int
+
+
+class _Member(NamedTuple):
+    """A tensor by the bytes of its device from its first to its last element."""
+
+    first: int
+    end: int
+    chunk: int
+    tensor: torch.Tensor
+
+
+class _Range(NamedTuple):
+    """Bytes that are copied as they lie, with the tensors in them; or one tensor, element-wise."""
+
+    first: int
+    nbytes: int
+    members: Sequence[_Member]
+    whole: bool
+
+
+def stage(held: Held, pool: HostPool, chosen: Iterable[int] | None = None) -> Staged:
+    """Copy tensors; when this returns the originals may be changed.
+
+    Args:
+        held: What a rank holds.
+        pool: Where the memory comes from, and where the region goes when it is no longer needed.
+        chosen: Indices of the chunks to copy; None: all. The others stay what they were.
+
+    Raises:
+        CkptError: There is not enough host memory.
+    """
+    members = list(_members(held.pieces, chosen))
+    ranges = list(_ranges(members))
+    places = list(_places(ranges))
+    if not ranges:
+        return Staged(held, None, 0)
+    pinned = any(one.tensor.is_cuda for one in members)
+    region = pool.take(places[-1] + ranges[-1].nbytes, pinned=pinned)
+    try:
+        pieces = list(held.pieces)
+        for index, copy in _copied(region, ranges, places):
+            pieces[index] = copy
+    except BaseException:
+        pool.give(region)
+        raise
+    steps = [tuple(piece.stride()) for piece in pieces]
+    nbytes = sum(one.nbytes for one in ranges)
+    return Staged(replace(held, pieces=pieces, steps=steps), region, nbytes)
+
+
+def _members(pieces: Sequence[torch.Tensor], chosen: Iterable[int] | None) -> Iterator[_Member]:
+    for index in range(len(pieces)) if chosen is None else sorted(set(chosen)):
+        tensor = pieces[index]
+        if tensor.numel():
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            span = (1 + sum((n - 1) * step for n, step in pairs)) * tensor.element_size()
+            first = tensor.data_ptr()
+            yield _Member(first, first + span, index, tensor)
+
+
+def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
+    """Yield the ranges that overlapping tensors cover, in the order of addresses."""
+    found: list[_Member] = []
+    end = 0
+    ordered = sorted(members, key=lambda m: (str(m.tensor.device), m.first, m.end))
+    for member in ordered:
+        if found and not (_same_memory(found[0].tensor, member.tensor) and member.first < end):
+            yield from _range(found, end)
+            found = []
+        end = max(end, member.end) if found else member.end
+        found.append(member)
+    if found:
+        yield from _range(found, end)
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.device.type == "cpu":
+        return other.device.type == "cpu"
+    storages = [tensor.untyped_storage().data_ptr() for tensor in (one, other)]
+    return one.device == other.device and storages[0] == storages[1]
+
+
+def _range(members: Sequence[_Member], end: int) -> Iterator[_Range]:
+    first = members[0].first
+    needed = {
+        (one.first, one.tensor.shape, one.tensor.stride()): _nbytes(one.tensor) for one in members
+    }
+    aligned = not any(one.first % one.tensor.element_size() for one in members)
+    if aligned and 2 * sum(needed.values()) >= end - first:
+        yield _Range(first, end - first, members, whole=True)
+        return
+    for one in members:
+        yield _Range(one.first, _nbytes(one.tensor), [one], whole=False)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _places(ranges: Iterable[_Range]) -> Iterator[int]:
+    """Yield where each range begins; elements keep the alignment that they have."""
+    end = 0
+    for one in ranges:
+        place = -(-end // ALIGNED) * ALIGNED + (one.first % ALIGNED if one.whole else 0)
+        yield place
+        end = place + one.nbytes
+
+
+def _copied(
+    region: Region, ranges: Sequence[_Range], places: Sequence[int]
+) -> list[tuple[int, torch.Tensor]]:
+    """Copy the ranges; return the copy of each tensor, by its index."""
+    copies: list[tuple[int, torch.Tensor]] = []
+    on_host: list[HostCopy] = []
+    others: list[TensorCopy] = []
+    for one, place in zip(ranges, places, strict=True):
+        copies += [(member.chunk, _view(region, member, place, one)) for member in one.members]
+        source = one.members[0].tensor
+        if not one.whole:
+            others.append(TensorCopy(copies[-1][1], source))
+        elif source.device.type == "cpu":
+            on_host.append(HostCopy(region.address + place, one.first, one.nbytes))
+        else:
+            target = region.bytes[place : place + one.nbytes]
+            others.append(TensorCopy(target, _as_bytes(source, one)))
+    devices = DeviceCopies()
+    devices.start(others)
+    copy_host(on_host)
+    devices.wait()
+    return copies
+
+
+def _view(region: Region, member: _Member, place: int, of: _Range) -> torch.Tensor:
+    tensor = member.tensor
+    start = place + member.first - of.first
+    steps = tensor.stride() if of.whole else _row_major(tensor.shape)
+    elements = region.bytes.view(tensor.dtype)
+    return elements.as_strided(tensor.shape, steps, start // tensor.element_size())
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _as_bytes(tensor: torch.Tensor, of: _Range) -> torch.Tensor:
+    """Return the bytes of a range of a device's memory."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, of.first - storage.data_ptr(), (of.nbytes,), (1,))

@@ -1,0 +1,134 @@
+"""One save in the background: its thread, what becomes of it, and whom that is told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from ckptctl.distributed.background.future import SaveFuture
+from ckptctl.errors import StorageError
+
+Callback = Callable[[Path], object]
+
+_log = logging.getLogger("ckptctl")
+
+
+class SaveThread:
+    """Writes a copied state. The interpreter waits for it at its end: it is no daemon.
+
+    Args:
+        future: Gets the outcome.
+        write: Writes and publishes, together with the other ranks, and returns the path.
+        release: Gives the copy's memory back.
+        on_staged: Called with the path before anything is written.
+        on_published: Called with the path when the checkpoint has it.
+    """
+
+    def __init__(
+        self,
+        future: SaveFuture,
+        write: Callable[[], Path],
+        release: Callable[[], None],
+        on_staged: Callback | None,
+        on_published: Callback | None,
+    ) -> None:
+        self.future = future
+        self._work: list[tuple[Callable[[], Path], Callable[[], None]]] = [(write, release)]
+        self._on_staged = on_staged
+        self._on_published = on_published
+        self._begin: SimpleQueue[bool] = SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"save {future.path.name}", daemon=False
+        )
+
+    def start(self) -> None:
+        """Have a thread ready, which waits for :meth:`proceed` or :meth:`abandon`.
+
+        Raises:
+            StorageError: The system has no thread left; the memory was given back.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._work.pop()[1]()
+            raise StorageError(
+                "no thread could be started for the save",
+                why=str(error),
+                hint="look at the limits on processes (`ulimit -u`), or save synchronously",
+            ) from error
+
+    def proceed(self) -> None:
+        """Let it write."""
+        self._begin.put(True)
+
+    def abandon(self) -> None:
+        """Let it end without having written, and give the memory back."""
+        self._begin.put(False)
+        self._thread.join()
+        self._work.pop()[1]()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether it goes on."""
+        return not self.future.done()
+
+    @property
+    def here(self) -> bool:
+        """Return whether it is what runs now: a callback of it."""
+        return threading.current_thread() is self._thread
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+    def take_failure(self) -> BaseException | None:
+        """Return what made it fail, once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    @property
+    def failed(self) -> bool:
+        """Return whether it failed and nobody has taken that yet."""
+        return self._failure is not None
+
+    def _may_begin(self) -> bool:
+        """Wait for the word; when the interpreter ends before it is given, that is no."""
+        while threading.main_thread().is_alive():
+            with suppress(Empty):
+                return self._begin.get(timeout=1)
+        return False
+
+    def _run(self) -> None:
+        if not self._may_begin():
+            return
+        self._call(self._on_staged, "on_staged")
+        # Nothing here may keep the copy, or tensors that were not copied, when it is written.
+        write, release = self._work.pop()
+        try:
+            path = write()
+        except BaseException as error:
+            del write
+            release()
+            self._failure = error
+            _log.error("%s was not saved: %s", self.future.path, error)
+            self.future.set_exception(error)
+        else:
+            del write
+            release()
+            self._call(self._on_published, "on_published")
+            self.future.set_result(path)
+
+    def _call(self, callback: Callback | None, name: str) -> None:
+        """Call *callback*; a save does not fail because of it."""
+        if callback is None:
+            return
+        try:
+            callback(self.future.path)
+        except BaseException as error:  # SystemExit, too: others wait for the future
+            self.future.callback_errors.append(error)
+            _log.exception("%s of %s failed", name, self.future.path)

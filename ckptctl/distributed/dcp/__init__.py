@@ -1,0 +1,1 @@
+"""Planners and storage for the functions of ``torch.distributed.checkpoint``."""

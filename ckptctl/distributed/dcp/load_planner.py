@@ -1,0 +1,213 @@
+"""A load planner for torch's own functions: every wanted element is proven to be read."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from ckptctl.catalog import Box
+from ckptctl.catalog import Path as Keys
+from ckptctl.distributed import compat
+from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of, mapping_of
+from ckptctl.distributed.dcp.noted import noted
+from ckptctl.distributed.dcp.plans import chunk_of
+from ckptctl.distributed.state import Piece, State, state_of
+from ckptctl.distributed.values import put, unpickled
+from ckptctl.errors import CoverageError, MappingError, listed
+from ckptctl.ops.loading.checks import casts, require_shapes
+from ckptctl.ops.loading.leftovers import Comparison, compare
+from ckptctl.ops.loading.options import LoadReport
+from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.planner.boxes import coverage
+
+
+@dataclass
+class NamedPlan(LoadPlan):
+    """A plan as ranks send it.
+
+    Attributes:
+        tensors: Paths of the tensors of the rank's state, by name.
+        values: Paths of its other leaves.
+        found: How the names of all ranks compare with those of the checkpoint.
+    """
+
+    tensors: dict[str, Keys] = field(default_factory=dict)
+    values: dict[str, Keys] = field(default_factory=dict)
+    found: Comparison | None = None
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """For ``dcp.load(state, planner=LoadPlanner())``, with any storage reader.
+
+    With :class:`~ckptctl.distributed.Reader` the state may have another layout than the checkpoint;
+    each rank finds that out from its own part of the state.
+
+    Args:
+        strict: Whether names that are missing or left over are errors; else the report has them.
+        cast: Whether floating tensors may get another dtype than the checkpoint's.
+        trusted: Whether leaves that are no tensors may run code when they are unpickled.
+
+    Attributes:
+        report: What the last load found, once it was planned.
+    """
+
+    report: LoadReport
+
+    def __init__(self, *, strict: bool = True, cast: bool = False, trusted: bool = False) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self.strict, self.cast, self.trusted = strict, cast, trusted
+
+    @noted
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state and what the checkpoint offers; leaves of any type stay as they are.
+
+        Raises:
+            CkptError: The checkpoint cannot be read, or does not fit the state.
+        """
+        assert metadata is not None
+        _make_real(state_dict)
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings = compat.flatten_state_dict(state_dict)
+        self.metadata = self._offered = metadata
+        self.is_coordinator = is_coordinator
+        self._state: State = state_of(state_dict)
+        if isinstance(metadata, CatalogMetadata):
+            metadata.adapt(leaves_of(self._state))
+        self._pieces: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._mapping = mapping_of(metadata)
+
+    @noted
+    def create_local_plan(self) -> LoadPlan:
+        """Plan what this rank reads.
+
+        Raises:
+            MappingError: A shape or a dtype is another one, or names are missing.
+            CoverageError: A part of a tensor is nowhere in the checkpoint.
+        """
+        paths = {name: held.described.path for name, held in self._state.tensors.items()}
+        values = {name: leaf.path for name, leaf in self._state.values.items()}
+        entries = self._offered.state_dict_metadata
+        self._cast = self._require_alike()
+        items: list[ReadItem] = []
+        for name, held in self._state.tensors.items():
+            if name in entries:
+                entry = _tensor_entry(name, entries[name])
+                for piece in held.pieces:
+                    items += self._read(name, piece, entry)
+        for name in values:
+            if name in entries:
+                items.append(_value_item(name, entries[name]))
+        if self.strict and not (paths.keys() | values.keys()) <= entries.keys():
+            found = compare(self._mapping, paths, values)
+            replace(found, unexpected=()).require_equal(self._mapping)
+        return NamedPlan(items, tensors=paths, values=values)
+
+    @noted
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare the names of all ranks with those of the checkpoint; on the coordinator only.
+
+        Raises:
+            MappingError: The checkpoint has names that no rank has.
+        """
+        plans = [plan for plan in global_plan if isinstance(plan, NamedPlan)]
+        if len(plans) < len(global_plan):
+            raise MappingError("all ranks have to load with the same planner")
+        tensors = {name: path for plan in plans for name, path in plan.tensors.items()}
+        values = {name: path for plan in plans for name, path in plan.values.items()}
+        found = compare(self._mapping, tensors, values)
+        if self.strict:
+            replace(found, missing=()).require_equal(self._mapping)
+        return [replace(plan, tensors={}, values={}, found=found) for plan in plans]
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Take note of what is loaded and what is not."""
+        found = getattr(new_plan, "found", None) or Comparison((), (), {})
+        entries = self._offered.state_dict_metadata
+        names = (*self._state.tensors, *self._state.values)
+        loaded = tuple(name for name in names if name in entries)
+        self.report = found.report(self._mapping, loaded, self._cast)
+        return new_plan
+
+    @noted
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a leaf that is no tensor where the user has it.
+
+        Raises:
+            UnsafePickleError: It needs a class that is not known to be harmless.
+        """
+        name = read_item.dest_index.fqn
+        found = unpickled(value, name, "the checkpoint", trusted=self.trusted)
+        put(self.original_state_dict, self._state.values[name].path, found)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the box of a tensor that an item is a part of."""
+        assert index.offset is not None
+        return self._pieces[index.fqn, tuple(index.offset)]
+
+    def _read(self, name: str, piece: Piece, entry: TensorStorageMetadata) -> list[ReadItem]:
+        if 0 in piece.box.sizes:
+            return []
+        self._pieces[name, piece.box.offsets] = piece.tensor
+        items = compat.create_read_items_for_chunk_list(name, entry, [chunk_of(piece.box)])
+        parts = [Box(tuple(one.dest_offsets), tuple(one.lengths)) for one in items]
+        found = coverage(piece.box.sizes, parts)
+        if not found.exact:
+            wrong = found.holes or found.overlaps or found.outside
+            raise CoverageError(
+                f"a part of `{name}` is "
+                + ("not in the checkpoint" if found.holes else "there more than once"),
+                where=f"tensor `{name}`, {piece.box}",
+                why=f"in it {listed([str(part) for part in wrong])}",
+                hint="a rank's file or metadata may be missing",
+            )
+        return items
+
+    def _require_alike(self) -> dict[str, tuple[str, str]]:
+        """Refuse shapes and dtypes that differ; return the dtypes that may change."""
+        wanted = {
+            name: Wanted(held.described.dtype, held.described.shape, ())
+            for name, held in self._state.tensors.items()
+        }
+        tensors = self._mapping.tensors
+        chosen = [one for one in tensors if any(view.key in wanted for view in one.targets)]
+        require_shapes(chosen, wanted)
+        return casts(self._mapping, chosen, wanted, self.cast)
+
+
+def _tensor_entry(name: str, entry: object) -> TensorStorageMetadata:
+    if not isinstance(entry, TensorStorageMetadata):
+        raise MappingError(f"`{name}` is no tensor in the checkpoint")
+    return entry
+
+
+def _value_item(name: str, entry: object) -> ReadItem:
+    if not isinstance(entry, BytesStorageMetadata):
+        raise MappingError(f"`{name}` is a tensor in the checkpoint and none in the state")
+    nothing, index = torch.Size([0]), MetadataIndex(name)
+    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+
+def _make_real(state_dict: dict[str, Any]) -> None:
+    """Give tensors on the meta device memory, in place, as torch's planner does."""
+    flat, paths = compat.flatten_state_dict(state_dict)
+    for name, leaf in flat.items():
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            made = {name: leaf}
+            compat.init_state_dict(made)
+            put(state_dict, paths[name], made[name])

@@ -1,0 +1,260 @@
+"""A storage reader for torch's own functions: of any checkpoint only the bytes that are wanted."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, memory_name
+from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of
+from ckptctl.distributed.dcp.noted import noted
+from ckptctl.distributed.group import threads
+from ckptctl.distributed.loading.tensor_memory import steps_of, target
+from ckptctl.distributed.state import state_of
+from ckptctl.distributed.values import read_values
+from ckptctl.errors import CkptError, MappingError
+from ckptctl.ops.loading.nothing_lost import require_nothing_lost
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.reading import prepare
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.mapped import stored_shapes
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.remote import direct
+
+
+class Reader(StorageReader):
+    """For ``dcp.load(state, storage_reader=Reader(path))``.
+
+    With :class:`~ckptctl.distributed.LoadPlanner` a state of another layout than the checkpoint's
+    is found out by itself. Other planners look for the state's names at once: where the
+    checkpoint has other ones, say here what the state is.
+
+    Args:
+        path: The checkpoint, of any format; or the URL of a DCP directory (``s3://…``).
+        state_dict: What will be loaded into, for planners that do not tell.
+        model_type: See :func:`ckptctl.load`, as for all that follow.
+        layout: Layout of the state's names.
+        from_layout: Layout of the checkpoint's.
+        format: Format of the checkpoint.
+        root: The model's prefix in the checkpoint.
+        weights: ``master`` or ``module``.
+        tag: Which of several saves in it.
+        rules: TOML file that says how ranks divide tensors.
+        sizes: Axis sizes that no configuration states.
+        assets: Directory with configuration.
+        dequantize: torch's name of the dtype that quantised tensors are turned into.
+        cast: Whether floating tensors may get another dtype than the checkpoint's.
+        trusted: Whether leaves that are no tensors may run code when they are unpickled.
+        checksum: Whether to compare recorded checksums of what is read whole.
+        jobs: Threads per rank; 0: its part of the host's cores, at most four.
+
+    Attributes:
+        bytes_read: Bytes of tensors that this rank read in the last load, those below a URL apart.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        state_dict: Mapping[str, Any] | None = None,
+        model_type: str | None = None,
+        layout: str | None = None,
+        from_layout: str | None = None,
+        format: str | None = None,
+        root: str | None = None,
+        weights: Literal["master", "module"] | None = None,
+        tag: str | None = None,
+        rules: str | Path | None = None,
+        sizes: Mapping[str, int] | None = None,
+        assets: str | Path | None = None,
+        dequantize: str | None = None,
+        cast: bool = False,
+        trusted: bool = False,
+        checksum: bool = False,
+        jobs: int = 0,
+    ) -> None:
+        super().__init__()
+        self._options = LoadOptions(
+            format=format,
+            model_type=model_type,
+            layout=layout,
+            from_layout=from_layout,
+            root=root,
+            weights=weights,
+            tag=tag,
+            rules=None if rules is None else Path(rules),
+            sizes=sizes or {},
+            assets=None if assets is None else Path(assets),
+            dequantize=dequantize and (dtypes.parse(dequantize) or dequantize),
+            cast=cast,
+            trusted=trusted,
+            checksum=checksum,
+            jobs=jobs,
+        )
+        self._state = state_dict
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the last load; from now on read *checkpoint_id*, where one is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self._rank = 0
+        self._metadata: CatalogMetadata | None = None
+        self.bytes_read = 0
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return what the checkpoint offers.
+
+        What is wrong with it is raised later: torch's loader would replace an error here by one
+        that says nothing.
+        """
+        try:
+            self._metadata = CatalogMetadata(self._open(), self._options)
+            if self._state is not None:
+                self._metadata.adapt(leaves_of(state_of(self._state)))
+        except CkptError as error:
+            self._metadata = CatalogMetadata(None, self._options, error)
+        self._metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        return self._metadata
+
+    @noted
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: ARG002
+        *_: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Take note of who this rank is; see ``torch.distributed.checkpoint.StorageReader``.
+
+        Raises:
+            CkptError: The checkpoint cannot be read.
+        """
+        if not isinstance(metadata, CatalogMetadata):
+            raise MappingError("the metadata is not of this reader")
+        metadata.require()
+        self._metadata = metadata
+        self._rank = kwargs.get("rank") or 0
+
+    @noted
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Prove that the tensors which *plan* reads are whole.
+
+        Raises:
+            CoverageError: One is not.
+        """
+        mapping = self._mapping()
+        wanted = {item.storage_index.fqn for item in plan.items}
+        for one in mapping.tensors:
+            if any(view.key in wanted for view in one.targets):
+                for view in one.sources:
+                    check_coverage(mapping.catalog.tensors[view.key])
+        return plan
+
+    @noted
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Prove that nothing is lost where the layout changes; on the coordinator only.
+
+        Raises:
+            MappingError: Something is.
+        """
+        mapping = self._mapping()
+        if mapping.must_equal or mapping.must_be_zero or mapping.tilings:
+            require_nothing_lost(mapping)
+        return plans
+
+    @noted
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what *planner* has for the items of *plan*; when this returns, it is filled.
+
+        Raises:
+            CkptError: A dtype would change, or a file cannot be read.
+        """
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        contents = self._contents(values)
+        self._fill(tensors, planner)
+        for item in values:
+            planner.load_bytes(item, contents[item.storage_index.fqn])
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this reader may read *checkpoint_id*."""
+        return direct.known(checkpoint_id)
+
+    def _open(self) -> Catalog:
+        return self._options.open(os.fspath(self.checkpoint_id))
+
+    def _mapping(self) -> StateMapping:
+        assert self._metadata
+        return self._metadata.require()
+
+    def _fill(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        found = [(item, planner.resolve_tensor(item)) for item in items]
+        staged = {str(number): tensor.detach() for number, (_, tensor) in enumerate(found)}
+        wanted = _wanted(items, staged, self._mapping())
+        cast = self._options.cast or bool(getattr(planner, "cast", False))
+        views = {memory_name(key): target(tensor) for key, tensor in staged.items()}
+        plan = prepare(self._mapping(), wanted, cast=cast).plan(wanted)
+        jobs, checksum = threads(self._options.jobs), self._options.checksum
+        how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
+        done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+        self.bytes_read = done.bytes_read
+        for item, tensor in found:
+            planner.commit_tensor(item, tensor)
+
+    def _contents(self, items: Sequence[ReadItem]) -> dict[str, io.BytesIO]:
+        """Return leaves that are no tensors, pickled anew: they have been read safely."""
+        found = read_values(
+            self._mapping(),
+            [item.storage_index.fqn for item in items],
+            self._rank,
+            trusted=self._options.trusted,
+        )
+        contents: dict[str, io.BytesIO] = {}
+        for name, value in found.items():
+            contents[name] = io.BytesIO()
+            torch.save(value, contents[name])
+            contents[name].seek(0)
+        return contents
+
+
+def _wanted(
+    items: Sequence[ReadItem], tensors: Mapping[str, torch.Tensor], mapping: StateMapping
+) -> dict[str, Wanted]:
+    """Return the parts that are read as targets of a plan."""
+    targets: dict[str, list[Target]] = {}
+    kinds: dict[str, str] = {}
+    for (key, tensor), item in zip(tensors.items(), items, strict=True):
+        name = item.storage_index.fqn
+        first = item.storage_index.offset or (0,) * len(item.lengths)
+        pairs = zip(first, item.storage_offsets, strict=True)
+        box = Box(tuple(low + inside for low, inside in pairs), tuple(item.lengths))
+        if tuple(tensor.shape) != box.sizes:
+            raise MappingError(f"the planner has {list(tensor.shape)} for {box} of `{name}`")
+        targets.setdefault(name, []).append(Target(box, key, steps_of(tensor)))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if kinds.setdefault(name, dtype) != dtype:
+            raise MappingError(f"the planner has parts of `{name}` in several dtypes")
+    return {n: Wanted(kinds[n], shape, tuple(targets[n])) for n, shape in _shapes(mapping, kinds)}
+
+
+def _shapes(mapping: StateMapping, names: Mapping[str, str]) -> list[tuple[str, tuple[int, ...]]]:
+    shapes = stored_shapes(mapping.tensors)
+    return [(name, shapes[name]) for name in names]

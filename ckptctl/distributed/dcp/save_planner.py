@@ -1,0 +1,273 @@
+"""A save planner for torch's own functions: what each rank writes is decided as in ``save``.
+
+Ranks send what they hold in the form of :mod:`ckptctl.ops.saving.holdings`, the coordinator decides
+with :mod:`ckptctl.ops.saving.decision`; write items are made of that. Any storage writer takes
+them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
+
+from ckptctl.catalog import Box
+from ckptctl.distributed.dcp.noted import noted
+from ckptctl.distributed.dcp.plans import items_of, metadata_of
+from ckptctl.distributed.saving.rank_output import Held, held
+from ckptctl.distributed.state import state_of
+from ckptctl.errors import MappingError, RefusedError, listed
+from ckptctl.ops.saving.decision import Share, all_of, decide
+from ckptctl.ops.saving.holdings import Packed, digest, pack
+from ckptctl.ops.saving.values import divide_values
+
+PLANS = 8
+VERSION = 1
+"""Of what the key of a plan is made of."""
+
+
+@dataclass(frozen=True)
+class HeldPlan(SavePlan):
+    """A plan as ranks send it: before the decision without items, after it without the rest.
+
+    Attributes:
+        key: Digest of all that the plan of this rank depends on, values of leaves apart.
+        values: Digests of the leaves that are no tensors.
+        packed: What the rank holds; None: what it held with this key.
+        generation: Of the plan that the rank has for the key; of the new one.
+        names: Leaves that are no tensors and are written under another name, by that.
+        kept: The generations that the coordinator knows from now on.
+    """
+
+    key: bytes = b""
+    values: bytes = b""
+    packed: Packed | None = None
+    generation: bytes = b""
+    names: dict[str, str] = field(default_factory=dict)
+    kept: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Global:
+    """What the coordinator keeps of one planning."""
+
+    packed: Sequence[Packed]
+    keys: Sequence[bytes]
+    written: Sequence[dict[str, str]]
+    metadata: Metadata
+
+
+class SavePlanner(DefaultSavePlanner):
+    """For ``dcp.save(state, planner=SavePlanner())``, with any storage writer.
+
+    Replicated tensors are divided by the bytes of their boxes, large ones in parts; dtypes, shapes
+    and coverage are proven for all ranks. A planner that is used again, in the same process group,
+    keeps its plans: a state that is structured as it was then is not planned again.
+
+    Args:
+        per_rank: Leaves that are no tensors and differ between ranks: ``keep`` all of them, those
+            of other ranks than the lowest below ``rank_N.``; or an ``error``.
+        plans: How many plans are kept.
+    """
+
+    def __init__(self, *, per_rank: Literal["keep", "error"] = "keep", plans: int = PLANS) -> None:
+        super().__init__()
+        self._per_rank = per_rank
+        self._limit = plans
+        self._own: OrderedDict[bytes, HeldPlan] = OrderedDict()
+        self._all: OrderedDict[bytes, _Global] = OrderedDict()
+        self._made: tuple[bytes, _Global] | None = None
+        self._names: dict[str, str] = {}
+
+    @noted
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state of this rank; see ``torch.distributed.checkpoint.SavePlanner``.
+
+        Raises:
+            CkptError: A leaf cannot be saved.
+        """
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._held: Held = held(state_of(state_dict))
+        self._chunks: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for chunk, piece in zip(self._held.holding.chunks, self._held.pieces, strict=True):
+            place = (Box(chunk.offsets, chunk.sizes), piece)
+            self._chunks.setdefault(chunk.name, []).append(place)
+
+    @noted
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank holds, or only that nothing has changed."""
+        packed = pack(self._held.holding)
+        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.boxes]
+        key = digest((VERSION, packed.identity, boxes, packed.which))
+        known = self._own.get(key)
+        self.plan = HeldPlan(
+            [],
+            usable=known is None,
+            key=key,
+            values=packed.values,
+            packed=None if known else packed,
+            generation=known.generation if known else b"",
+        )
+        return self.plan
+
+    @noted
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Decide who writes what; on the coordinator only.
+
+        Raises:
+            MappingError: Ranks disagree on a tensor, or on a leaf where that is an error.
+            CoverageError: The boxes of all ranks do not tile a tensor.
+        """
+        said = [self._checked(plan) for plan in all_plans]
+        current = digest([one.key for one in said])
+        held = [self._packed(rank, one) for rank, one in enumerate(said)]
+        known = self._all.get(current)
+        kept = self._kept(current)
+        again = not any(one.usable or one.generation != current for one in said)
+        if known and again and known.written == _written(held):
+            self._made = (current, known)
+            self.global_plan = [
+                replace(one, generation=current, kept=kept, values=b"") for one in said
+            ]
+            self.metadata = replace(known.metadata)
+            return self.global_plan, self.metadata
+        decision = decide(held) if len(held) > 1 or _alone() else all_of(0, 1, held[0])
+        self._require_allowed(decision.shares)
+        metadata = metadata_of(decision)
+        written = [dict(share.values) for share in decision.shares]
+        self._made = (current, _Global(held, [one.key for one in said], written, metadata))
+        items = items_of(decision)
+        self.global_plan = [
+            HeldPlan(
+                own,
+                one.storage_data,
+                metadata.planner_data,
+                generation=current,
+                names={under: name for name, under in share.values.items()},
+                kept=kept,
+            )
+            for one, own, share in zip(said, items, decision.shares, strict=True)
+        ]
+        self.metadata = replace(metadata)
+        return self.global_plan, self.metadata
+
+    @noted
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return what this rank writes, by the new plan or by the one that it has."""
+        plan, key = self._checked(new_plan), cast(HeldPlan, self.plan).key
+        if not plan.usable:
+            own = self._own[key]
+            plan = replace(plan, items=own.items, names=own.names, usable=True)
+        elif self._limit:
+            self._own[key] = replace(plan, storage_data=None, planner_data=None)
+        for old in [old for old, one in self._own.items() if one.generation not in plan.kept]:
+            del self._own[old]
+        if self._made:
+            self._remember(*self._made)
+        self._names, self.plan = plan.names, plan
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return what an item stands for: a view of a tensor, or the bytes of another leaf."""
+        name = write_item.index.fqn
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._held.values[self._names.get(name, name)])
+        assert write_item.tensor_data
+        chunk = write_item.tensor_data.chunk
+        wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        return next(
+            _part(piece, box, wanted) for box, piece in self._chunks[name] if _inside(wanted, box)
+        )
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return a leaf of the state, by its name there."""
+        return self.state_dict[self._names.get(index.fqn, index.fqn)]
+
+    def _checked(self, plan: SavePlan) -> HeldPlan:
+        if not isinstance(plan, HeldPlan):
+            raise RefusedError(
+                "all ranks have to save with the same planner",
+                why=f"one of them sent a {type(plan).__name__}",
+            )
+        return plan
+
+    def _packed(self, rank: int, said: HeldPlan) -> Packed:
+        if said.packed:
+            return said.packed
+        for one in self._all.values():
+            if len(one.keys) > rank and one.keys[rank] == said.key:
+                return replace(one.packed[rank], values=said.values)
+        raise RefusedError(
+            f"rank {rank} has a plan that the coordinator does not know",
+            hint="use one SavePlanner per process group",
+        )
+
+    def _require_allowed(self, shares: Sequence[Share]) -> None:
+        apart = {n for share in shares for n, under in share.values.items() if n != under}
+        if apart and self._per_rank == "error":
+            raise MappingError(
+                f"{len(apart):,} leaves that are no tensors differ between ranks",
+                where=listed(sorted(apart)),
+                hint="`per_rank='keep'` saves those of all ranks",
+            )
+
+    def _kept(self, current: bytes) -> tuple[bytes, ...]:
+        known = [one for one in self._all if one != current]
+        return (*known, current)[-self._limit :] if self._limit else ()
+
+    def _remember(self, generation: bytes, made: _Global) -> None:
+        self._all[generation] = made
+        self._all.move_to_end(generation)
+        while len(self._all) > self._limit:
+            self._all.popitem(last=False)
+        self._made = None
+
+
+def _alone() -> bool:
+    """Return whether one plan is all there is; without collectives each rank has its own."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _written(held: Sequence[Packed]) -> list[dict[str, str]]:
+    structures = {one.identity: one.structure for one in reversed(held) if one.structure}
+    return [dict(one) for one in divide_values(held, structures).written]
+
+
+def _inside(part: Box, box: Box) -> bool:
+    return all(_spans(part, box)) and len(part.sizes) == len(box.sizes)
+
+
+def _spans(part: Box, box: Box) -> Iterator[bool]:
+    for low, size, first, whole in zip(
+        part.offsets, part.sizes, box.offsets, box.sizes, strict=False
+    ):
+        yield first <= low and low + size <= first + whole
+
+
+def _part(piece: torch.Tensor, box: Box, wanted: Box) -> torch.Tensor:
+    for dim, (low, first, size) in enumerate(
+        zip(wanted.offsets, box.offsets, wanted.sizes, strict=True)
+    ):
+        piece = piece.narrow(dim, low - first, size)
+    return piece

@@ -1,0 +1,261 @@
+"""What several ranks want alike is read by one of them and sent to the others.
+
+Ranks that hold the same box of a tensor (data parallel replicas, norms under tensor parallelism)
+are a group. Each box, large ones in pieces, gets one reader in its group, so that all ranks read
+about as many bytes; then every reader broadcasts what it has read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ckptctl.catalog import Box, Catalog
+from ckptctl.distributed.group import Group, reaching
+from ckptctl.distributed.loading.targets import Place
+from ckptctl.ops.coordinator import Coordinator, through_first
+from ckptctl.planner.balance import assign, cut, piece_limit
+from ckptctl.storage.remote.urls import is_url
+
+SLOW = 1 << 30
+SAMPLE = 1 << 20
+SAMPLES = 4
+BUCKET = 16 << 20
+Wish = tuple[str, Box, int, bool]
+"""Name, box, bytes, and whether its device can take part."""
+
+
+class Turn(NamedTuple):
+    """One box that several ranks hold.
+
+    Attributes:
+        holders: Who holds it.
+        reader: Which of them reads it.
+        place: The number of the place of this rank that it is a part of.
+        box: The box.
+    """
+
+    holders: tuple[int, ...]
+    reader: int
+    place: int
+    box: Box
+
+
+def pays(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
+    """Return whether what several ranks want should be read once and sent.
+
+    It should where they sit on several machines, or where the storage gives the slowest of them
+    less than a gigabyte a second; otherwise the page cache does the same for less.
+
+    Args:
+        hosts: The machine of each rank.
+        speeds: What :func:`speed_of` says on each of them.
+    """
+    return len(set(hosts)) > 1 or min(speeds) < SLOW
+
+
+def speed_of(catalog: Catalog) -> float:
+    """Return the bytes per second of short reads from the largest file; a small one is fast.
+
+    The fastest of several far from each other counts: a busy host can make any of them slow. What
+    is behind a URL is taken to be slow: each byte should come over the network once.
+    """
+    if is_url(catalog.root):
+        return 0.0
+    name = max(catalog.files, key=lambda one: catalog.files[one], default=None)
+    if name is None or catalog.files[name] < SAMPLES * SAMPLE:
+        return math.inf
+    step = catalog.files[name] // SAMPLES
+    try:
+        with Path(catalog.root, name).open("rb", buffering=0) as file:
+            return max(_timed(file.fileno(), number * step) for number in range(SAMPLES))
+    except OSError:
+        return math.inf
+
+
+def _timed(descriptor: int, offset: int) -> float:
+    start = time.perf_counter()
+    count = len(os.pread(descriptor, SAMPLE, offset))
+    return count / max(time.perf_counter() - start, 1e-9)
+
+
+def share(places: Sequence[Place], ranks: Coordinator) -> list[Turn]:
+    """Decide who reads what of the boxes that several ranks hold.
+
+    Args:
+        places: What this rank holds.
+        ranks: All of them; a :class:`~ckptctl.distributed.group.Group`.
+
+    Returns:
+        The boxes that this rank shares with others, in an order that all of them have.
+    """
+    able = _devices(ranks)
+    wishes = [(p.name, p.box, p.tensor.nbytes, p.tensor.device.type in able) for p in places]
+    return through_first(ranks, lambda: wishes, _turns)
+
+
+def own_reads(places: Sequence[Place], turns: Sequence[Turn], rank: int) -> list[Place]:
+    """Return what *rank* reads itself of *places*.
+
+    Args:
+        places: What it holds.
+        turns: What it shares with others.
+        rank: This one.
+    """
+    shared = {turn.place for turn in turns}
+    reads = [place for index, place in enumerate(places) if index not in shared]
+    return reads + [places[turn.place].part(turn.box) for turn in turns if turn.reader == rank]
+
+
+def _devices(ranks: Coordinator) -> set[str]:
+    """Return the kinds of devices whose memory the group can send."""
+    if not isinstance(ranks, Group):
+        return set()
+    config = str(dist.get_backend_config(ranks.group))
+    return {pair.partition(":")[0] for pair in config.split(",")}
+
+
+def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[Turn]]:
+    """Return the boxes that each rank shares with others."""
+    holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
+    load = [0] * len(wishes)
+    size: dict[tuple[str, Box], int] = {}
+    for rank, some in enumerate(wishes):
+        for index, (name, box, nbytes, able) in enumerate(some):
+            if able and nbytes:
+                holders.setdefault((name, box), []).append((rank, index))
+                size[name, box] = nbytes
+            else:
+                load[rank] += nbytes
+    for key, who in holders.items():
+        if len(who) == 1:
+            load[who[0][0]] += size[key]
+    common = {key: who for key, who in holders.items() if len(who) > 1}
+    limit = piece_limit(sum(size[key] for key in common), len(wishes))
+    pieces = [
+        (box, size[key] * box.numel // key[1].numel, who)
+        for key, who in common.items()
+        for box in cut(key[1], size[key], limit)
+    ]
+    sized = [(nbytes, [rank for rank, _ in who]) for _, nbytes, who in pieces]
+    readers = assign(sized, len(wishes), load=load)
+    found: list[list[Turn]] = [[] for _ in wishes]
+    for (box, _, who), reader in zip(pieces, readers, strict=True):
+        ranks = tuple(rank for rank, _ in who)
+        for rank, index in who:
+            found[rank].append(Turn(ranks, reader, index, box))
+    for turns in found:
+        turns.sort(key=lambda turn: (turn.holders, turn.reader))
+    return found
+
+
+def exchange(places: Sequence[Place], turns: Sequence[Turn], ranks: Coordinator) -> int:
+    """Send what this rank has read for others, and receive what others have for it.
+
+    Every rank goes through the groups in one order, so that none waits for another in a circle.
+
+    Returns:
+        The bytes received.
+
+    Raises:
+        StorageError: Another rank is gone.
+    """
+    assert isinstance(ranks, Group)
+    received = 0
+    for (holders, reader), own in groupby(turns, key=lambda turn: (turn.holders, turn.reader)):
+        parts = (places[turn.place].part(turn.box).tensor for turn in own)
+        for bucket in _buckets(parts):
+            with reaching(), torch.inference_mode(any(one.is_inference() for one in bucket)):
+                received += _send(bucket, reader, holders, ranks)
+    return received
+
+
+def _broadcast(flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: Group) -> None:
+    """Send what *reader* has to the other *holders*, each of which sends it on.
+
+    Groups of some ranks are not made for it: torch names those that only their members make after
+    how many groups a process is in, so members of different numbers of groups never meet.
+    """
+    if len(holders) == ranks.world:
+        dist.broadcast(flat, group=ranks.group, group_src=reader)
+        return
+    order = [reader, *(rank for rank in holders if rank != reader)]
+    own, step = order.index(ranks.rank), 1
+    while step < len(order):
+        if own < step and own + step < len(order):
+            dist.send(flat, group=ranks.group, group_dst=order[own + step])
+        elif step <= own < 2 * step:
+            dist.recv(flat, group=ranks.group, group_src=order[own - step])
+        step *= 2
+
+
+def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors that travel together: many small ones, or a large one in rows."""
+    bucket: list[torch.Tensor] = []
+    total = 0
+    for part in parts:
+        for piece in _rows(part):
+            if bucket and total + piece.nbytes > BUCKET:
+                yield bucket
+                bucket, total = [], 0
+            bucket.append(piece)
+            total += piece.nbytes
+    if bucket:
+        yield bucket
+
+
+def _rows(part: torch.Tensor) -> Iterator[torch.Tensor]:
+    if part.nbytes <= BUCKET:
+        yield part
+        return
+    dim = next(dim for dim, size in enumerate(part.shape) if size > 1)
+    step = max(1, part.shape[dim] * BUCKET // part.nbytes)
+    for start in range(0, part.shape[dim], step):
+        rows = part.narrow(dim, start, min(step, part.shape[dim] - start))
+        yield from _rows(rows) if rows.shape[dim] < part.shape[dim] else (rows,)
+
+
+def _send(bucket: Sequence[torch.Tensor], reader: int, holders: Sequence[int], ranks: Group) -> int:
+    """Broadcast a bucket and return the bytes received."""
+    mine = reader == ranks.rank
+    nbytes = sum(part.nbytes for part in bucket)
+    if len(bucket) == 1 and bucket[0].is_contiguous() and _is_plain(bucket[0]):
+        _broadcast(bucket[0].reshape(-1).view(torch.uint8), reader, holders, ranks)
+        return 0 if mine else nbytes
+    flat = torch.zeros(nbytes, dtype=torch.uint8, device=bucket[0].device)
+    if mine:
+        _pack(bucket, flat)
+    _broadcast(flat, reader, holders, ranks)
+    if not mine:
+        _unpack(flat, bucket)
+    return 0 if mine else nbytes
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of *tensor* are those of its elements."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def _pack(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    start = 0
+    for part in bucket:
+        own = part.resolve_conj().resolve_neg().contiguous()
+        flat[start : start + part.nbytes] = own.reshape(-1).view(torch.uint8)
+        start += part.nbytes
+
+
+def _unpack(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> None:
+    start = 0
+    for part in bucket:
+        # A copy, because a view of another dtype would have to begin at a multiple of its size.
+        own = flat[start : start + part.nbytes].clone().view(part.dtype)
+        part.copy_(own.reshape(part.shape))
+        start += part.nbytes

@@ -1,0 +1,274 @@
+"""One load of all ranks together, as one of them goes through it.
+
+Where plans hold there is one exchange before a byte is read, in which ranks agree that they do and
+mean the same, and one afterwards, in which they learn that all are done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog
+from ckptctl.distributed.group import threads
+from ckptctl.distributed.loading import ties
+from ckptctl.distributed.loading.agreement import How, Request, agree, has_objects, request
+from ckptctl.distributed.loading.broadcast import Turn, exchange, own_reads, pays, share, speed_of
+from ckptctl.distributed.loading.plans import PLANS, LoadPlan, like
+from ckptctl.distributed.loading.targets import Everything, Place, everything, views_of, wanted_of
+from ckptctl.distributed.plan_cache import PlanCache
+from ckptctl.distributed.state import State
+from ckptctl.distributed.values import held_names, put, read_values
+from ckptctl.errors import listed
+from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
+from ckptctl.ops.coordinator import Coordinator, on_first, telling, together
+from ckptctl.ops.loading.leftovers import Comparison, compare
+from ckptctl.ops.loading.nothing_lost import require_nothing_lost
+from ckptctl.ops.loading.options import LoadOptions, LoadReport
+from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_places
+from ckptctl.ops.loading.state_mapping import map_state
+from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.saving.agreement import generation, unchanged
+from ckptctl.ops.saving.holdings import digest
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.collection import no_collection
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+
+
+class CollectiveLoad:
+    """One load.
+
+    Args:
+        ranks: Those that agree.
+        group: All of them: they number the ranks, whether they agree or not.
+        how: What is asked for.
+        plans: Where plans are kept.
+    """
+
+    _asked: Request
+
+    def __init__(
+        self,
+        ranks: Coordinator,
+        group: Coordinator,
+        how: How,
+        plans: PlanCache[LoadPlan] = PLANS,
+    ) -> None:
+        self._ranks = ranks
+        self._how = how
+        self._options = how.options
+        self._plans = plans
+        self._rank = group.rank
+        self._every = ranks.world == group.world
+        self._kept: LoadPlan | None = None
+        self._hosts: list[str] = []
+        self._values: dict[str, object] | None = None
+
+    def into(
+        self,
+        state_dict: MutableMapping[str, Any],
+        path: str | Path,
+        error: BaseException | None = None,
+    ) -> LoadReport:
+        """Load the checkpoint at *path*; *error* is why this rank cannot."""
+        try:
+            if error is not None:
+                raise error
+            here = (self._rank, self._ranks.world, self._every)
+            self._asked = request(state_dict, path, self._how, here)
+            self._kept = self._plans.get(self._asked.key) if self._asked.key else None
+        except BaseException as failure:
+            error = failure
+        own = None if error else self._asked
+        made = self._kept.generation if self._kept else b""
+        said = agree(self._ranks, self._how, own, made, has_objects(state_dict), error)
+        self._hosts = [one.host for one in said]
+        statements = [one.statement for one in said]
+        plan = self._kept
+        if plan is None or not unchanged(statements):
+            alike = len({one.identity for one in statements}) == 1
+            plan = replace(self._planned(alike=alike), generation=generation(statements))
+        read, received, values = self._carried_out(plan)
+        if any(one.objects for one in said):
+            together(self._ranks, lambda: self._give(state_dict, values))
+        else:
+            self._give(state_dict, values)
+        if self._asked.key:
+            self._plans.put(self._asked.key, plan)
+        return self._report(plan, values, read, received)
+
+    # Planning
+
+    def _planned(self, *, alike: bool) -> LoadPlan:
+        own = self._asked.part
+        all_of_it = own if alike else everything(own, self._ranks)
+        plan, speeds = telling(self._ranks, lambda: self._own_plan(all_of_it))
+        mapping = plan.reading.mapping
+        if mapping.must_equal or mapping.must_be_zero or mapping.tilings:
+            on_first(self._ranks, lambda: require_nothing_lost(mapping))
+        if not self._broadcasts(speeds):
+            return plan
+        fill, _ = self._untied(plan.reading)
+        turns = tuple(share(fill, self._ranks))
+        return together(self._ranks, lambda: self._shared(plan, fill, turns))
+
+    def _own_plan(self, all_of_it: Everything) -> tuple[LoadPlan, float]:
+        """Plan as if every rank read for itself; tell how fast this one does, where that counts."""
+        alone = self._of_this_rank()
+        catalog = alone or self._options.open(self._asked.source)
+        structure = digest((self._asked.structure or os.urandom(16), all_of_it.digest))
+        known = like(self._plans, structure, catalog)
+        if known:
+            found, reading = known.comparison, known.reading.elsewhere(catalog)
+        else:
+            found, reading = self._compared(catalog, all_of_it, whole=alone is None)
+        wanted = self._wanted(self._untied(reading)[0])
+        entries = reading.locate(wanted)
+        checksum = self._options.checksum
+        if known and known.turns is None and same_places(known.entries, entries, checksum):
+            plan = plan_elsewhere(known.plan, catalog.root)
+        else:
+            plan = reading.plan_of(wanted, entries)
+        self._values = self._read_values(reading)
+        again = self._again(reading)
+        made = LoadPlan(structure, catalog, reading, entries, plan, found, again=again)
+        return made, speed_of(catalog) if self._asks_speed() else 0.0
+
+    def _compared(
+        self, catalog: Catalog, all_of_it: Everything, *, whole: bool
+    ) -> tuple[Comparison, Reading]:
+        mapping = map_state(catalog, all_of_it.tensors, self._options)
+        paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
+        found = compare(mapping, paths, all_of_it.values)
+        if self._options.strict:
+            # A rank by itself cannot know what the others take.
+            seen = found if self._every else replace(found, unexpected=())
+            seen.require_equal(mapping)
+        wanted = self._wanted(self._asked.places)
+        return found, prepare(mapping, wanted, cast=self._options.cast, whole=whole)
+
+    def _shared(self, plan: LoadPlan, fill: Sequence[Place], turns: tuple[Turn, ...]) -> LoadPlan:
+        reads = own_reads(fill, turns, self._ranks.rank)
+        return replace(plan, plan=plan.reading.plan(self._wanted(reads)), turns=turns)
+
+    def _again(self, reading: Reading) -> Plan | None:
+        _, tied = self._untied(reading)
+        if not tied:
+            return None
+        return reading.plan(ties.wanted_again(tied, self._wanted(self._asked.places)))
+
+    def _wanted(self, places: Sequence[Place]) -> dict[str, Wanted]:
+        return wanted_of(self._asked.state, places)
+
+    def _untied(self, reading: Reading) -> tuple[list[Place], list[ties.Tied]]:
+        return ties.untied(self._asked.places, self._asked.same, reading.mapping)
+
+    def _asks_speed(self) -> bool:
+        several = self._ranks.world > 1 and len(set(self._hosts)) == 1
+        return several and self._how.broadcast == "auto"
+
+    def _broadcasts(self, speeds: Sequence[float]) -> bool:
+        if self._how.broadcast != "auto" or self._ranks.world == 1:
+            return bool(self._how.broadcast) and self._ranks.world > 1
+        return pays(self._hosts, speeds)
+
+    def _of_this_rank(self) -> Catalog | None:
+        """Return what this rank wrote for itself, if that is all that it wants."""
+        asked = self._options
+        if self._every or asked != LoadOptions(
+            strict=asked.strict,
+            cast=asked.cast,
+            trusted=asked.trusted,
+            checksum=asked.checksum,
+            jobs=asked.jobs,
+        ):
+            return None
+        if formats.detect(self._asked.source).name != DcpRankLocalFormat.name:
+            return None
+        found = read_rank(self._asked.source, self._rank)
+        return found if found and _holds(found, self._asked.state) else None
+
+    # Reading
+
+    def _carried_out(self, plan: LoadPlan) -> tuple[int, int, Mapping[str, object]]:
+        """Read, and exchange with other ranks; return bytes read and received, and values."""
+        fill, tied = self._untied(plan.reading)
+        turns = plan.turns
+        reads = fill if turns is None else own_reads(fill, turns, self._ranks.rank)
+
+        def first() -> tuple[int, Mapping[str, object]]:
+            values = self._values
+            if values is None:
+                values = self._read_values(plan.reading)
+            return self._read(plan.plan, views_of(reads)), values
+
+        def again() -> int:
+            views = ties.comparing(tied, fill, plan.opened.path)
+            return self._read(plan.again, views) if plan.again else 0
+
+        if turns is None:
+            (read, values), more = together(self._ranks, lambda: (first(), again()))
+            return read + more, 0, values
+        read, values = together(self._ranks, first)
+        received = exchange(fill, turns, self._ranks)
+        return read + together(self._ranks, again), received, values
+
+    def _read(self, plan: Plan, views: Mapping[str, memoryview]) -> int:
+        jobs, checksum = threads(self._options.jobs), self._options.checksum
+        how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
+        with no_collection():  # short reads are made by the thousand, and none is in a circle
+            done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+        return done.bytes_read
+
+    def _read_values(self, reading: Reading) -> dict[str, object]:
+        values, trusted = self._asked.state.values, self._options.trusted
+        return read_values(reading.mapping, values, self._rank, trusted=trusted)
+
+    def _give(self, state_dict: MutableMapping[str, Any], values: Mapping[str, object]) -> None:
+        """Put other leaves where they belong, and give objects their state."""
+        plain, state = self._asked.plain, self._asked.state
+        for name, value in values.items():
+            put(plain, state.values[name].path, value)
+        for key, found in plain.items():
+            own = state_dict[key]
+            if isinstance(own, Stateful):
+                own.load_state_dict(found)
+            else:
+                state_dict[key] = found
+
+    def _report(
+        self, plan: LoadPlan, values: Mapping[str, object], read: int, received: int
+    ) -> LoadReport:
+        mapping = plan.reading.mapping
+        offered = mapping.offered
+        tensors = (name for name in self._asked.state.tensors if name in offered)
+        report = plan.comparison.report(
+            mapping,
+            (*tensors, *values),
+            plan.reading.cast,
+            bytes_read=read,
+            bytes_received=received,
+        )
+        held = held_names(mapping, self._asked.state.values, self._rank)
+        own = [other for other in held.values() if other in plan.comparison.left_out]
+        note = f"taken as this rank's own: {listed(own)}"
+        return replace(report, notes=(*report.notes, note)) if own else report
+
+
+def _holds(catalog: Catalog, state: State) -> bool:
+    """Whether the boxes of *catalog* are those that this rank holds."""
+    for name, held in state.tensors.items():
+        entry = catalog.tensors.get(name)
+        if entry is None:
+            return False
+        boxes = {extent.box for extent in entry.extents}
+        if not all(piece.box in boxes for piece in held.pieces):
+            return False
+    return all(name in catalog.blobs for name in state.values)

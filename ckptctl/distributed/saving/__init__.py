@@ -1,0 +1,1 @@
+"""One state dict of all ranks, written as one checkpoint."""

@@ -1,0 +1,73 @@
+"""Saving what ranks hold in any format: as DCP beside the output, then converted by rank 0."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.saving.save import save
+from ckptctl.distributed.state import StateDict
+from ckptctl.errors import CkptError
+from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.coordinator import on_first
+from ckptctl.storage import trash
+from ckptctl.storage.destinations import check_target, destination
+
+MODEL = "model"
+
+_log = logging.getLogger("ckptctl")
+
+
+def save_converted(
+    state: StateDict,
+    out: str | Path,
+    options: ConversionOptions,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save *state* as *options* say; all ranks call it, and it returns when it is published.
+
+    Args:
+        state: What is saved; of one with a key ``model`` that alone, where no more is asked for.
+        out: Where it will appear.
+        options: What it is converted to.
+        group: The ranks; None: the default group, or this process alone.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CkptError: Nothing was published; on every rank.
+    """
+    ranks = coordinator(group)
+    target = destination(Path(out).expanduser().absolute())
+    stage = target.parent / f".{target.name}.ckptctl-final"
+    alone = MODEL in state and options.only == MODEL
+    kept: StateDict = {MODEL: state[MODEL]} if alone else state
+
+    def make_room() -> None:
+        if not options.overwrite:
+            check_target(target, overwrite=False, is_checkpoint=lambda _: False)
+        trash.remove(stage)
+
+    def convert() -> None:
+        run_conversion(plan_conversion(stage, target, options))
+
+    on_first(ranks, make_room)
+    try:
+        save(kept, stage, process_group=group)
+        on_first(ranks, convert)
+    finally:
+        if ranks.rank == 0:
+            _discard(stage)
+    return target
+
+
+def _discard(stage: Path) -> None:
+    try:
+        trash.remove(stage)
+    except CkptError as error:
+        _log.warning("%s could not be removed: %s", stage, error)

@@ -1,0 +1,154 @@
+"""Where a save of all ranks goes: a directory that appears at once, or a folder behind a URL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ckptctl.distributed.saving.rank_output import SaveOptions, add_file, fill
+from ckptctl.distributed.saving.streams import stream
+from ckptctl.errors import CkptError, RefusedError
+from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.ops.overwrite import replaceable
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.destinations import destination, staging_directory
+from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.remote import direct, mounts
+from ckptctl.storage.remote.lock import RemoteLock
+from ckptctl.storage.remote.objects import Objects
+from ckptctl.storage.remote.store import system_of
+from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
+from ckptctl.storage.remote.writing import NAME, Writing
+
+DATA = re.compile(r"__\d+_\d+\.distcp")
+"""The files of ranks."""
+
+
+class Place(Protocol):
+    """A place for one checkpoint."""
+
+    target: Path
+
+    def make_room(self, stack: ExitStack) -> None:
+        """Prepare the place, on rank 0; *stack* clears away what is not published."""
+
+    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+        """Write the files of one rank."""
+
+    def size(self, name: str) -> int:
+        """Return the size of a file as rank 0 sees it; -1: it does not."""
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """Add the metadata, on rank 0: from then on there is a checkpoint."""
+
+
+def place_at(path: Path, options: SaveOptions) -> Place:
+    """Return the place at *path*, which may be a URL."""
+    return Url(path, options) if is_url(path) else Folder(path, options)
+
+
+class Folder:
+    """A directory on a file system that all ranks see."""
+
+    _stage: Staging
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self.target = destination(path.expanduser().absolute())
+        self._options = options
+
+    def make_room(self, stack: ExitStack) -> None:
+        """See :class:`Place`."""
+        room = staging(self.target, overwrite=self._options.overwrite, is_checkpoint=replaceable)
+        self._stage = stack.enter_context(room)
+
+    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+        """See :class:`Place`."""
+        fill(plan, pieces, self._data, self._options)
+
+    def size(self, name: str) -> int:
+        """See :class:`Place`."""
+        path = self._data / name
+        return path.stat().st_size if path.is_file() else -1
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """See :class:`Place`."""
+        add_file(self._data / METADATA, metadata, sync=self._options.sync)
+        self._stage.publish()
+
+    @property
+    def _data(self) -> Path:
+        return staging_directory(self.target) / "data"
+
+
+class Url:
+    """A folder behind a URL: ranks upload their files as streams, the metadata is uploaded last.
+
+    Rank 0 holds the lock of the folder meanwhile.
+    """
+
+    _lock: RemoteLock
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self.target = path
+        self._options = options
+        self._url = mounts.secret_of(str(path))
+
+    def make_room(self, stack: ExitStack) -> None:
+        """See :class:`Place`."""
+        if scheme_of(self._url) == HUB:
+            raise RefusedError(
+                "training cannot save to the Hub",
+                where=str(self.target),
+                hint="save to a disk or an object store, and `ckptctl convert` to hf://",
+            )
+        self._require_none()
+        self._lock = RemoteLock(self._url, *system_of(self._url), NAME, [METADATA])
+        left = self._lock.take()
+        stack.callback(self._let_go)
+        self._require_none()  # another run may have been at its end
+        if left is not None:
+            self._clear(left)
+
+    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+        """See :class:`Place`."""
+        stream(plan, pieces, self._url, checksum=self._options.checksum)
+
+    def size(self, name: str) -> int:
+        """See :class:`Place`."""
+        return direct.size(self._url, name)
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """See :class:`Place`."""
+        self._lock.require()
+        direct.write(self._url, METADATA, b"".join(metadata))
+
+    def _require_none(self) -> None:
+        """Refuse a place with a checkpoint.
+
+        Raises:
+            RefusedError: There is one.
+        """
+        if direct.exists(self._url, METADATA):
+            raise RefusedError(
+                "the destination exists",
+                where=str(self.target),
+                hint="objects cannot be replaced in one step: save under a name of its own",
+            )
+
+    def _clear(self, left: Writing) -> None:
+        """Remove what a dead run has left, of which the new ones would not replace everything."""
+        place = Objects(self._url, None)
+        found = place.look()
+        data = [name for name in found if DATA.fullmatch(name)]
+        if not left.is_all(found):
+            data += [name for name in found if name in left.names]
+        place.remove(data, found, self._lock.still)
+
+    def _let_go(self) -> None:
+        with suppress(CkptError):  # the next run removes a lock that nobody holds
+            self._lock.drop()

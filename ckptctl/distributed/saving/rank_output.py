@@ -1,0 +1,167 @@
+"""What one rank holds and writes, whoever decided what that is."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckptctl.distributed.group import threads
+from ckptctl.distributed.saving.host_memory import host_views
+from ckptctl.distributed.state import State, StateDict, state_of
+from ckptctl.errors import CkptError, RefusedError
+from ckptctl.ops.saving.holdings import DIGEST, Chunk, Holding
+from ckptctl.planner.plan import Plan
+from ckptctl.planner.tile import MIB
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.remote.urls import is_url, masked
+from ckptctl.storage.sync import sync_directory, write_file
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        overwrite: Whether to replace a checkpoint of that name, in one step.
+        files: Files per rank; threads do not wait for each other when they write several.
+        jobs: Threads per rank; 0: its part of the host's cores, at most four.
+        memory: Bytes of buffers per rank, for tensors that have to be reordered or copied from a
+            device on their way.
+        sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
+            can leave a checkpoint whose data is not there.
+        checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
+        execute: What carries out a rank's plan: the function of
+            :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
+    """
+
+    overwrite: bool = False
+    files: int = 1
+    jobs: int = 0
+    memory: int = 64 * MIB
+    sync: bool = True
+    checksum: bool = True
+    execute: Callable[..., Execution] = execute
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds.
+
+    Attributes:
+        holding: What it says of it.
+        pieces: Memory of each chunk.
+        steps: Elements between neighbours in it along each dimension.
+        values: Content of each leaf that is no tensor, as ``torch.save`` writes it.
+    """
+
+    holding: Holding
+    pieces: Sequence[torch.Tensor]
+    steps: Sequence[tuple[int, ...]]
+    values: Mapping[str, bytes]
+
+
+def held(state: StateDict | State | Held) -> Held:
+    """Return what this rank holds of a state dict; tensors are not copied.
+
+    Raises:
+        CkptError: A leaf cannot be saved.
+    """
+    if isinstance(state, Held):
+        return state
+    if not isinstance(state, State):
+        state = state_of(state)
+    values = {name: _pickled(name, leaf.value) for name, leaf in state.values.items()}
+    chunks = [
+        Chunk(name, piece.box.offsets, piece.box.sizes)
+        for name, one in state.tensors.items()
+        for piece in one.pieces
+    ]
+    holding = Holding(
+        {name: one.described for name, one in state.tensors.items()},
+        chunks,
+        {name: _digest(content) for name, content in values.items()},
+        {name: leaf.path for name, leaf in state.values.items()},
+    )
+    found = (piece.tensor for one in state.tensors.values() for piece in one.pieces)
+    pieces = [tensor.resolve_conj().resolve_neg() for tensor in found]
+    return Held(holding, pieces, [tuple(tensor.stride()) for tensor in pieces], values)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST).digest()
+
+
+def _pickled(name: str, value: object) -> bytes:
+    """Return a leaf that is no tensor as ``torch.save`` writes it, as DCP keeps it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        raise CkptError(
+            f"`{name}` cannot be saved",
+            where=f"a {type(value).__name__} in the state dict",
+            why=f"{type(error).__name__}: {error}",
+            hint="leave it out, or store what it is made of",
+        ) from error
+    return buffer.getvalue()
+
+
+def fill(plan: Plan, pieces: Sequence[torch.Tensor], data: Path, options: SaveOptions) -> None:
+    """Write a rank's files below *data*.
+
+    Args:
+        plan: Of :func:`ckptctl.ops.saving.files.rank_files`.
+        pieces: Memory of each chunk.
+        data: An existing directory.
+        options: How.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    if not plan.files:
+        return
+    how = ExecutionOptions(
+        jobs=threads(options.jobs),
+        memory=options.memory,
+        checksum=options.checksum,
+        sync=options.sync,
+        shared=True,
+    )
+    options.execute(plan, data, how, lambda _: None, memory=host_views(plan, pieces))
+
+
+def require_local(path: str | Path) -> None:
+    """Refuse a URL, which would become a directory of that name here.
+
+    Raises:
+        RefusedError: It is one.
+    """
+    if is_url(path):
+        raise RefusedError(
+            "a save without collectives cannot go to a URL",
+            where=masked(os.fspath(path)),
+            hint="save with collectives, or to a file system",
+        )
+
+
+def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
+    """Write a new file.
+
+    Args:
+        path: Its path.
+        content: Its parts.
+        sync: Whether it and its name have to be on disk.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    write_file(path, *content, sync=sync)
+    if sync:
+        sync_directory(path.parent)
