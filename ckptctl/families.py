@@ -162,7 +162,7 @@ def families() -> dict[str, Family]:
 
 def adapters(known: Iterable[Family]) -> dict[str, Family]:
     """Return the families of the adapters of *known* ones, by name."""
-    from ckptctl.planner.adapters import adapter_family
+    from ckptctl.planner.mapping.adapters import adapter_family
 
     found = (one if one.partial else adapter_family(one) for one in known)
     return {one.name: one for one in found if one.layouts}
@@ -177,7 +177,7 @@ def family(name: str) -> Family:
         UsageError: There is none.
         CkptError: It cannot be loaded.
     """
-    from ckptctl.planner.adapters import SUFFIX, adapter_family
+    from ckptctl.planner.mapping.adapters import SUFFIX, adapter_family
 
     if name.endswith(SUFFIX):
         return adapter_family(family(name.removesuffix(SUFFIX)))

@@ -14,8 +14,8 @@ from ckptctl.cli.output import Output
 
 if TYPE_CHECKING:
     from ckptctl.ops.routes import KeyMap
-    from ckptctl.planner.arrivals import Arrival, Piece
-    from ckptctl.planner.extents import Range
+    from ckptctl.planner.mapping.arrivals import Arrival, Piece
+    from ckptctl.planner.mapping.extents import Range
 
 SCHEMA = "ckptctl.map/1"
 EPILOG = opt.examples(

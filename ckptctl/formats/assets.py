@@ -8,7 +8,7 @@ from typing import cast
 
 from ckptctl.errors import DamagedError, listed
 from ckptctl.formats.checksums import MANIFEST
-from ckptctl.planner.configs import plain
+from ckptctl.planner.configs.stated import plain
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 

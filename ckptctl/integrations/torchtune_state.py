@@ -18,7 +18,7 @@ from ckptctl.integrations.whole import whole, with_numbers
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.runs.entries import is_run
 from ckptctl.ops.runs.listing import read_run
-from ckptctl.planner.adapters import SUFFIX
+from ckptctl.planner.mapping.adapters import SUFFIX
 
 LAYOUT = "torchtune"
 RECIPE = "recipe"

@@ -9,13 +9,13 @@ from ckptctl import families
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognise import Recognition, require_one
-from ckptctl.planner.configs import is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.params_facts import contradictions
+from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapped import MappedTensor, Zeros
-from ckptctl.planner.mapping import TensorMap, map_tensors
-from ckptctl.planner.params_facts import contradictions
-from ckptctl.planner.resize import resized
-from ckptctl.planner.tile_embeddings import Tiling
+from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
+from ckptctl.planner.mapping.resize import resized
+from ckptctl.planner.mapping.tensors import TensorMap, map_tensors
+from ckptctl.planner.mapping.tile_embeddings import Tiling
 
 LARGEST = 1 << 32
 """Rows that a vocabulary may be padded to."""

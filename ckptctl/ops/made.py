@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Computed, Extent, TensorEntry, computed_name
-from ckptctl.planner.mapped import MappedTensor, Zeros
+from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 
 
 def made(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from ckptctl import families
 from ckptctl.errors import UsageError, nearest
-from ckptctl.planner.declarations import Signs
+from ckptctl.planner.families.declarations import Signs
+from ckptctl.planner.families.statements import spellings
+from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
 from ckptctl.planner.layouts import Family, Layout
-from ckptctl.planner.statements import spellings
-from ckptctl.planner.tables import Leaf, Tensor, show_dims
 
 SHOWN_KEYS = 3
 NOT_PROVEN = "not proven by logits"

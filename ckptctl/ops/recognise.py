@@ -18,9 +18,9 @@ from ckptctl.errors import (
     possible,
 )
 from ckptctl.ops.selection import Selection, checked_root, containers, roots, select
-from ckptctl.planner.adapters import is_adapter
-from ckptctl.planner.detect import Candidate, Detection, detect
 from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.detect import Candidate, Detection, detect
 
 Json = Mapping[str, object]
 SHOWN_CANDIDATES = 12

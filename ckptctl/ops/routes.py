@@ -10,14 +10,14 @@ from ckptctl import families, formats
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, nearest
 from ckptctl.formats import meta
 from ckptctl.formats.assets import documents
-from ckptctl.planner.arrivals import Arrival, Piece
-from ckptctl.planner.completeness import near
-from ckptctl.planner.configs import is_tied, read_lists, read_sizes
-from ckptctl.planner.extents import Range
-from ckptctl.planner.joining import possible_repeats
+from ckptctl.planner.configs.params_facts import contradictions
+from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.params_facts import contradictions
-from ckptctl.planner.routes import Route, route
+from ckptctl.planner.mapping.arrivals import Arrival, Piece
+from ckptctl.planner.mapping.completeness import near
+from ckptctl.planner.mapping.extents import Range
+from ckptctl.planner.mapping.routes import Route, route
+from ckptctl.planner.parallel.joining import possible_repeats
 
 Json = Mapping[str, object]
 

@@ -17,8 +17,8 @@ from typing import TypeVar
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.ops.coordinator import Coordinator, on_first, through_first, together
 from ckptctl.planner.balance import assign
+from ckptctl.planner.copying.shares import Share, share_of
 from ckptctl.planner.plan import Plan
-from ckptctl.planner.shares import Share, share_of
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.ledger import Books
 from ckptctl.storage.execution.options import Execution, ExecutionOptions, Progress

@@ -29,11 +29,11 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ckptctl.errors import UsageError, listed, nearest
-from ckptctl.planner.companions import BLOCK_AXES, Companion, with_companions
-from ckptctl.planner.declarations import PRESENT, SIZES, Drop, Shift, Signs, Tie, Tiles
-from ckptctl.planner.statements import META, NEEDED, ParamsStyle, Rule, Same, spellings
-from ckptctl.planner.tables import Leaf, Tensor, parse_tables
-from ckptctl.planner.templates import Template, TemplateTable
+from ckptctl.planner.families.companions import BLOCK_AXES, Companion, with_companions
+from ckptctl.planner.families.declarations import PRESENT, SIZES, Drop, Shift, Signs, Tie, Tiles
+from ckptctl.planner.families.statements import META, NEEDED, ParamsStyle, Rule, Same, spellings
+from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
+from ckptctl.planner.families.templates import Template, TemplateTable
 
 __all__ = [
     "BLOCK_AXES",
@@ -111,7 +111,7 @@ class Family:
         name: The model type, as in ``llama3``.
         title: For people.
         layouts: Names of its layouts; of two that are alike the first one is preferred.
-        tables: See :mod:`ckptctl.planner.tables`.
+        tables: See :mod:`ckptctl.planner.families.tables`.
         like: For a layout the one that it equals wherever the tables do not say otherwise.
         architecture: Class name in config.json.
         aliases: Other names a user may give.

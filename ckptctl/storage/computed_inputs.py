@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from ckptctl.catalog import Box, Computed, TensorEntry
-from ckptctl.planner.runs import product_boxes
+from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.compare import Readable, read_box
 

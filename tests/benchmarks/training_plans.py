@@ -22,7 +22,7 @@ from ckptctl.ops.saving.agreement import Statement, generation, unchanged
 from ckptctl.ops.saving.decision import Decision, decide
 from ckptctl.ops.saving.files import RankItems, metadata, tensor_files
 from ckptctl.ops.saving.holdings import Chunk, Described, Holding, Packed, digest, pack
-from ckptctl.planner.placements import Shard, local_part
+from ckptctl.planner.parallel.placements import Shard, local_part
 from ckptctl.storage.compare import row_major
 
 Shapes = dict[str, tuple[int, ...]]

@@ -6,9 +6,9 @@ import math
 import numpy as np
 
 from ckptctl.families import families
-from ckptctl.planner.mapping import map_tensors
-from ckptctl.planner.matching import key_of, leads, slots
-from ckptctl.planner.numbering import planned
+from ckptctl.planner.mapping.matching import key_of, leads, slots
+from ckptctl.planner.mapping.numbering import planned
+from ckptctl.planner.mapping.tensors import map_tensors
 
 FAMILIES = families()
 PAIRS = [

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ckptctl import families
-from ckptctl.planner.adapters import APART, adapters_apart, is_adapter, models_apart
-from ckptctl.planner.detect import detect
+from ckptctl.planner.mapping.adapters import APART, adapters_apart, is_adapter, models_apart
+from ckptctl.planner.mapping.detect import detect
 from tests.contract.tables import mapped, moved, numbered, tiny
 
 ADAPTERS = families.adapters(families.families().values())

@@ -8,9 +8,9 @@ import pytest
 from ckptctl.errors import MappingError
 from ckptctl.families import names
 from ckptctl.planner.axes import Sizes
-from ckptctl.planner.detect import detect
-from ckptctl.planner.division import divide
-from ckptctl.planner.matching import slots
+from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.matching import slots
+from ckptctl.planner.parallel.division import divide
 from tests.contract.tables import (
     ALL,
     FAMILIES,

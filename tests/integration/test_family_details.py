@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import ckptctl
 from ckptctl.errors import MappingError
 from ckptctl.families import families
-from ckptctl.planner.detect import detect
+from ckptctl.planner.mapping.detect import detect
 from tests.checkpoints.golden import Golden, State, filled
 
 BIASES = {"torchtitan@0.3": "moe.expert_bias_E", "torchtitan@0.2": "moe.expert_bias"}

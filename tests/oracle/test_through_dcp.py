@@ -11,7 +11,7 @@ import torch
 import ckptctl
 from ckptctl import families
 from ckptctl.errors import UsageError
-from ckptctl.planner.detect import detect
+from ckptctl.planner.mapping.detect import detect
 from tests.checkpoints import load_any_reference
 from tests.oracle.tiny import TINY, family_of
 

@@ -20,7 +20,7 @@ from ckptctl.distributed.state import State
 from ckptctl.errors import CkptError
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import Leaf, StateMapping, map_state, moved
-from ckptctl.planner.mapped import stored_shapes
+from ckptctl.planner.mapping.mapped import stored_shapes
 
 STOCK = "the checkpoint"
 

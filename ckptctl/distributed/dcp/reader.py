@@ -29,7 +29,7 @@ from ckptctl.ops.loading.reading import prepare
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.mapped import stored_shapes
+from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.remote import direct

@@ -31,7 +31,7 @@ from ckptctl.distributed.saving.streams import stream
 from ckptctl.errors import RefusedError, StorageError, listed
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.ops.overwrite import replaceable
-from ckptctl.planner.tile import MIB
+from ckptctl.planner.copying.tile import MIB
 from ckptctl.storage.destinations import destination, staging_directory
 from ckptctl.storage.publish import Staging, staging
 from ckptctl.storage.remote import direct

@@ -16,8 +16,8 @@ from ckptctl.distributed.saving.host_memory import host_views
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.saving.holdings import DIGEST, Chunk, Holding
+from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.planner.tile import MIB
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.remote.urls import is_url, masked

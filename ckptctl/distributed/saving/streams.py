@@ -12,8 +12,8 @@ import torch
 from ckptctl import dtypes
 from ckptctl.catalog import memory_key
 from ckptctl.distributed.state import memory
+from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import OutputFile, Plan, Transfer
-from ckptctl.planner.tile import MIB
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.remote import direct
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError
-from ckptctl.planner.runs import product_boxes
+from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.storage.zips.reader import StoredTensor
 
 Shape = tuple[int, ...]

@@ -15,7 +15,7 @@ from ckptctl.catalog import Box
 from ckptctl.errors import DamagedError, FormatError
 from ckptctl.formats.shared.device_mesh import Mesh, Meshes
 from ckptctl.formats.shared.inert_fields import Ints, attributes, integers
-from ckptctl.planner.placements import Local, Shard, local_part
+from ckptctl.planner.parallel.placements import Local, Shard, local_part
 from ckptctl.storage.pickles.reader import Global, Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.zips.reader import StoredTensor

@@ -1,7 +1,7 @@
 """Formats with one file per model-parallel rank: joining the shards.
 
-How ranks divide a tensor is the family's knowledge (:mod:`ckptctl.planner.parallel`), not the
-file's; what every rank has a copy of is proven to be the same.
+How ranks divide a tensor is the family's knowledge (:mod:`ckptctl.planner.parallel.shards`), not
+the file's; what every rank has a copy of is proven to be the same.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError, MappingError, listed
 from ckptctl.formats.assets import amended
 from ckptctl.planner.axes import Observation, Sizes, solve
-from ckptctl.planner.configs import read_sizes
-from ckptctl.planner.detect import detect
-from ckptctl.planner.division import divide
-from ckptctl.planner.joining import possible_repeats, stored_sizes, whole_shape, without_repeats
+from ckptctl.planner.configs.stated import read_sizes
 from ckptctl.planner.layouts import Family, Stored
-from ckptctl.planner.parallel import Piece, Share, cuts, owned
+from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.parallel.division import divide
+from ckptctl.planner.parallel.joining import (
+    possible_repeats,
+    stored_sizes,
+    whole_shape,
+    without_repeats,
+)
+from ckptctl.planner.parallel.shards import Piece, Share, cuts, owned
 from ckptctl.storage.compare import equal, row_major
 from ckptctl.storage.files import SourceFiles
 

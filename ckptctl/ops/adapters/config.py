@@ -14,7 +14,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.adapters.expressions import check_expressions, matching
-from ckptctl.planner.adapters import PREFIX, is_adapter, is_factor, module_of
+from ckptctl.planner.mapping.adapters import PREFIX, is_adapter, is_factor, module_of
 from ckptctl.storage.remote.path import path_at
 
 Json = Mapping[str, object]

@@ -10,7 +10,7 @@ from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.ops.comparison.scope import Scope
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.selection import select
-from ckptctl.planner.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 
 OUTSIDE = "not part of the model"
 UNCHOSEN = "not chosen"

@@ -18,7 +18,7 @@ from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, parts

@@ -13,11 +13,11 @@ from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
 from ckptctl.formats.assets import amended, documents, left_behind, side_files
 from ckptctl.formats.base import copied, document
 from ckptctl.ops.layout_change import Change
-from ckptctl.planner.config_to_params import config_to_params
-from ckptctl.planner.configs import plain
-from ckptctl.planner.params_to_config import assumed, params_to_config
+from ckptctl.planner.configs.config_to_params import config_to_params
+from ckptctl.planner.configs.params_to_config import assumed, params_to_config
+from ckptctl.planner.configs.stated import plain
+from ckptctl.planner.families.statements import spelled
 from ckptctl.planner.plan import OutputFile, RawCopy
-from ckptctl.planner.statements import spelled
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.path import path_at
 

@@ -33,12 +33,12 @@ from ckptctl.ops.layout_change import Change, change_layout
 from ckptctl.ops.made import made
 from ckptctl.ops.recognise import Recognition
 from ckptctl.ops.selection import Selection, chosen, select
-from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.division import divide
-from ckptctl.planner.mapped import MappedTensor
-from ckptctl.planner.parallel import Share
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.parallel.division import divide
+from ckptctl.planner.parallel.shards import Share
 
 KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
 

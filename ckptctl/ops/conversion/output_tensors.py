@@ -11,7 +11,7 @@ from ckptctl.errors import MappingError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.structure import join
 from ckptctl.ops.layout_change import Change
-from ckptctl.planner.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor, View
 
 BY_CAST = "--dtype casts all of them to one"
 BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"

@@ -11,7 +11,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.layout_change import Change
 from ckptctl.ops.recognise import Recognition
-from ckptctl.planner.copies import permutes
+from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.kinds import needs_torch
 from ckptctl.units import format_bytes

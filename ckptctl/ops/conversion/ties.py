@@ -9,8 +9,8 @@ from ckptctl.errors import listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognise import Recognition
-from ckptctl.planner.configs import tying
-from ckptctl.planner.mapped import MappedTensor
+from ckptctl.planner.configs.stated import tying
+from ckptctl.planner.mapping.mapped import MappedTensor
 
 
 def written_in_full(options: ConversionOptions, catalog: Catalog, known: Recognition) -> bool:

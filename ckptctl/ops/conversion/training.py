@@ -14,7 +14,7 @@ from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError
 from ckptctl.formats.shared.structure import join
 from ckptctl.ops.layout_change import Change
-from ckptctl.planner.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor, View
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.formats.base import Output, Place
 from ckptctl.planner.boxes import intersect
-from ckptctl.planner.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.plan import Operand, Record, Side, Transfer
 from ckptctl.storage.compare import row_major
 

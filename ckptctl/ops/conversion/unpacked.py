@@ -14,7 +14,7 @@ from ckptctl.errors import DamagedError
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.ops.conversion.output_tensors import unrooted
-from ckptctl.planner.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.storage.pickles.reader import walk
 from ckptctl.storage.zips.reader import StoredTensor
 

@@ -31,7 +31,7 @@ from ckptctl.ops.made import made
 from ckptctl.ops.quantised import advised
 from ckptctl.ops.recognise import recognise
 from ckptctl.ops.selection import roots, select
-from ckptctl.planner.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.remote.path import shown
 
 __all__ = ["ExtractOptions", "Extraction", "extract"]

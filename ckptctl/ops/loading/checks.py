@@ -13,7 +13,7 @@ from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
 from ckptctl.ops.quantised import quantised
 from ckptctl.planner.boxes import check_coverage, intersect
-from ckptctl.planner.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 
 
 def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:

@@ -29,7 +29,7 @@ from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, req
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Wanted
 from ckptctl.planner.boxes import check_coverage, intersect
-from ckptctl.planner.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import FileIdentity, Plan, Record, Transfer
 from ckptctl.storage.files import SourceFiles
 

@@ -24,8 +24,8 @@ from ckptctl.ops.made import made
 from ckptctl.ops.quantised import advised
 from ckptctl.ops.recognise import Recognition, recognise
 from ckptctl.ops.selection import checked_root, roots, select
-from ckptctl.planner.mapped import MappedTensor, View
-from ckptctl.planner.tile_embeddings import Tiling
+from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.tile_embeddings import Tiling
 
 STATE = "the state"
 

@@ -23,11 +23,11 @@ from ckptctl.ops.conversion.output_tensors import cast_to
 from ckptctl.ops.layout_change import chosen_family
 from ckptctl.ops.recognise import Json, Recognition, recognise, require_one
 from ckptctl.ops.selection import select
-from ckptctl.planner.adapters import is_adapter
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.configs import is_tied, read_lists, read_sizes
-from ckptctl.planner.deltas import Delta, Deltas, Factor, deltas
+from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.deltas import Delta, Deltas, Factor, deltas
 
 ORDER = "the order is `ckptctl merge BASE ADAPTER DST`"
 KINDS = ("float64", "float32", "float16", "bfloat16")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ckptctl.planner.tile import Tile
+from ckptctl.planner.copying.tile import Tile
 from ckptctl.storage.files import SourceFiles
 
 BATCH_BYTES = 1 << 18

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptctl.planner.tile import MIB, Limits
+from ckptctl.planner.copying.tile import MIB, Limits
 from ckptctl.storage.threads import default_threads
 
 ARITHMETIC = 384 * MIB

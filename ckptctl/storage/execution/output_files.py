@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ckptctl.planner.copying.tile import Write
 from ckptctl.planner.plan import OutputFile
-from ckptctl.planner.tile import Write
 from ckptctl.storage import trash
 from ckptctl.storage.contained import contained
 from ckptctl.storage.execution.target_files import write_failed

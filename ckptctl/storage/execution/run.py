@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import is_memory
 from ckptctl.errors import CkptError
+from ckptctl.planner.copying.shares import Share, lanes
+from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.planner.shares import Share, lanes
-from ckptctl.planner.tile import MIB
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.finisher import Finisher
 from ckptctl.storage.execution.journal import Done, Journal

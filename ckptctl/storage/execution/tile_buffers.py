@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptctl.planner.runs import Pattern
+from ckptctl.planner.copying.runs import Pattern
 from ckptctl.storage.local_files import IOV_MAX
 
 MAX_VIEWS = 1 << 14

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import is_computed, is_memory
 from ckptctl.errors import StorageError
-from ckptctl.planner.tile import Read, Tile
+from ckptctl.planner.copying.tile import Read, Tile
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.descriptors import Descriptors
 from ckptctl.storage.execution.tile_buffers import TileBuffers, scatter

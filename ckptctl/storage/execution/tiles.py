@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ckptctl.planner.copies import lower
+from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.copying.shares import Share
+from ckptctl.planner.copying.tile import UNCHECKED, Limits, Read, Tile, Write
 from ckptctl.planner.plan import Check, Plan, RawCopy
-from ckptctl.planner.shares import Share
-from ckptctl.planner.tile import UNCHECKED, Limits, Read, Tile, Write
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.sources import Sources

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed, is_memory
-from ckptctl.planner.moves import Move
+from ckptctl.planner.copying.moves import Move
+from ckptctl.planner.copying.tile import Tile, Write
 from ckptctl.planner.plan import Transfer
-from ckptctl.planner.tile import Tile, Write
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.descriptors import Descriptors
 from ckptctl.storage.execution.journal import Done

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ckptctl.ops.routes import map_key
-from ckptctl.planner.extents import Amount
+from ckptctl.planner.mapping.extents import Amount
 from tests.checkpoints import save_meta, tiny_llama
 
 Q = "model.layers.7.self_attn.q_proj.weight"

@@ -8,9 +8,9 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import families, family
-from ckptctl.planner.configs import read_sizes
-from ckptctl.planner.detect import detect
-from ckptctl.planner.mapping import map_tensors
+from ckptctl.planner.configs.stated import read_sizes
+from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.tensors import map_tensors
 from tests.checkpoints.golden import Golden
 
 EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"

@@ -10,15 +10,15 @@ from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import families, family
 from ckptctl.planner.axes import Sizes
-from ckptctl.planner.declarations import holds
-from ckptctl.planner.detect import detect
-from ckptctl.planner.division import divide
-from ckptctl.planner.joining import possible_repeats, ranks_fit
+from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.families.tables import parse_dims, parse_tables, show_dims
+from ckptctl.planner.families.templates import Template, TemplateTable
 from ckptctl.planner.layouts import PRESENT, Family
-from ckptctl.planner.mapping import map_tensors
-from ckptctl.planner.parallel import cuts, divided_dim
-from ckptctl.planner.tables import parse_dims, parse_tables, show_dims
-from ckptctl.planner.templates import Template, TemplateTable
+from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.parallel.division import divide
+from ckptctl.planner.parallel.joining import possible_repeats, ranks_fit
+from ckptctl.planner.parallel.shards import cuts, divided_dim
 
 V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3
 SIZES = {"v": V, "d": D, "f": F, "h": H, "k": K, "e": E, "i": N}

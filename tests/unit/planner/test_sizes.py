@@ -8,7 +8,7 @@ from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
 from ckptctl.ops.conversion.documents import resized
 from ckptctl.ops.layout_change import Change
-from ckptctl.planner.configs import axis_called, read_sizes
+from ckptctl.planner.configs.stated import axis_called, read_sizes
 
 LLAMA = family("llama3")
 CONFIG = {"num_attention_heads": 32, "hidden_size": 4096}

@@ -1,6 +1,6 @@
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.ops.conversion.output_tensors import cast_to, main_dtype, output_tensors
-from ckptctl.planner.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor, View
 
 
 def entry(name, dtype="bfloat16"):

@@ -17,7 +17,7 @@ import torch
 
 from ckptctl import dtypes
 from ckptctl.errors import DamagedError, StorageError
-from ckptctl.planner import copies, tiling
+from ckptctl.planner.copying import copies, tiling
 from ckptctl.planner.plan import (
     FileIdentity,
     Operand,

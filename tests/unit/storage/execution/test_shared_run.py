@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ckptctl.errors import CkptError, DamagedError
-from ckptctl.planner import tiling
-from ckptctl.planner.copies import lower
-from ckptctl.planner.shares import lanes, share_of
+from ckptctl.planner.copying import tiling
+from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.copying.shares import lanes, share_of
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.run import Run
 from tests.unit.storage.execution.test_executor import Case

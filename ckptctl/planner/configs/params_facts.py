@@ -1,0 +1,140 @@
+"""What config.json and params.json say of one model, fact by fact, and where they disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.configs.stated import Json, count, number, plain, read_sizes, rope
+from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.families.statements import ParamsStyle, Rule, Same, looked_up
+from ckptctl.planner.layouts import Family
+
+SCALED = "use_scaled_rope"
+_MODULES = ("text_config", "vision_config")
+
+
+def preset(family: Family, params: Json) -> dict[str, object]:
+    """Return what config.json says beyond *params*, by the family's tables."""
+    values: dict[str, object] = {}
+    for signs, added in family.presets:
+        if holds(signs, params):
+            merge(values, added)
+    return values
+
+
+def facts_of(style: ParamsStyle) -> Iterator[tuple[str, Same]]:
+    """Yield all facts with their full names in config.json."""
+    yield from ((style.prefix + fact.config, fact) for fact in style.text)
+    yield from ((fact.config, fact) for fact in style.around)
+
+
+def rules_of(style: ParamsStyle) -> Iterator[tuple[str, Rule]]:
+    """Yield all rules with their full names in config.json."""
+    yield from ((style.prefix + rule.config, rule) for rule in style.rules)
+    yield from ((rule.config, rule) for rule in style.around_rules)
+
+
+def value_of(fact: Same, value: object, name: str) -> object:
+    """Return what a fact says.
+
+    Raises:
+        MappingError: It is of the wrong kind.
+    """
+    if value is None:
+        return None
+    if fact.kind == "number":
+        return number(value, name)
+    if fact.kind == "flag":
+        if isinstance(value, bool):
+            return value
+        raise MappingError(
+            f"`{name}` is neither true nor false", where=name, why=f"it is {value!r}"
+        )
+    if fact.kind == "window" and isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    return count(value, name)
+
+
+def put(values: dict[str, object], name: str, value: object) -> None:
+    """Set what *values* say under *name*, in which dots lead into nested objects.
+
+    Raises:
+        MappingError: On the way there is something else than an object.
+    """
+    *outer, last = name.split(".")
+    for part in outer:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise MappingError(f"`{part}` is no object", where=name)
+        values = inner
+    values[last] = value
+
+
+def merge(values: dict[str, object], added: Json) -> None:
+    """Add *added* to *values*, inside of objects that both have."""
+    for key, value in added.items():
+        inner = values.get(key)
+        if isinstance(inner, dict) and isinstance(value, Mapping) and key in _MODULES:
+            merge(inner, value)
+        else:
+            values[key] = deepcopy(value)
+
+
+def canonical(config: Json) -> dict[str, object]:
+    """Return *config* with ``rope_theta`` and ``rope`` wherever it describes rotary frequencies."""
+    values = dict(config)
+    for name in _MODULES:
+        inner = values.get(name)
+        if isinstance(inner, Mapping):
+            values[name] = canonical(inner)
+    theta, _ = rope(config)
+    told: dict[str, object] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        told |= {} if not isinstance(value, Mapping) else value
+    told.pop("rope_theta", None)
+    kind = told.pop("type", None)
+    told |= {"rope_type": kind} if kind is not None and "rope_type" not in told else {}
+    return (
+        values | ({} if theta is None else {"rope_theta": theta}) | ({"rope": told} if told else {})
+    )
+
+
+def require_translated(family: Family, wanted: str, given: str) -> None:
+    """Refuse to make one file of the other where the family does not say how.
+
+    Raises:
+        MappingError: It does not.
+    """
+    if not family.params.translated:
+        raise MappingError(
+            f"{wanted} of `{family.name}` cannot be made of {given}",
+            hint=f"--assets DIR names a directory that holds {wanted}",
+        )
+
+
+def contradictions(family: Family, config: Json, params: Json) -> list[str]:
+    """Return where config.json and params.json of one checkpoint disagree, for people.
+
+    Args:
+        family: The model type.
+        config: config.json.
+        params: params.json.
+
+    Raises:
+        MappingError: One of them holds a value of the wrong kind.
+    """
+    ours, theirs = read_sizes(family, config), read_sizes(family, None, params)
+    found = [
+        f"{family.called(axis)}: {ours[axis]} and {theirs[axis]}"
+        for axis in ours
+        if theirs.get(axis, ours[axis]) != ours[axis]
+    ]
+    inner, outer = plain(params), canonical(config)
+    for name, fact in facts_of(family.params):
+        one, other = looked_up(outer, name), looked_up(inner, fact.params)
+        if fact.kind == "number" and None not in (one, other) and one != other:
+            found.append(f"`{fact.params}`: {one} and {other}")
+    return found

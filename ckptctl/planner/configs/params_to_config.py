@@ -1,0 +1,166 @@
+"""From params.json to config.json.
+
+Sources: transformers' configuration classes (4.x: ``rope_theta``, ``rope_scaling``,
+``torch_dtype``; 5.x: ``rope_parameters``, ``dtype``; what is written here is the old spelling,
+which both read, but for what only 5.x knows), Meta's ``ModelArgs`` in ``llama/model.py`` and
+``llama_models/llama3``, mistral-inference's ``args.py``, transformers'
+``convert_{mistral,mistral3,ministral3}_weights_to_hf.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.configs.feed_forward import PARAMS as FORMULA
+from ckptctl.planner.configs.feed_forward import ffn_size
+from ckptctl.planner.configs.params_facts import (
+    SCALED,
+    facts_of,
+    merge,
+    preset,
+    put,
+    require_translated,
+    rules_of,
+    value_of,
+)
+from ckptctl.planner.configs.stated import Json, count, facts, number, plain, read_sizes
+from ckptctl.planner.families.statements import ParamsStyle, Same, looked_up, spellings
+from ckptctl.planner.layouts import Family
+
+
+def params_to_config(
+    family: Family,
+    params: Json,
+    sizes: Mapping[str, int],
+    *,
+    tied: bool | None = None,
+    dtype: str | None = None,
+) -> dict[str, object]:
+    """Return the config.json of a checkpoint that has only params.json.
+
+    Args:
+        family: The model type.
+        params: params.json.
+        sizes: Axis sizes solved from the tensors, which win over formulas: vocabulary (-1 in
+            Llama 2), feed-forward size, key/value heads without repetitions, number of layers.
+        tied: Whether the embeddings are tied; None: as params.json or the family does.
+        dtype: torch's name of the tensors' dtype.
+
+    Raises:
+        MappingError: params.json holds something that is not understood, or a size is missing.
+    """
+    style, values = family.params, facts(params)
+    require_translated(family, "config.json", "params.json")
+    _understood(family, plain(params))
+    config: dict[str, object] = {"architectures": [family.architecture]}
+    for axis, size in _known_sizes(family, values, read_sizes(family, None, params) | dict(sizes)):
+        put(config, spellings(family.sizes[axis][0])[0], size)
+    extra = preset(family, values)
+    merge(config, extra)
+    for name, fact in facts_of(style):
+        stated = looked_up(values, fact.params)
+        value = value_of(fact, fact.absent if stated is None else stated, fact.params)
+        if value is not None or stated is not None:
+            _stated_once(config, name, value, fact, extra)
+    for name, rule in rules_of(style):
+        if rule.written:
+            put(config, name, rule.allowed[0])
+    if values.get(SCALED) and "rope_scaling" not in extra:
+        raise _no_scaling(family)
+    told = values.get("tied_embeddings", family.tied) if tied is None else tied
+    for place in {"", style.prefix}:
+        put(config, f"{place}tie_word_embeddings", bool(told))
+    _spell_rope(config, style)
+    return config | ({"torch_dtype": dtype} if dtype else {})
+
+
+def assumed(family: Family, params: Json) -> dict[str, object]:
+    """Return what config.json says for want of a word in *params*, by its names there."""
+    values, style = facts(params), family.params
+    stated = {n for n, fact in facts_of(style) if looked_up(values, fact.params) is not None}
+    extra = preset(family, values)
+    found = {name: looked_up(extra, name) for name, _ in facts_of(style) if name not in stated}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _known_sizes(family: Family, values: Json, known: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """Yield the size of each axis that config.json states."""
+    if family.params.derived and "f" not in known and "d" in known:
+        known["f"] = _ffn_of(values, known["d"])
+    lacking = [family.called(a) for a, names in family.sizes.items() if names[0] and a not in known]
+    if lacking:
+        raise MappingError(
+            f"config.json needs {' and '.join(lacking)}", why="params.json does not say"
+        )
+    yield from ((axis, known[axis]) for axis, names in family.sizes.items() if names[0])
+
+
+def _ffn_of(values: Json, dim: int) -> int:
+    factor = values.get("ffn_dim_multiplier")
+    multiple = count(values.get("multiple_of"), "multiple_of") or 256
+    return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
+
+
+def _understood(family: Family, params: Json) -> None:
+    """Refuse what params.json says and config.json of this family has no word for."""
+    style = family.params
+    known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in facts_of(style))}
+    known |= {one for names in family.sizes.values() for one in spellings(names[1])}
+    known |= {*FORMULA, SCALED} if style.derived else set()
+    for name, value in _leaves(params, known | style.constant.keys()):
+        if name in style.constant:
+            if value != style.constant[name]:
+                raise _strange(name, value, f"it is always {style.constant[name]!r} there")
+        elif name not in known and value is not None:
+            raise _strange(name, value)
+
+
+def _leaves(values: Json, known: set[str], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield what *values* state, inside of objects of which *known* names speak one by one."""
+    for key, value in values.items():
+        name = prefix + key
+        inside = any(other.startswith(f"{name}.") for other in known)
+        if inside and isinstance(value, Mapping):
+            yield from _leaves(value, known, f"{name}.")
+        else:
+            yield name, value
+
+
+def _strange(name: str, value: object, why: str = "") -> MappingError:
+    return MappingError(
+        f"params.json says `{name}`, which config.json of this model cannot say",
+        where="params.json",
+        why=f"its value is {value!r}" + (f"; {why}" if why else ""),
+        hint="--assets DIR names a directory that holds the right config.json",
+    )
+
+
+def _no_scaling(family: Family) -> MappingError:
+    return MappingError(
+        f"`{family.name}` has no scaled rotary frequencies",
+        where="params.json",
+        why=f"`{SCALED}` is true",
+        hint="--model-type llama3 or llama3_2",
+    )
+
+
+def _stated_once(
+    config: dict[str, object], name: str, value: object, fact: Same, extra: Json
+) -> None:
+    """Put a fact into *config*; two statements of params.json may not disagree on it."""
+    before = looked_up(config, name)
+    if before not in (None, value) and looked_up(extra, name) != before:
+        raise MappingError(
+            "params.json contradicts itself",
+            where="params.json",
+            why=f"`{fact.params}` is {value!r}, another value says {before!r}",
+        )
+    put(config, name, value)
+
+
+def _spell_rope(config: dict[str, object], style: ParamsStyle) -> None:
+    """Write the rotary frequencies as transformers 5 does where they are more than a base."""
+    text = looked_up(config, style.within) if style.within else config
+    if isinstance(text, dict) and isinstance(text.get("rope"), dict):
+        text["rope_parameters"] = {**text.pop("rope"), "rope_theta": text.pop("rope_theta", None)}

@@ -1,0 +1,234 @@
+"""config.json and params.json: the axis sizes and other facts that they state.
+
+Sources: transformers' configuration classes (4.x: ``rope_theta``, ``rope_scaling``; 5.x:
+``rope_parameters``), Meta's ``ModelArgs`` in ``llama/model.py`` and ``llama_models/llama3``,
+mistral-inference's ``args.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckptctl.errors import MappingError, UsageError, nearest
+from ckptctl.planner.families.statements import looked_up, spelled, spellings
+
+if TYPE_CHECKING:
+    from ckptctl.planner.layouts import Family
+
+Json: TypeAlias = Mapping[str, object]
+
+_HUGE = 1 << 48
+
+
+def plain(file: Json) -> Json:
+    """Return the part of params.json that describes the model; some nest it under ``model``."""
+    inner = file.get("model")
+    return inner if isinstance(inner, Mapping) else file
+
+
+def rope(config: Json) -> tuple[object, Json | None]:
+    """Return ``rope_theta`` and the scaling of a config.json, in either spelling.
+
+    Returns:
+        The base, None where it is not stated; and the scaling with its kind as ``rope_type``,
+        None where the frequencies are not scaled.
+    """
+    theta = config.get("rope_theta")
+    scaling: dict[str, object] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name)
+        if isinstance(value, Mapping):
+            scaling = dict(value)
+            theta = scaling.pop("rope_theta", theta)
+    kind = scaling.pop("type", "default")
+    kind = scaling.setdefault("rope_type", kind)
+    return theta, None if kind in ("default", None) else scaling
+
+
+def facts(file: Json) -> Json:
+    """Return a configuration with ``rope_theta`` and ``rope_type`` wherever it states them."""
+    values = dict(plain(file))
+    theta, scaling = rope(values)
+    return values | {"rope_theta": theta, "rope_type": scaling and scaling["rope_type"]}
+
+
+def is_tied(family: Family, config: Json | None, params: Json | None = None) -> bool:
+    """Return whether tied tensors are one: as the configuration says, else as the family does.
+
+    Raises:
+        MappingError: The configuration says something that is neither true nor false.
+    """
+    said = tying(config, params)
+    return family.tied if said is None else said
+
+
+def tying(config: Json | None, params: Json | None = None) -> bool | None:
+    """Return whether a configuration says that the embeddings are tied; None: it does not say.
+
+    Raises:
+        MappingError: It says something that is neither true nor false.
+    """
+    for place, file, name in (
+        ("config.json", config, "tie_word_embeddings"),
+        ("params.json", params, "tied_embeddings"),
+    ):
+        said = None if file is None else plain(file).get(name)
+        if isinstance(said, bool):
+            return said
+        if said is not None:
+            raise MappingError(
+                f"`{name}` is neither true nor false", where=place, why=f"it is {said!r}"
+            )
+    return None
+
+
+def count(value: object, name: str) -> int | None:
+    """Return the size that a configuration states under *name*; None: it is absent or -1.
+
+    Raises:
+        MappingError: It is no size.
+    """
+    if value is None or value == -1:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _HUGE:
+        raise MappingError(f"`{name}` is not a size", where=name, why=f"it is {value!r}")
+    return value
+
+
+def number(value: object, name: str) -> float:
+    """Return the number that a configuration states under *name*.
+
+    Raises:
+        MappingError: It is no positive number.
+    """
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not ok or not 0 < float(str(value)) < math.inf:
+        raise MappingError(f"`{name}` is not a positive number", where=name, why=f"it is {value!r}")
+    return float(str(value))
+
+
+def read_sizes(
+    family: Family,
+    config: Json | None = None,
+    params: Json | None = None,
+    given: Mapping[str, int] | None = None,
+    *,
+    implied: bool = True,
+) -> dict[str, int]:
+    """Return the axis sizes that a configuration states or implies.
+
+    The number of key/value heads defaults to that of the query heads, the head dimension to the
+    hidden size divided by the query heads. Where both files are given, config.json wins: compare
+    them with :func:`ckptctl.planner.configs.params_facts.contradictions`.
+
+    Args:
+        family: The model type.
+        config: config.json.
+        params: params.json.
+        given: Sizes that the user states, by any name that :func:`axis_called` understands.
+        implied: Whether sizes that are not stated have their defaults; else shapes have to show
+            them.
+
+    Raises:
+        MappingError: A size is not a positive integer, or the hidden size is not divisible.
+        UsageError: A given size contradicts the configuration or another one.
+    """
+    sizes: dict[str, int] = {}
+    for column, file in ((1, params), (0, config)):
+        if file is None:
+            continue
+        values = plain(file)
+        names = {axis: spelled(values, n[column]) for axis, n in family.sizes.items()}
+        named = {axis: count(looked_up(values, name), name) for axis, name in names.items()}
+        sizes |= {axis: size for axis, size in named.items() if size is not None}
+    agreed = _agreed(family, sizes, given or {})
+    return _implied(family, agreed) if implied else agreed
+
+
+def _agreed(family: Family, stated: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
+    """Return *stated* sizes together with those *given*; no two may disagree."""
+    sizes = dict(stated)
+    source = dict.fromkeys(stated, "the configuration")
+    for name, size in given.items():
+        axis = axis_called(family, name)
+        if sizes.setdefault(axis, size) != size:
+            raise UsageError(
+                f"`--set {name}={size}` contradicts {source[axis]}",
+                why=f"there, {family.called(axis)} is {sizes[axis]}",
+            )
+        source.setdefault(axis, f"`--set {name}={size}`")
+    return sizes
+
+
+def axis_called(family: Family, name: str) -> str:
+    """Return the axis, or counted index, whose size is called *name*.
+
+    Args:
+        family: The model type.
+        name: The axis itself, or its name in config.json or params.json; of a nested one its last
+            part is enough where no other axis has it.
+
+    Raises:
+        UsageError: There is none; constants cannot be given either.
+    """
+    called: dict[str, set[str]] = {}
+    for axis, names in family.sizes.items():
+        for whole in filter(None, (axis, *(one for name in names for one in spellings(name)))):
+            for spelling in {whole, whole.rpartition(".")[2]}:
+                called.setdefault(spelling, set()).add(axis)
+    axes = {a for t in family.tensors.values() for leaf in t.leaves.values() for a in leaf.axes}
+    bare = axes - family.sizes.keys() - family.constants.keys()
+    found = called.get(name) or ({name} & bare)
+    if name in family.sizes:
+        found = {name}
+    if len(found) == 1:
+        return next(iter(found))
+    known = [*(" or ".join(_spellings(a, family)) for a in family.sizes), *sorted(bare)]
+    close = nearest(name, [*called, *bare])
+    raise UsageError(
+        f"`{family.name}` has no size called `{name}`"
+        if not found
+        else f"`{name}` may be several sizes of `{family.name}`",
+        where="--set",
+        why=f"known: {', '.join(known)}",
+        hint=f"did you mean `{close}`?" if close and not found else None,
+    )
+
+
+def _spellings(axis: str, family: Family) -> list[str]:
+    shown = (spellings(name)[0] for name in family.sizes[axis])
+    return list(dict.fromkeys(f"`{name}`" for name in (axis, *shown) if name))
+
+
+def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
+    """Return the lists of layer numbers that the family's shifts look up in config.json.
+
+    Raises:
+        MappingError: One of them is not a list of different numbers.
+    """
+    found: dict[str, list[int]] = {}
+    for name in {shift.place for shift in family.shifts} - {"after"}:
+        value = looked_up(config or {}, name)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+            raise MappingError(f"`{name}` is not a list of layers", why=f"it is {value!r}")
+        found[name] = sorted({int(n) for n in value})
+    return found
+
+
+def _implied(family: Family, sizes: dict[str, int]) -> dict[str, int]:
+    if "h" in sizes and "k" in family.sizes:
+        sizes.setdefault("k", sizes["h"])
+    if {"d", "h"} <= sizes.keys() and "e" in family.sizes and "e" not in sizes:
+        size, rest = divmod(sizes["d"], sizes["h"])
+        if rest:
+            raise MappingError(
+                f"{family.called('d')} = {sizes['d']} is not divisible by "
+                f"{family.called('h')} = {sizes['h']}",
+                hint=f"state {family.called('e')}",
+            )
+        sizes["e"] = size
+    return sizes

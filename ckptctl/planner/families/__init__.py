@@ -1,0 +1,1 @@
+"""Model families as text tables, and what they declare besides."""

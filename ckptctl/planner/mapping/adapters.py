@@ -1,0 +1,213 @@
+"""Adapters: low-rank changes of a model's linear layers, in layouts that follow from the model's.
+
+A layer ``W`` (out, in) becomes ``W + s B A`` with ``lora_b`` = B (out, R) and ``lora_a`` = A (R,
+in) (LoRA, Hu et al., arXiv:2106.09685); DoRA (Liu et al., arXiv:2402.09353) scales its rows to the
+lengths in ``magnitude``. The rows of B and of the magnitude are in the order of those of W, so
+that the tables of a model family say where they go. A layer that is part of a concatenated tensor
+has its rows of that tensor's B, and the whole of its A.
+
+Sources: peft's ``tuners/lora`` and ``utils/save_and_load.py``, torchtune's ``modules/peft`` and
+``models/convert_weights.py``, torchtitan's ``components/lora.py``, mistral-inference's ``lora.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+
+from ckptctl.planner.families.tables import Dims, Leaf, Tensor
+from ckptctl.planner.families.templates import Template
+from ckptctl.planner.layouts import Family
+
+SUFFIX = "-lora"
+"""What the name of a model type has behind it when its adapters are meant."""
+
+APART = "apart"
+"""The layout of logical names in which nothing is concatenated; rows lie as in another layout."""
+
+RANK = "R"
+PREFIX = "base_model.model."
+PEFT = {"hf": "peft", "hf-v5": "peft-v5"}
+ROLES = ("lora_a", "lora_b", "magnitude")
+COPIES = {"saved": "", "beneath": ".base_layer"}
+"""Roles of whole tensors of the model: one that replaces it, one that the factors change."""
+_PLAIN = (".lora_a.weight", ".lora_b.weight", ".magnitude")
+_PEFT = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
+_SUFFIXES = {
+    "hf": _PEFT,
+    "hf-v5": _PEFT,
+    "torchtune": _PLAIN,
+    "torchtitan@0.3": (*_PLAIN[:2], ""),
+    "mistral": (*_PEFT[:2], ""),
+}
+_ADAPTED = re.compile(r"\.lora_(?:[abAB]|embedding_[AB])(?:\.|\Z)")
+_WEIGHT = ".weight"
+
+
+def is_adapter(names: Collection[str]) -> bool:
+    """Return whether some of *names* are those of low-rank factors."""
+    return any(_ADAPTED.search(name) for name in names)
+
+
+def is_factor(name: str) -> bool:
+    """Return whether *name* is that of a low-rank factor or of a magnitude."""
+    return name.endswith((*_PLAIN, *_PEFT))
+
+
+def module_of(name: str) -> str:
+    """Return the layer that a tensor of an adapter belongs to, without what peft puts before it."""
+    for suffix in (*_PEFT, *_PLAIN):
+        name = name.removesuffix(suffix)
+    return name.removeprefix(PREFIX)
+
+
+@cache
+def adapter_family(base: Family) -> Family:
+    """Return the family of the adapters of *base*.
+
+    Its layouts are those of *base* in which programs write adapters, called alike, but ``peft`` for
+    ``hf``. Layouts that insert layers at places which only a configuration says are left out.
+    """
+    placed = {shift.layout for shift in base.shifts if shift.place != "after"}
+    layouts = [name for name in base.layouts if name in _SUFFIXES and name not in placed]
+    return _family(base, {name: PEFT.get(name, name) for name in layouts})
+
+
+@cache
+def adapters_apart(base: Family, layout: str) -> Family:
+    """Return the adapters of *base* with :data:`APART`, whose rows are those of *layout*."""
+    family = adapter_family(base)
+    leaves = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}
+    rows = []
+    for tensor in family.rows:
+        head, role = tensor.name.partition(".")[0].rsplit("-", 1)
+        found = leaves.get(".".join([head, *tensor.name.split(".")[1:]]))
+        if found is not None and (role in COPIES or _linear(found)):
+            leaf = replace(_leaf(found, role, found.key), part=None, along=0)
+            rows.append(_with(tensor, {**tensor.leaves, APART: _named(tensor, leaf)}))
+        else:
+            rows.append(tensor)
+    return replace(family, rows=tuple(rows), layouts=(*family.layouts, APART))
+
+
+@cache
+def models_apart(base: Family, layout: str) -> Family:
+    """Return *base* with *layout* and :data:`APART` alone."""
+    rows = tuple(
+        _with(tensor, {layout: leaf, APART: _named(tensor, replace(leaf, part=None, along=0))})
+        for tensor in base.tensors.values()
+        if (leaf := tensor.leaves.get(layout)) is not None
+    )
+    return replace(
+        base,
+        layouts=(layout, APART),
+        tables=(),
+        like={},
+        rows=rows,
+        drops=tuple(drop for drop in base.drops if drop.layout == layout),
+        shifts=tuple(shift for shift in base.shifts if shift.layout == layout),
+        ties=(),
+        companions=(),
+    )
+
+
+def _family(base: Family, layouts: Mapping[str, str]) -> Family:
+    # Layers behind all others, for predicting further tokens, are no place for adapters.
+    behind = {shift.index for shift in base.shifts}
+    tensors = [tensor for tensor in base.tensors.values() if not behind & {*tensor.indices}]
+    return Family(
+        name=base.name + SUFFIX,
+        title=f"LoRA and DoRA adapters of {base.title}",
+        layouts=tuple(layouts.values()),
+        tables=(),
+        rows=tuple(row for tensor in tensors for row in _rows(tensor, layouts)),
+        architecture=base.architecture,
+        constants=base.constants,
+        composite=base.composite,
+        sizes=base.sizes,
+        free=(RANK, *base.free),
+        partial=True,
+        refines=base.refines and base.refines + SUFFIX,
+        config_signs=base.config_signs,
+        params_signs=base.params_signs,
+        tiny={**base.tiny, RANK: 3},
+    )
+
+
+def _rows(tensor: Tensor, layouts: Mapping[str, str]) -> Iterator[Tensor]:
+    """Yield what adapters may hold for a tensor of the model."""
+    linear = {n: leaf for n, leaf in tensor.leaves.items() if n in layouts and _linear(leaf)}
+    if tensor.name != "embed" and linear:
+        rows = sorted(next(iter(linear.values())).dims[0])
+        alike = {n: leaf for n, leaf in linear.items() if _same_rows(leaf, rows)}
+        for number, role in enumerate(ROLES):
+            found = {
+                layouts[name]: _leaf(leaf, role, _key(name, leaf, suffix))
+                for name, leaf in alike.items()
+                if (suffix := _SUFFIXES[name][number])
+            }
+            if found:
+                yield _row(tensor, role, found)
+    for role, infix in COPIES.items():
+        copies = {
+            layouts[name]: replace(leaf, key=_copy(leaf, infix))
+            for name, leaf in tensor.leaves.items()
+            if name in layouts and name in PEFT
+        }
+        if copies:
+            yield _row(tensor, role, copies)
+
+
+def _linear(leaf: Leaf) -> bool:
+    """Whether a layout stores a linear layer of its own, or the rows of one."""
+    named = leaf.key.text.endswith(_WEIGHT)
+    return named and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.along)
+
+
+def _same_rows(leaf: Leaf, rows: list[str]) -> bool:
+    return sorted(leaf.dims[0]) == rows
+
+
+def _key(layout: str, leaf: Leaf, suffix: str) -> Template:
+    prefix = PREFIX if layout in PEFT else ""
+    return Template.parse(prefix + leaf.key.text.removesuffix(_WEIGHT) + suffix)
+
+
+def _copy(leaf: Leaf, infix: str) -> Template:
+    module, dot, last = leaf.key.text.rpartition(".")
+    return Template.parse(PREFIX + module + infix + dot + last)
+
+
+def _leaf(leaf: Leaf, role: str, key: Template) -> Leaf:
+    """Return how a layout keeps one factor of what it keeps as *leaf*."""
+    if role in COPIES:
+        return replace(leaf, key=key)
+    rows: Dims = (leaf.dims[0],)
+    if role == "lora_a":
+        return Leaf(key, ((RANK,), leaf.dims[1]), leaf.spread)
+    if role == "lora_b":
+        rows = (leaf.dims[0], (RANK,))
+    return Leaf(key, rows, leaf.spread, leaf.part)
+
+
+def _row(tensor: Tensor, role: str, leaves: Mapping[str, Leaf]) -> Tensor:
+    head, dot, rest = tensor.name.partition(".")
+    return replace(
+        tensor,
+        name=f"{head}-{role}{dot}{rest}",
+        split=None,
+        optional=True,
+        variant=None,
+        leaves=leaves,
+    )
+
+
+def _with(tensor: Tensor, leaves: Mapping[str, Leaf]) -> Tensor:
+    return replace(tensor, leaves=leaves)
+
+
+def _named(tensor: Tensor, leaf: Leaf) -> Leaf:
+    spread = [f"{{{axis}}}" for axis in leaf.spread]
+    return replace(leaf, key=Template.parse(".".join([tensor.name, *spread])))

@@ -1,0 +1,208 @@
+"""Which rows of which tensor of a model an adapter changes, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.errors import DamagedError, MappingError, listed
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.adapters import APART, ROLES, adapters_apart, models_apart
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.tensors import map_tensors
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A part of a stored tensor, its rows (A: its columns) maybe in another order than wanted.
+
+    Attributes:
+        key: The stored tensor.
+        start: Its first row.
+        axes: Sizes of the axes that the rows are made of, outermost first; ``()``: in order.
+        order: Those axes as they are wanted, as indices into *axes*.
+    """
+
+    key: str
+    start: int
+    axes: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What becomes of some rows of a tensor of the model.
+
+    Attributes:
+        key: The tensor.
+        start: First of the rows.
+        stop: The row after the last one.
+        rank: The size that A and B share.
+        a: Their A.
+        b: Their B.
+        magnitude: Their lengths; None: no DoRA.
+        beneath: The adapter's own copy of the tensor, to be changed instead; None: it has none.
+    """
+
+    key: str
+    start: int
+    stop: int
+    rank: int
+    a: Factor
+    b: Factor
+    magnitude: Factor | None
+    beneath: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """An adapter, laid over a model.
+
+    Attributes:
+        changed: What changes rows.
+        replaced: For tensors that are exchanged as a whole those of the adapter.
+        pinned: Tensors of the model, changed or replaced, that are never cast.
+        logical: Names of what it changes or replaces in the tables of the model type.
+    """
+
+    changed: tuple[Delta, ...]
+    replaced: Mapping[str, str]
+    pinned: frozenset[str]
+    logical: frozenset[str] = frozenset()
+
+
+def deltas(
+    base: Family,
+    layouts: tuple[str, str],
+    shapes: tuple[Shapes, Shapes],
+    sizes: Mapping[str, int],
+    lists: Mapping[str, Sequence[int]],
+) -> Deltas:
+    """Lay an adapter over a model.
+
+    Args:
+        base: The model type.
+        layouts: That of the model and that of the adapter.
+        shapes: Shapes of the model's tensors and of the adapter's, by key.
+        sizes: Axis sizes from a configuration.
+        lists: Lists of layer numbers from a configuration.
+
+    Raises:
+        MappingError: Something in the adapter changes nothing in the model, or does not fit it.
+        DamagedError: One of two factors is missing.
+    """
+    model = map_tensors(
+        models_apart(base, layouts[0]), layouts[0], APART, shapes[0], sizes, partial=True,
+        tied=False, lists=lists,
+    )  # fmt: skip
+    known = {axis: size for axis, size in model.sizes.items() if isinstance(size, int)}
+    adapter = map_tensors(
+        adapters_apart(base, layouts[0]), layouts[1], APART, shapes[1], known, partial=True,
+        tied=False, lists=lists,
+    )  # fmt: skip
+    return _Deltas(base, model.tensors, adapter.tensors, shapes).result()
+
+
+class _Deltas:
+    def __init__(
+        self,
+        base: Family,
+        model: Sequence[MappedTensor],
+        adapter: Sequence[MappedTensor],
+        shapes: tuple[Shapes, Shapes],
+    ) -> None:
+        self.base, self.shapes = base, shapes
+        self.model = {_name(item): item for item in model}
+        self.parts: dict[str, dict[str, MappedTensor]] = {}
+        for item in adapter:
+            head, dot, rest = _name(item).partition(".")
+            logical, role = head.rsplit("-", 1)
+            self.parts.setdefault(f"{logical}{dot}{rest}", {})[role] = item
+
+    def result(self) -> Deltas:
+        changed: list[Delta] = []
+        replaced: dict[str, str] = {}
+        self._require_layers()
+        for name, roles in self.parts.items():
+            if "saved" in roles:
+                replaced[_source(self.model[name])] = self._whole(name, roles["saved"])
+            else:
+                changed.append(self._delta(name, roles))
+        keys = {_source(self.model[name]) for name in self.parts if self._pinned(name)}
+        return Deltas(tuple(changed), replaced, frozenset(keys), frozenset(self.parts))
+
+    def _require_layers(self) -> None:
+        homeless = [
+            _source(next(iter(roles.values())))
+            for name, roles in self.parts.items()
+            if name not in self.model
+        ]
+        if homeless:
+            raise MappingError(
+                f"the model lacks the layers of {len(homeless):,} tensors of the adapter",
+                where=f"tensor `{homeless[0]}`",
+                why=f"among them {listed(homeless)}",
+                hint="does it belong to another model? Where these are tied to others, convert the "
+                "model with `--untie` first",
+            )
+
+    def _pinned(self, name: str) -> bool:
+        return name.partition(".")[0] in self.base.pinned
+
+    def _delta(self, name: str, roles: Mapping[str, MappedTensor]) -> Delta:
+        for role in ROLES[:2]:
+            if role not in roles:
+                there = _source(next(iter(roles.values())))
+                raise DamagedError(f"`{there}` has no `{role}` beside it", where=there)
+        place = self.model[name].sources[0]
+        a, b, magnitude = (roles.get(role) for role in ROLES)
+        assert a is not None and b is not None
+        ranks = a.sources[0].sizes[0], b.sources[0].sizes[1]
+        if ranks[0] != ranks[1] or not ranks[0]:
+            raise DamagedError(
+                f"A has rank {ranks[0]}, B has rank {ranks[1]}",
+                where=f"tensors `{_source(a)}` and `{_source(b)}`",
+            )
+        return Delta(
+            place.key,
+            place.origin[0],
+            place.origin[0] + place.sizes[0],
+            ranks[0],
+            _factor(a, 1),
+            _factor(b, 0),
+            _factor(magnitude, 0) if magnitude else None,
+            self._whole(name, roles["beneath"]) if "beneath" in roles else None,
+        )
+
+    def _whole(self, name: str, saved: MappedTensor) -> str:
+        """Return the adapter's tensor that takes the place of one of the model."""
+        old, new = self.model[name].sources[0], saved.sources[0]
+        whole = (old.sizes, new.sizes) == (self.shapes[0][old.key], self.shapes[1][new.key])
+        if not whole or new.dims != saved.targets[0].dims:
+            raise MappingError(
+                "a tensor that the adapter replaces is stored in another way in the model",
+                where=f"tensor `{new.key}`",
+                why="the two layouts divide it or order it differently",
+                hint="convert the model to the adapter's layout first",
+            )
+        return new.key
+
+
+def _name(item: MappedTensor) -> str:
+    return item.targets[0].key
+
+
+def _source(item: MappedTensor) -> str:
+    return item.sources[0].key
+
+
+def _factor(item: MappedTensor, dim: int) -> Factor:
+    source, target = item.sources[0], item.targets[0]
+    before, after = source.dims[dim - len(source.sizes)], target.dims[dim - len(target.sizes)]
+    start = source.origin[0]
+    if before == after:
+        return Factor(source.key, start)
+    sizes = tuple(item.axes[axis] for axis in before)
+    return Factor(source.key, start, sizes, tuple(before.index(axis) for axis in after))

@@ -1,0 +1,246 @@
+"""Which model type and layout a checkpoint has: by its keys, then by its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
+
+from ckptctl.planner.configs.stated import facts, is_tied
+from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.completeness import absent, torn
+from ckptctl.planner.mapping.key_kinds import KeyKind, key_kinds
+from ckptctl.planner.mapping.matching import Matched, match, tied_away
+from ckptctl.planner.parallel.joining import ranks_fit
+
+ENOUGH = 0.5
+SHOWN = 5
+"""So many unknown or missing keys are named."""
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model type and layout that a checkpoint may have.
+
+    Attributes:
+        family: The model type.
+        layout: Its layout: the first of those that are alike.
+        alike: Other layouts that keep every tensor under the same name in the same order.
+        evidence: What speaks for it, for people.
+        unmatched: Keys that it does not know, at most five.
+        missing: Keys that it needs, at most five.
+        share: The part of all keys that it knows, from 0 to 1.
+    """
+
+    family: str
+    layout: str
+    alike: tuple[str, ...]
+    evidence: tuple[str, ...]
+    unmatched: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    share: float = 1.0
+
+    @property
+    def exact(self) -> bool:
+        """Return whether every key is known and none is missing."""
+        return not self.unmatched and not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """What a checkpoint may be.
+
+    Attributes:
+        candidates: All that fit equally well: exact ones, or else those that nearly fit (most
+            keys are known) and of which mapping will say what is wrong.
+        configured: Whether a configuration took part in the decision.
+    """
+
+    candidates: tuple[Candidate, ...]
+    configured: bool
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the keys are exactly those of the candidates."""
+        return bool(self.candidates) and self.candidates[0].exact
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Return the different layouts of the candidates."""
+        return tuple(dict.fromkeys(c.layout for c in self.candidates))
+
+
+def detect(
+    shapes: Mapping[str, tuple[int, ...]],
+    families: Mapping[str, Family],
+    config: Json | None = None,
+    params: Json | None = None,
+    *,
+    ranks: int = 1,
+    prefer: str | None = None,
+) -> Detection:
+    """Return the model types and layouts that fit.
+
+    Args:
+        shapes: Shape of each tensor by key; with several *ranks* those of one rank.
+        families: The model types to choose from.
+        config: config.json, where there is one.
+        params: params.json, where there is one.
+        ranks: Number of model-parallel shards.
+        prefer: The layout to name among those that are alike.
+
+    Raises:
+        MappingError: The configuration holds a value of the wrong kind.
+    """
+    known = (None if config is None else facts(config), None if params is None else facts(params))
+    asked = _Asked(shapes, key_kinds(shapes), (config, params), ranks, prefer)
+    fitting: list[Candidate] = []
+    # Only layouts that know every key are exact: the tables of most families need no parsing then.
+    for share in (1.0, ENOUGH):
+        found: list[Candidate] = []
+        for family in families.values():
+            evidence = _evidence(family, *known)
+            names = [] if evidence is None else _plausible(family, asked.by_kind, share)
+            found += _layouts(family, names, asked, share, evidence or ())
+        fitting = [c for c in found if c.exact]
+        if fitting:
+            break
+    fitting = fitting or _closest(found)
+    configured = any(item is not None for item in known)
+    if configured:
+        fitting = _most_refined(fitting, families)
+    return Detection(tuple(fitting), configured)
+
+
+class _Asked(NamedTuple):
+    """What one call of :func:`detect` is about; see there.
+
+    Attributes:
+        by_kind: The keys.
+        files: config.json and params.json.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    by_kind: Sequence[KeyKind]
+    files: tuple[Json | None, Json | None]
+    ranks: int
+    prefer: str | None
+
+
+def _plausible(family: Family, kinds: Sequence[KeyKind], share: float) -> list[str]:
+    """Return the layouts that may know a *share* of the keys, judged by their skeletons alone.
+
+    The words of the keys come first: the tables of a family that lacks them are never parsed.
+    """
+    enough = share * sum(len(kind.keys) for kind in kinds)
+    spelled = [kind for kind in kinds if kind.words <= family.words]
+    if sum(len(kind.keys) for kind in spelled) < enough:
+        return []
+    tables = {name: family.layout(name).table for name in family.layouts}
+    return [
+        name
+        for name, table in tables.items()
+        if sum(len(kind.keys) for kind in spelled if table.knows(kind.skeleton)) >= enough
+    ]
+
+
+def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple[str, ...] | None:
+    """Return what the configurations say for *family*; None: they exclude it."""
+    evidence: list[str] = []
+    for name, values, signs in (
+        ("config.json", config, family.config_signs),
+        ("params.json", params, family.params_signs),
+    ):
+        if values is None:
+            continue
+        shown = [sign for sign in signs if holds(sign, values)]
+        if not shown:
+            return None
+        text = ", ".join(f"{k} {v}" for k, v in shown[0].items() if v is not None)
+        evidence += [f"{name}: {text}"] if text else []
+    return tuple(evidence)
+
+
+def _layouts(
+    family: Family,
+    plausible: Iterable[str],
+    asked: _Asked,
+    least: float,
+    evidence: tuple[str, ...],
+) -> Iterable[Candidate]:
+    """Yield a candidate for each layout that knows at least a share of the keys.
+
+    Those that take these keys for the same are one.
+    """
+    tied = is_tied(family, *asked.files)
+    seen: list[str] = []
+    found: list[tuple[Candidate, Matched]] = []
+    for name in sorted(plausible, key=lambda n: n != asked.prefer):
+        if any(family.layout(name).same_as(family.layout(other)) for other in seen):
+            continue
+        seen.append(name)
+        matched = match(family, family.layout(name), asked.shapes, asked.by_kind)
+        share = (len(asked.shapes) - len(matched.unmatched)) / max(1, len(asked.shapes))
+        if share < least or not matched.groups:
+            continue
+        candidate = _candidate(family, name, matched, asked, tied, share, evidence)
+        if asked.ranks == 1 or ranks_fit(family, name, asked.shapes, asked.ranks):
+            _add(found, candidate, matched)
+    yield from (candidate for candidate, _ in found)
+
+
+def _add(found: list[tuple[Candidate, Matched]], new: Candidate, matched: Matched) -> None:
+    """Add *new* to *found*, as alike to one that understands the same, where there is one."""
+    for place, (old, other) in enumerate(found):
+        if old.exact and new.exact and other.same_as(matched):
+            alike = (*old.alike, new.layout, *new.alike)
+            found[place] = (replace(old, alike=alike), other)
+            return
+    found.append((new, matched))
+
+
+def _candidate(
+    family: Family,
+    name: str,
+    matched: Matched,
+    asked: _Asked,
+    tied: bool,
+    share: float,
+    evidence: tuple[str, ...],
+) -> Candidate:
+    layout, number = family.layout(name), len(asked.shapes)
+    tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
+    surplus = [key for key in tail if key in asked.shapes and asked.files[0] is None]
+    gone = (key for key in absent(family, layout, matched, matched.counts()) if key not in tail)
+    alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
+    return Candidate(
+        family.name,
+        name,
+        tuple(alike),
+        (f"{number - len(matched.unmatched):,} of {number:,} keys", *evidence),
+        tuple(matched.unmatched[:SHOWN] or surplus),
+        (*filter(None, [torn(family, matched)]), *islice(gone, SHOWN))[:SHOWN],
+        share,
+    )
+
+
+def _closest(found: list[Candidate]) -> list[Candidate]:
+    """Return the candidates that know the most keys, of those the ones that miss the least."""
+    if not found:
+        return []
+    best = max((c.share, -len(c.missing)) for c in found)
+    return [c for c in found if (c.share, -len(c.missing)) == best]
+
+
+def _most_refined(found: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:
+    """Return *found* without the families that another one of them is a special case of."""
+    general: set[tuple[str, str]] = set()
+    for candidate in found:
+        parent = families[candidate.family].refines
+        while parent and parent in families:
+            general.add((parent, candidate.layout))
+            parent = families[parent].refines
+    return [c for c in found if (c.family, c.layout) not in general]

@@ -1,0 +1,167 @@
+"""Where a logical tensor lies in a stored one, as formulas in axis names and, where known, numbers.
+
+:mod:`ckptctl.planner.mapping.geometry` answers the same for a checkpoint, whose shapes give all
+numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.layouts import Family, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A size or an offset.
+
+    Attributes:
+        text: In axis names, as in ``h*e + k*e``; a number where there are none.
+        number: Its value; None: a size is not known.
+    """
+
+    text: str
+    number: int | None
+
+    def __str__(self) -> str:
+        return self.text if self.number is None else str(self.number)
+
+    def plus(self, other: Amount) -> Amount:
+        """Return the sum."""
+        if self.number == 0 or other.number == 0:
+            return other if self.number == 0 else self
+        both = self.number is not None and other.number is not None
+        total = (self.number or 0) + (other.number or 0) if both else None
+        return Amount(f"{self.text} + {other.text}", total)
+
+
+ZERO = Amount("0", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A part of one dimension.
+
+    Attributes:
+        start: Where it begins.
+        stop: Where it ends.
+        whole: Whether it is the whole dimension.
+        among: Where it is every so many-th element instead: what is fixed, in which axes.
+    """
+
+    start: Amount
+    stop: Amount
+    whole: bool = False
+    among: str = ""
+
+    def __str__(self) -> str:
+        return self.among or (":" if self.whole else f"{self.start}:{self.stop}")
+
+    @property
+    def formula(self) -> str:
+        """Return the range in axis names."""
+        return self.among or (":" if self.whole else f"{self.start.text} : {self.stop.text}")
+
+
+class Extents:
+    """Sizes and places by a family's tables alone.
+
+    Args:
+        family: The model type.
+        sizes: What is known of axis sizes.
+    """
+
+    def __init__(self, family: Family, sizes: Mapping[str, int]) -> None:
+        self.family = family
+        self.known = dict(family.constants) | dict(sizes)
+        for axis, parts in family.composite.items():
+            open_parts = [part for part in parts if part not in self.known]
+            if axis in self.known and len(open_parts) == 1:
+                product = math.prod(self.known[part] for part in parts if part in self.known)
+                self.known[open_parts[0]] = self.known[axis] // product
+
+    def amount(self, axes: Sequence[str]) -> Amount:
+        """Return the product of *axes*."""
+        atoms = self.family.expand(tuple(axes))
+        known = [self.known.get(axis) for axis in atoms]
+        number = None if None in known else math.prod(n for n in known if n is not None)
+        return Amount("*".join(self._names(atoms)) or "1", number)
+
+    def _names(self, atoms: Sequence[str]) -> list[str]:
+        names = list(atoms)
+        for axis, parts in self.family.composite.items():
+            if set(parts) <= set(names):
+                first = min(names.index(part) for part in parts)
+                names[first] = axis
+                names = [name for name in names if name not in parts]
+        return [str(self.family.constants.get(name, name)) for name in names]
+
+    def shape(self, layout: Layout, leaf: Leaf, tensor: Tensor) -> tuple[Amount, ...]:
+        """Return the shape of the stored tensor that holds *tensor*, all its parts together."""
+        sizes = [self.amount(group) for group in leaf.dims]
+        if leaf.part is not None:
+            sizes[leaf.along] = ZERO
+            for other in _parts(layout, leaf, tensor):
+                sizes[leaf.along] = sizes[leaf.along].plus(self.amount(other.dims[leaf.along]))
+        return tuple(sizes)
+
+    def place(
+        self, layout: Layout, leaf: Leaf, tensor: Tensor, fixed: Mapping[str, int | str]
+    ) -> tuple[Range, ...]:
+        """Return which part of a stored tensor a logical one is.
+
+        Args:
+            layout: Where it is stored.
+            leaf: How.
+            tensor: The logical tensor.
+            fixed: Axes of which one entry is meant, and which one.
+        """
+        return tuple(
+            self._range(layout, leaf, tensor, dim, fixed) for dim, _ in enumerate(leaf.dims)
+        )
+
+    def _range(
+        self, layout: Layout, leaf: Leaf, tensor: Tensor, dim: int, fixed: Mapping[str, int | str]
+    ) -> Range:
+        group = leaf.dims[dim]
+        held = [axis for axis in group if axis in fixed]
+        if held:
+            return self._entry(group, held, fixed)
+        own = self.amount(group)
+        if leaf.part is None or dim != leaf.along:
+            return Range(ZERO, own, whole=True)
+        start = ZERO
+        for other in _parts(layout, leaf, tensor)[: leaf.part]:
+            start = start.plus(self.amount(other.dims[dim]))
+        return Range(start, start.plus(own))
+
+    def _entry(
+        self, group: Sequence[str], held: Sequence[str], fixed: Mapping[str, int | str]
+    ) -> Range:
+        axis, value = held[0], fixed[held[0]]
+        if len(held) > 1 or group[0] != axis:
+            which = ", ".join(f"{name} = {fixed[name]}" for name in held)
+            return Range(ZERO, ZERO, among=f"{which} of ({' '.join(group)})")
+        rest = self.amount(group[1:])
+        return Range(_times(value, rest), _times(_next(value), rest))
+
+
+def _parts(layout: Layout, leaf: Leaf, tensor: Tensor) -> list[Leaf]:
+    stored = next(s for s in layout.stored if (tensor, leaf) in s.parts)
+    return list({other.part: other for _, other in stored.parts}.values())
+
+
+def _next(value: int | str) -> int | str:
+    return value + 1 if isinstance(value, int) else f"({value} + 1)"
+
+
+def _times(value: int | str, size: Amount) -> Amount:
+    single = size.text == "1"
+    if isinstance(value, int) and (single or value == 0):
+        return Amount(str(value), value)
+    text = str(value).strip("()") if single else f"{value}*{size.text}"
+    known = isinstance(value, int) and size.number is not None
+    return Amount(text, int(value) * (size.number or 0) if known else None)

@@ -1,0 +1,220 @@
+"""Layer numbers of layouts that count layers of different kinds together.
+
+Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others, torchtune
+gives each the number of the layer that follows it; Hugging Face numbers the multi-token-prediction
+layers of DeepSeek-V3 after the others. Other layouts count each kind from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.families.templates import Template, TemplateTable
+from ckptctl.planner.layouts import Family, Shift
+from ckptctl.planner.mapping.key_kinds import KeyKind
+
+OTHER = -1
+"""What a number means that is of the other kind of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """How one checkpoint numbers its layers.
+
+    Attributes:
+        inserted: For each index that is inserted into another one the numbers it has there,
+            ascending; ``into`` says which other one.
+        into: For each inserted index the one that it is inserted into.
+    """
+
+    inserted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    into: Mapping[str, str] = field(default_factory=dict)
+
+    def logical(self, values: Mapping[str, int]) -> dict[str, int] | None:
+        """Return the indices that stored numbers mean; None: they are of the other kind."""
+        if not self.inserted:
+            return dict(values)
+        found = {index: self.meant(index, number) for index, number in values.items()}
+        return None if OTHER in found.values() else found
+
+    def meant(self, index: str, number: int) -> int:
+        """Return the value of *index* that a stored number means, or :data:`OTHER`."""
+        own, others = self.inserted.get(index), self._among(index)
+        if (own is not None and number not in own) or number in others:
+            return OTHER
+        count = sum(1 for n in (others if own is None else own) if n < number)
+        return number - count if own is None else count
+
+    def column(self, index: str, numbers: Sequence[int]) -> list[int]:
+        """Return what :meth:`meant` says of each of *numbers*."""
+        known = {number: self.meant(index, number) for number in set(numbers)}
+        return [known[number] for number in numbers]
+
+    def stored(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Return the numbers under which a layout stores logical indices."""
+        if not self.inserted:
+            return dict(values)
+        return {index: self._stored(index, value) for index, value in values.items()}
+
+    def _stored(self, index: str, value: int) -> int:
+        own = self.inserted.get(index)
+        if own is not None:
+            return own[value] if value < len(own) else (own[-1] if own else -1) + 1 + value
+        for number in self._among(index):
+            value += number <= value
+        return value
+
+    def _among(self, index: str) -> Sequence[int]:
+        inside = (self.inserted[own] for own, other in self.into.items() if other == index)
+        return sorted(number for numbers in inside for number in numbers)
+
+
+def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering:
+    """Return the numbering of a checkpoint whose keys are in *layout*."""
+    shifts = _shifts(family, layout)
+    if not shifts:
+        return Numbering()
+    table = TemplateTable((Template.parse(shift.marker), shift) for shift in shifts)
+    found: dict[str, set[int]] = {shift.index: set() for shift in shifts}
+    for key in (key for kind in kinds if table.knows(kind.skeleton) for key in kind.keys):
+        match = table.find(key)
+        if match:
+            found[match[0].index].add(match[1][match[0].index])
+    return Numbering(
+        {index: tuple(sorted(numbers)) for index, numbers in found.items()},
+        _into(shifts),
+    )
+
+
+def planned(
+    family: Family,
+    layout: str,
+    counts: Mapping[str, int],
+    lists: Mapping[str, Sequence[int]],
+) -> Numbering:
+    """Return the numbering that *layout* has to have.
+
+    Args:
+        family: The model type.
+        layout: Layout to be written.
+        counts: For each index how many layers there are.
+        lists: Lists of numbers that config.json states, by name.
+
+    Raises:
+        MappingError: config.json has to say where layers are inserted, and does not.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    shifts = _shifts(family, layout)
+    for shift in shifts:
+        count = counts.get(shift.index, 0)
+        first = counts.get(shift.into, 0)
+        stated = lists.get(shift.place)
+        if shift.place == "after":
+            found[shift.index] = tuple(range(first, first + count))
+        elif count == 0:
+            found[shift.index] = ()
+        elif stated is None or len(stated) != count:
+            raise MappingError(
+                f"layout `{layout}` needs to know where {count} layers are inserted",
+                why=f"config.json has to list their numbers as `{shift.place}`",
+                hint="--assets DIR names a directory that holds config.json",
+            )
+        else:
+            before = range(count) if shift.nested else (0,) * count
+            found[shift.index] = tuple(
+                number - n for number, n in zip(sorted(stated), before, strict=True)
+            )
+    return Numbering(found, _into(shifts))
+
+
+class KeyNumbers:
+    """Numbers in single keys, by sizes and lists alone: no checkpoint shows its numbering.
+
+    Args:
+        family: The model type.
+        sizes: What is known of axis sizes.
+        lists: Lists of layer numbers that the configuration states.
+    """
+
+    def __init__(
+        self, family: Family, sizes: Mapping[str, int], lists: Mapping[str, Sequence[int]]
+    ) -> None:
+        self._family, self._sizes, self._lists = family, sizes, lists
+
+    def numbering(self, layout: str, numbers: Sequence[int]) -> Numbering | None:
+        """Return how *layout* numbers its layers up to *numbers*; None: it is not known."""
+        counts = dict(self._sizes)
+        for shift in _shifts(self._family, layout):
+            if shift.place == "after" and shift.into in self._sizes:
+                known = counts.get(shift.index, 0)
+                counts[shift.index] = max(known, *(number + 1 for number in (0, *numbers)))
+            elif shift.place in self._lists:
+                counts[shift.index] = len(self._lists[shift.place])
+            else:
+                return None
+        return planned(self._family, layout, counts, self._lists)
+
+    def stored(
+        self, layout: str, indices: Mapping[str, int | str]
+    ) -> Mapping[str, int | str] | None:
+        """Return the numbers under which *layout* stores *indices*; None: it is not known.
+
+        Names in braces stay as they are.
+        """
+        numbers = {index: value for index, value in indices.items() if isinstance(value, int)}
+        numbering = self.numbering(layout, list(numbers.values()))
+        if numbering is not None:
+            return {**indices, **numbering.stored(numbers)}
+        return None if numbers.keys() & self._moved(layout) else indices
+
+    def inserted(self, layout: str) -> set[str]:
+        """Return the indices that *layout* inserts among others."""
+        return {shift.index for shift in _shifts(self._family, layout)}
+
+    def _moved(self, layout: str) -> set[str]:
+        """Return the indices that *layout* does not count from 0."""
+        between = [
+            shift.into
+            for shift in _shifts(self._family, layout)
+            if not shift.nested and shift.place != "after"
+        ]
+        return self.inserted(layout).union(between)
+
+    def unknown(self, layout: str) -> MappingError:
+        """Return the error for a key whose number may be of several kinds of layers."""
+        return MappingError(
+            f"the layers of layout `{layout}` cannot be told apart by their numbers",
+            why=f"`{self._family.name}` numbers layers of several kinds together",
+            hint=f"--set {self._family.sizes.get('i', ('i',))[0]}=N or --config DIR says how many",
+        )
+
+
+def require_stated(
+    family: Family, layout: str, found: Numbering, lists: Mapping[str, Sequence[int]]
+) -> None:
+    """Refuse a checkpoint in *layout* that numbers its layers otherwise than *lists* say.
+
+    Raises:
+        MappingError: config.json is another model's.
+    """
+    for shift in _shifts(family, layout):
+        held, stated = found.inserted.get(shift.index, ()), lists.get(shift.place)
+        moved = range(len(held)) if shift.nested else (0,) * len(held)
+        numbers = [number + n for number, n in zip(held, moved, strict=True)]
+        if held and stated is not None and numbers != sorted(stated):
+            raise MappingError(
+                "config.json and the names of the tensors disagree on which layers are inserted",
+                where=shift.place,
+                why=f"it lists {sorted(stated)}, by their names they are {numbers}",
+                hint="--assets DIR names a directory with the right config.json",
+            )
+
+
+def _into(shifts: Iterable[Shift]) -> dict[str, str]:
+    return {shift.index: shift.into for shift in shifts if not shift.nested}
+
+
+def _shifts(family: Family, layout: str) -> list[Shift]:
+    return [shift for shift in family.shifts if shift.layout == layout]

@@ -1,0 +1,154 @@
+"""What the tensors of a checkpoint are: every key known, none missing, every axis size found."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.axes import Observation, Sizes, solve
+from ckptctl.planner.families.tables import Tensor
+from ckptctl.planner.layouts import Family, Layout, Tie
+from ckptctl.planner.mapping.completeness import missing, require_known, require_whole, torn
+from ckptctl.planner.mapping.matching import Lead, Matched, match
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Shape of each stored tensor by key."""
+
+Origin: TypeAlias = tuple[Tensor, Mapping[Lead, str]]
+"""A logical tensor of the source and the keys that hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint that is understood.
+
+    Attributes:
+        family: The model type.
+        layout: That of its keys.
+        shapes: Shape of each tensor by key.
+        tied: Whether tied tensors are one.
+        matched: Which logical tensor each key is.
+        counts: How many values each index takes.
+        sizes: All axis sizes that are known, with the *counts* among them.
+    """
+
+    family: Family
+    layout: Layout
+    shapes: Shapes
+    tied: bool
+    matched: Matched
+    counts: Mapping[str, int]
+    sizes: Sizes
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Return which tensors are the same."""
+        return self.family.ties if self.tied else ()
+
+    def found(self, name: str) -> Origin | None:
+        """Return the keys of the tensor without indices called *name*; None: it is not there."""
+        keys = self.matched.keys.get((name, ()))
+        return (self.family.tensors[name], keys) if keys else None
+
+
+def understand(
+    family: Family,
+    layout: Layout,
+    shapes: Shapes,
+    sizes: Mapping[str, int],
+    *,
+    tied: bool,
+    partial: bool,
+    whole: Collection[str] | None = None,
+) -> Source:
+    """Return what the tensors of *shapes* are.
+
+    Args:
+        family: The model type.
+        layout: That of the keys.
+        shapes: Shape of each tensor by key.
+        sizes: Axis sizes from a configuration.
+        tied: Whether tied tensors are one.
+        partial: A part of the model was chosen: nothing is missing.
+        whole: The keys of the model that it is a part of: they number its layers.
+
+    Raises:
+        MappingError: Unknown or missing keys, contradictory shapes, a number of layers that is
+            not that of the configuration.
+    """
+    everything = match(family, layout, shapes if whole is None else whole)
+    matched = everything if whole is None else everything.only(shapes)
+    counts = _counts(family, matched, everything, sizes)
+    known = _with_spread(layout, counts, sizes)
+    source = Source(family, layout, shapes, tied, matched, counts, Sizes({}, {}))
+    _require_keys(source, partial)
+    counted = [axis for axis, count in counts.items() if sizes.get(axis) != count]
+    found = solve(family, _observed(source), known, counted)
+    both = Sizes({**found.axes, **counts}, found.products)
+    return Source(family, layout, shapes, tied, matched, counts, both)
+
+
+def _counts(
+    family: Family,
+    matched: Matched,
+    everything: Matched,
+    sizes: Mapping[str, int],
+) -> dict[str, int]:
+    """Return how many values each index takes, which may not be more than *sizes* say.
+
+    Layers that are numbered together with others count even where they were not chosen.
+    """
+    found = matched.counts()
+    for index, count in found.items():
+        if count > sizes.get(index, count):
+            raise MappingError(
+                f"the checkpoint holds {count:,} of what its configuration counts as "
+                f"{family.called(index)} = {sizes[index]:,}",
+                hint="do the configuration and all files belong to the same model?",
+            )
+    shifted = {index for shift in family.shifts for index in (shift.index, shift.into)}
+    beside = everything.counts()
+    found |= {index: count for index, count in beside.items() if index in shifted}
+    return found | {i: n for i, n in sizes.items() if i in found}
+
+
+def _with_spread(
+    layout: Layout, counts: Mapping[str, int], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return *sizes* and those of the axes that the layout spreads over keys."""
+    spread = {axis for leaf in layout.leaves.values() for axis in leaf.spread}
+    return {**sizes, **{axis: count for axis, count in counts.items() if axis in spread}}
+
+
+def _require_keys(source: Source, partial: bool) -> None:
+    """Refuse unknown and missing keys, and layers of two kinds."""
+    family, layout, matched = source.family, source.layout, source.matched
+    tied = _tied_keys(source)
+    absent = [key for key in missing(family, layout, matched, source.counts) if key not in tied]
+    require_known(family, layout, matched, absent)
+    contradiction = torn(family, matched)
+    if contradiction:
+        raise MappingError(f"a layer is of two kinds: {contradiction}")
+    if not partial:
+        require_whole(family, layout, absent, source.tied)
+
+
+def _tied_keys(source: Source) -> set[str]:
+    """Return the keys of which one suffices, where one of a tied pair is there."""
+    leaves, keys = source.layout.leaves, set[str]()
+    for tie in source.ties:
+        pair = (tie.tensor, tie.of)
+        if any((name, ()) in source.matched.keys for name in pair):
+            keys |= {leaves[name].key.text for name in pair if name in leaves}
+    return keys
+
+
+def _observed(source: Source) -> list[Observation]:
+    """Return one tensor of each kind and shape."""
+    kinds: dict[object, Observation] = {}
+    for key, stored in source.matched.stored.items():
+        shape = source.shapes[key]
+        kinds.setdefault((stored.template.text, shape), Observation(key, stored, shape))
+    return list(kinds.values())

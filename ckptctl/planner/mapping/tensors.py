@@ -1,0 +1,281 @@
+"""From the tensors of one layout to those of another: names, axes, and nothing left over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ckptctl.errors import HomelessError, MappingError, listed
+from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.families.templates import Template
+from ckptctl.planner.layouts import Drop, Family, Layout
+from ckptctl.planner.mapping.geometry import Geometry, geometry
+from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros, require_covered, stored_shapes
+from ckptctl.planner.mapping.matching import Lead, key_of, leads
+from ckptctl.planner.mapping.numbering import planned, require_stated
+from ckptctl.planner.mapping.origins import Origins
+from ckptctl.planner.mapping.source import Origin, Source, understand
+from ckptctl.planner.mapping.tile_embeddings import Tiling, tiling
+
+MOST = 1 << 16
+"""Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """How a whole checkpoint changes its layout.
+
+    Attributes:
+        tensors: In the target's natural order, layers in numeric order.
+        dropped: Source keys that are left out, and why.
+        must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
+        must_be_zero: Source keys that are left out because they hold nothing but zeros.
+        zeros: Tensors of the target that are made.
+        sizes: All axis sizes that are known, and the number of layers as ``i``.
+        tied: Whether tied tensors are one.
+        tilings: What becomes of embeddings of tiles that the target stores in another way.
+    """
+
+    tensors: tuple[MappedTensor, ...]
+    dropped: Mapping[str, str]
+    must_equal: tuple[tuple[str, str], ...]
+    must_be_zero: tuple[str, ...]
+    zeros: tuple[Zeros, ...]
+    sizes: Mapping[str, int]
+    tied: bool
+    tilings: tuple[Tiling, ...] = ()
+
+    @property
+    def target_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of each stored tensor of the target, in the order of the keys."""
+        return stored_shapes(self.tensors)
+
+
+def map_tensors(
+    family: Family,
+    source_layout: str,
+    target_layout: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int] | None = None,
+    *,
+    tied: bool | None = None,
+    untie: bool = False,
+    partial: bool = False,
+    lists: Mapping[str, Sequence[int]] | None = None,
+    whole: Collection[str] | None = None,
+) -> TensorMap:
+    """Return how the tensors of *shapes* become those of another layout.
+
+    Args:
+        family: The model type.
+        source_layout: Layout of the keys of *shapes*.
+        target_layout: Layout to produce. The same one keeps every tensor as it is.
+        shapes: Shape of each source tensor by key.
+        sizes: Axis sizes from a configuration (:func:`ckptctl.planner.configs.stated.read_sizes`).
+        tied: Whether the configuration ties tensors; None: as the family does.
+        untie: Keep both of two tied tensors, whatever they hold.
+        partial: A part of the model was chosen: nothing is missing.
+        lists: Lists of layer numbers that the configuration states
+            (:func:`ckptctl.planner.configs.stated.read_lists`).
+        whole: The keys of the model that *shapes* is a part of; None: it is the model.
+
+    Raises:
+        MappingError: Unknown or missing keys, contradictory shapes, axis sizes that do not follow
+            from shapes and configuration, or a tensor for which the target has no name.
+        UsageError: The family has no such layout.
+    """
+    source, target = family.layout(source_layout), family.layout(target_layout)
+    tied = family.tied if tied is None else tied
+    held = understand(family, source, shapes, sizes or {}, tied=tied, partial=partial, whole=whole)
+    run = _Run(held, target, untie, partial)
+    return run.unchanged() if source is target else run.result(lists or {})
+
+
+class _Run:
+    """One call of :func:`map_tensors`."""
+
+    def __init__(self, source: Source, target: Layout, untie: bool, partial: bool) -> None:
+        self.source, self.target, self.family = source, target, source.family
+        self.untie, self.partial = untie, partial
+        self.origins = Origins(source, target, untie=untie, partial=partial)
+        self.tilings: list[Tiling] = []
+        self.geometry: dict[object, Geometry] = {}
+
+    def unchanged(self) -> TensorMap:
+        """Return the map to the same layout, which keeps every tensor and may untie some."""
+        shapes = self.source.shapes
+        tensors = [MappedTensor.same(key, key, shape) for key, shape in shapes.items()]
+        for tie in self.source.ties if self.untie and not self.partial else ():
+            kept = self.source.found(tie.of)
+            if kept and not self.source.found(tie.tensor):
+                key, name = kept[1][()], self.target.leaves[tie.tensor].key.text
+                tensors.append(MappedTensor.same(key, name, shapes[key]))
+        return self._map(tensors, ())
+
+    def result(self, lists: Mapping[str, Sequence[int]]) -> TensorMap:
+        """Return the map to another layout."""
+        require_stated(self.family, self.source.layout.name, self.source.matched.numbering, lists)
+        self.numbering = planned(self.family, self.target.name, self.source.counts, lists)
+        tensors = list(self._tensors())
+        self.origins.drop()
+        tensors = self._once(tensors)
+        require_covered(tensors)
+        zeros = [] if self.partial else list(self._zeros())
+        for found in self.tilings:
+            tensors += found.tensors
+            zeros += found.zeros
+        return self._map(tensors, tuple(zeros))
+
+    def _map(self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...]) -> TensorMap:
+        changed = self.source.layout is not self.target
+        checked = self.source.matched.dropped.items() if changed else ()
+        return TensorMap(
+            tuple(tensors),
+            self.origins.dropped,
+            tuple(self.origins.must_equal),
+            tuple(key for key, rule in checked if rule.zeros),
+            zeros,
+            self.source.sizes.axes,
+            self.source.tied and not self.untie,
+            tuple(self.tilings),
+        )
+
+    # ------------------------------------------------------------------- what is read from where
+
+    def _tensors(self) -> Iterator[MappedTensor]:
+        """Yield what becomes of each logical tensor; embeddings of tiles are noted apart."""
+        homeless: dict[str, Tensor] = {}
+        for tensor, values in self._wanted():
+            origin = self.origins.of(tensor, values)
+            if origin and tensor.name in self.target.leaves:
+                yield from self._mapped(tensor, values, origin)
+            elif origin and not self._tiled(tensor, origin[1].get((), "")):
+                homeless |= dict.fromkeys(origin[1].values(), tensor)
+        if homeless:
+            raise self._homeless(homeless)
+
+    def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """Yield the logical tensors in natural order: a block repeats as a whole."""
+        indices: dict[int, set[tuple[int, ...]]] = {}
+        for name, values in self.source.matched.keys:
+            indices.setdefault(self.family.tensors[name].block, set()).add(values)
+        for number, block in groupby(self.family.tensors.values(), key=lambda t: t.block):
+            members = list(block)
+            plain = not members[0].indices
+            for values in [()] if plain else sorted(indices.get(number, ())):
+                yield from ((tensor, values) for tensor in members)
+
+    def _mapped(
+        self, tensor: Tensor, values: tuple[int, ...], origin: Origin
+    ) -> Iterator[MappedTensor]:
+        """Yield what becomes of a logical tensor; one entry at a time of what both sides spread."""
+        held, keys = origin
+        stored, wanted = self.source.layout.leaves[held.name], self.target.leaves[tensor.name]
+        found = self._geometry(tensor, held, next(iter(keys.values())))
+        name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
+        both = [axis for axis in stored.spread if axis in wanted.spread]
+        self._require_few(wanted, both, keys)
+        for shared, members in _shared(stored, sorted(keys), both).items():
+            fixed = dict(zip(both, shared, strict=True))
+            targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
+            reads = [View(keys[m], found.source, *found.read, own) for m, own in members]
+            writes = [
+                View(self._key(tensor, values, lead), found.target, *found.write, own)
+                for lead, own in targets.get(shared, ())
+            ]
+            label = ".".join([name, *map(str, shared)])
+            yield MappedTensor(label, found.axes, tuple(reads), tuple(writes))
+
+    def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
+        """Refuse to spread an axis over more keys than any model has."""
+        sizes = self.source.sizes.axes
+        made = {axis: sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
+        for axis, size in made.items():
+            if size > MOST:
+                raise MappingError(
+                    f"one tensor would become {size:,} of them",
+                    where=f"tensor `{next(iter(keys.values()))}`",
+                    why=f"{self.family.called(axis)} is {size:,}; at most {MOST:,} are expected",
+                )
+
+    def _geometry(self, tensor: Tensor, held: Tensor, key: str) -> Geometry:
+        shape = self.source.shapes[key]
+        kind = (held.name, tensor.name, shape)
+        if kind not in self.geometry:
+            sides = (self.source.layout, held), (self.target, tensor)
+            self.geometry[kind] = geometry(self.family, self.source.sizes, *sides, key, shape)
+        return self.geometry[kind]
+
+    def _key(self, tensor: Tensor, values: tuple[int, ...], lead: Lead = ()) -> str:
+        return key_of(self.target, tensor, values, lead, self.numbering)
+
+    def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
+        """Return *tensors* without those whose place another one fills; they have to be equal."""
+        first: dict[object, MappedTensor] = {}
+        for item in tensors:
+            place = tuple((view.key, view.origin, view.lead) for view in item.targets)
+            other = first.setdefault(place, item)
+            if other is not item:
+                pairs = zip(other.sources, item.sources, strict=True)
+                self.origins.must_equal += [(a.key, b.key) for a, b in pairs if a.key != b.key]
+        return list(first.values())
+
+    # ------------------------------------------------------- what has no place, and what is made
+
+    def _tiled(self, tensor: Tensor, key: str) -> bool:
+        """Whether an embedding of tiles is stored by the target in another way: note how."""
+        for rule in self.family.tiles:
+            leaf = self.target.leaves.get(rule.other(tensor.name))
+            if leaf is not None:
+                grid = tensor.name == rule.rows
+                dims = (leaf if grid else self.source.layout.leaves[tensor.name]).dims[2:]
+                inner = [self.source.sizes.of(self.family.expand(group)) for group in dims]
+                shape = self.source.shapes[key]
+                self.tilings.append(tiling(key, leaf.key.text, shape, inner, grid))
+                return True
+        return False
+
+    def _homeless(self, found: Mapping[str, Tensor]) -> HomelessError:
+        keys = list(found)
+        quantised = [t for t in found.values() if t.scales or t.variant in self.family.quantised]
+        hints = ["--dequantize writes the plain tensors that they stand for"] if quantised else []
+        if len(quantised) < len(found):
+            hints += ["a model with these cannot be expressed there", "--exclude leaves them out"]
+        return HomelessError(
+            f"layout `{self.target.name}` of `{self.family.name}` has no place for "
+            f"{len(keys):,} tensors",
+            where=f"tensor `{keys[0]}`",
+            why=f"among them {listed(keys)}",
+            hint="; ".join(hints),
+            keys=keys,
+        )
+
+    def _zeros(self) -> Iterator[Zeros]:
+        """Yield the tensors of the target that nothing fills."""
+        for rule in self.family.drops:
+            if rule.layout == self.target.name and rule.zeros:
+                yield from self._zeros_of(rule)
+
+    def _zeros_of(self, rule: Drop) -> Iterator[Zeros]:
+        template = Template.parse(rule.key)
+        shape = tuple(self.source.sizes.axes[axis] for axis in rule.zeros.split())
+        for name, values in sorted(self.source.matched.keys):
+            if name.partition(".")[0] == rule.beside:
+                beside = self.family.tensors[name]
+                named = dict(zip(beside.indices, values, strict=True))
+                key = template.key(self.numbering.stored(named))
+                yield Zeros(key, shape, rule.dtype, self._key(beside, values))
+
+
+def _shared(
+    leaf: Leaf, positions: Iterable[Lead], axes: Sequence[str]
+) -> dict[Lead, list[tuple[Lead, Lead]]]:
+    """Group *positions* by those along *axes*; each with what is left along the others."""
+    groups: dict[Lead, list[tuple[Lead, Lead]]] = {}
+    for lead in positions:
+        shared = tuple(lead[leaf.spread.index(axis)] for axis in axes)
+        pairs = zip(leaf.spread, lead, strict=True)
+        own = tuple(number for axis, number in pairs if axis not in axes)
+        groups.setdefault(shared, []).append((lead, own))
+    return groups

@@ -1,0 +1,1 @@
+"""Model-parallel shards and device meshes: what each rank holds of a tensor."""

@@ -1,0 +1,172 @@
+"""What each model-parallel rank holds of a whole tensor.
+
+Source: ``fairscale/nn/model_parallel/layers.py`` (column: dimension 0, row: dimension 1), Meta's
+``llama_models/checkpoint.py``; where there are fewer key/value heads than ranks each head is
+repeated for neighbouring ranks (``repeat_interleave``), and params.json states the repeated count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptctl.catalog import Box
+from ckptctl.errors import MappingError
+from ckptctl.planner.axes import Sizes
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.parallel.shards import Cut, Piece, Share, cuts, owned, part_lengths, unknown
+
+
+def divide(
+    family: Family,
+    layout: str,
+    key: str,
+    shape: tuple[int, ...],
+    sizes: Sizes,
+    ranks: int,
+    repeats: int | None = None,
+) -> tuple[Share | None, ...]:
+    """Return what each of *ranks* ranks keeps of a whole tensor; None: nothing.
+
+    Args:
+        family: The model type.
+        layout: Layout of *key*.
+        key: The tensor's name.
+        shape: Its whole shape.
+        sizes: Axis sizes, of which the numbers of heads are needed where there are several ranks.
+        ranks: Number of shards, at least 1.
+        repeats: How many neighbouring ranks have the same key/value head, where that is known;
+            None: as few as the number of heads allows.
+
+    Raises:
+        MappingError: The axis cannot be divided, or its size is not known.
+    """
+    if ranks == 1:
+        return (Share.whole(shape),)
+    axis = owned(family, layout, key)
+    if axis is not None:
+        owner = _owner(family, layout, key, axis, sizes, ranks)
+        return tuple(Share.whole(shape) if rank == owner else None for rank in range(ranks))
+    parts = cuts(family, layout, key)
+    if all(cut.dim is None for cut in parts):
+        return (Share.whole(shape),) * ranks
+    return _Division(family, key, shape, sizes, ranks, repeats).shares(parts)
+
+
+def _owner(family: Family, layout: str, key: str, axis: str, sizes: Sizes, ranks: int) -> int:
+    count = sizes.axes.get(axis)
+    found = family.layout(layout).table.find(key)
+    if count is None or found is None:
+        raise unknown(family, key, (axis,), ranks)
+    _require_divisible(family, axis, count, ranks, key)
+    return found[1][axis] // (count // ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    family: Family
+    key: str
+    shape: tuple[int, ...]
+    sizes: Sizes
+    ranks: int
+    repeats: int | None
+
+    def shares(self, parts: Sequence[Cut]) -> tuple[Share, ...]:
+        lengths = part_lengths(self.family, self.key, parts, self.shape, self.sizes)
+        steps = [self._steps(cut, length) for cut, length in zip(parts, lengths, strict=True)]
+        return tuple(self._share(rank, parts, lengths, steps) for rank in range(self.ranks))
+
+    def _steps(self, cut: Cut, length: int) -> tuple[int, int, int]:
+        """Return how many blocks a part has, rows of a block, and neighbours with the same rows."""
+        if cut.axis is None or cut.dim is None:
+            return 1, 0, 1
+        group = cut.leaf.dims[cut.dim]
+        rows = length if cut.dim == cut.leaf.along else self.shape[cut.dim]
+        outer = self.sizes.of(self.family.expand(cut.before)) if rows else 1
+        count = rows if len(group) == 1 else self.sizes.axes.get(cut.axis)
+        if outer is None:
+            raise unknown(self.family, self.key, cut.before, self.ranks)
+        if self.repeats is not None:
+            repeats = self.repeats if cut.axis in self.family.repeated else 1
+        elif count is None:
+            raise unknown(self.family, self.key, (cut.axis,), self.ranks)
+        else:
+            repeats = _repeats(self.family, cut.axis, count, self.ranks, self.key)
+        block, odd = divmod(rows, max(outer, 1))
+        if odd or block * repeats % self.ranks:
+            _require_divisible(self.family, cut.axis, block * repeats, self.ranks, self.key)
+        return outer, block, repeats
+
+    def _share(
+        self,
+        rank: int,
+        parts: Sequence[Cut],
+        lengths: Sequence[int],
+        steps: Sequence[tuple[int, int, int]],
+    ) -> Share:
+        along = parts[0].leaf.along
+        pieces: list[Piece] = []
+        shapes: list[tuple[int, ...]] = []
+        start = 0
+        for cut, length, step in zip(parts, lengths, steps, strict=True):
+            region = _replaced(self.shape, along, length) if self.shape else ()
+            origin = _replaced((0,) * len(self.shape), along, start) if self.shape else ()
+            put = _replaced((0,) * len(origin), along, sum(shape[along] for shape in shapes))
+            held, found = _part(Box(origin, region), put, cut, step, (rank, self.ranks))
+            shapes.append(held)
+            pieces += found
+            start += length
+        if len({_replaced(shape, along, 0) for shape in shapes}) > 1:
+            raise MappingError(
+                "the parts of a tensor are not divided alike", where=f"tensor `{self.key}`"
+            )
+        total = sum(shape[along] for shape in shapes)
+        return Share(_replaced(shapes[0], along, total), tuple(pieces))
+
+
+def _part(
+    region: Box,
+    put: tuple[int, ...],
+    cut: Cut,
+    step: tuple[int, int, int],
+    which: tuple[int, int],
+) -> tuple[tuple[int, ...], list[Piece]]:
+    """Return the shape of what a rank keeps of one part, and its boxes."""
+    if cut.dim is None:
+        return region.sizes, [Piece(region, put)]
+    (outer, block, repeats), (rank, ranks), dim = step, which, cut.dim
+    share = block * repeats // ranks
+    first = rank // repeats * share
+    pieces = [
+        Piece(
+            Box(
+                _replaced(region.offsets, dim, region.offsets[dim] + number * block + first),
+                _replaced(region.sizes, dim, share),
+            ),
+            _replaced(put, dim, put[dim] + number * share),
+            cut.axis,
+        )
+        for number in range(outer)
+    ]
+    return _replaced(region.sizes, dim, outer * share), pieces
+
+
+def _replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+def _repeats(family: Family, axis: str, count: int, ranks: int, key: str) -> int:
+    if axis in family.repeated and count and ranks % count == 0:
+        return ranks // count
+    _require_divisible(family, axis, count, ranks, key)
+    return 1
+
+
+def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: str) -> None:
+    if count % ranks:
+        raise MappingError(
+            f"{family.called(axis)} = {count} cannot be divided among {ranks} ranks",
+            where=f"tensor `{key}`",
+            hint="--mp has to divide the numbers of heads, of experts, the feed-forward size and "
+            "the vocabulary",
+        )

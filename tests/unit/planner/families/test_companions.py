@@ -1,0 +1,207 @@
+"""Scales beside weights, layers that predict further tokens, and what repeats other tensors."""
+
+from dataclasses import replace
+
+import pytest
+
+from ckptctl.errors import MappingError
+from ckptctl.families import family
+from ckptctl.planner.families.companions import BLOCK_AXES, Companion
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.tensors import map_tensors
+from tests.contract.tables import mapped, tiny
+
+V3 = family("deepseek_v3")
+MTP = replace(V3, tiny={**V3.tiny, "j": 2})
+RENAMED = {
+    "embed_tokens": "embed",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_proj": "wq",
+    "q_a_proj": "wq_a",
+    "q_a_layernorm": "q_norm",
+    "q_b_proj": "wq_b",
+    "kv_a_proj_with_mqa": "wkv_a",
+    "kv_a_layernorm": "kv_norm",
+    "kv_b_proj": "wkv_b",
+    "o_proj": "wo",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+    "lm_head": "head",
+    "self_attn": "attn",
+    "mlp": "ffn",
+    "weight_scale_inv": "scale",
+    "e_score_correction_bias": "bias",
+}
+"""The names of DeepSeek-V3's ``inference/convert.py``."""
+
+
+def natively(key):
+    parts = key.removeprefix("model.").split(".")
+    return ".".join(RENAMED.get(part, part) for part in parts)
+
+
+def quantised_hf(family=V3):
+    """DeepSeek-V3 as on the Hub: every matrix has scales but embedding, head, router, eh_proj."""
+    shapes = tiny(family, "hf")
+    plain = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "eh_proj.weight")
+    scaled = [key for key, shape in shapes.items() if len(shape) == 2 and not key.endswith(plain)]
+    return shapes | {f"{key}_scale_inv": (1, 1) for key in scaled}
+
+
+def renamed(found):
+    assert all(tensor.renames for tensor in found.tensors)
+    return {item.sources[0].key: item.targets[0].key for item in found.tensors}
+
+
+def test_scales_follow_their_weights_under_deepseeks_names():
+    shapes = quantised_hf()
+    found = renamed(mapped(V3, "hf", "deepseek", shapes))
+    assert found == {key: natively(key) for key in shapes}
+    assert sum(key.endswith(".scale") for key in found.values()) == 27
+    back = mapped(V3, "deepseek", "hf", {natively(key): s for key, s in shapes.items()})
+    assert renamed(back) == {new: old for old, new in found.items()}
+
+
+def test_scales_come_right_after_their_weight():
+    keys = list(mapped(V3, "hf", "deepseek", quantised_hf()).target_shapes)
+    assert keys.index("layers.0.attn.wo.scale") == keys.index("layers.0.attn.wo.weight") + 1
+
+
+@pytest.mark.parametrize("target", ["hf-v5", "torchtitan@0.2", "torchtitan@0.3"])
+def test_where_blocks_have_no_place_dequantize_is_named(target):
+    with pytest.raises(MappingError, match="no place for 27 tensors") as caught:
+        mapped(V3, "hf", target, quantised_hf())
+    assert caught.value.hint == "--dequantize writes the plain tensors that they stand for"
+
+
+def test_a_scale_of_one_layer_that_is_missing_is_missed():
+    shapes = quantised_hf()
+    lost = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    del shapes[lost]
+    with pytest.raises(MappingError, match="missing") as caught:
+        mapped(V3, "hf", "deepseek", shapes)
+    assert lost in str(caught.value.where)
+
+
+def test_ranks_divide_scales_as_they_divide_weights():
+    split = {name: t.split for name, t in V3.tensors.items() if t.scales and "{i}" in name}
+    down = ("q", "q_b", "kv_b", "w1", "w3", "shared_w1", "shared_w3")
+    assert {n.split(".")[0] for n, axis in split.items() if axis == BLOCK_AXES[0]} == {
+        f"{name}_scale" for name in down
+    }
+    across = ("o", "w2", "shared_w2")
+    assert {n.split(".")[0] for n, axis in split.items() if axis == BLOCK_AXES[1]} == {
+        f"{name}_scale" for name in across
+    }
+    assert split["expert_w2_scale.{i}"] == "x"
+    assert split["kv_a_scale.{i}"] is split["router_scale.{i}"] is None
+
+
+TABLE = """
+logical  axes     one           two           three
+plain    (h e) d  a.weight      b.weight      c.weight
+turned   (r p) d  f.weight      g.weight (p r) d  h.weight
+fused    d f      k.weight#0    l.weight      m.weight
+other    d f      k.weight#1    n.weight      o.weight
+vector   d        p.weight      q.weight      r.weight
+named    d f      s             t             u
+"""
+
+
+def test_only_whole_matrices_in_their_own_order_have_scales():
+    ends = {name: (".weight", f".{name}_scale") for name in ("one", "two", "three")}
+    made = Family("x", "X", ("one", "two", "three"), (TABLE,), "X", companions=(Companion(ends),))
+    found = {
+        name: {layout: leaf.key.text for layout, leaf in tensor.leaves.items()}
+        for name, tensor in made.tensors.items()
+        if tensor.scales
+    }
+    assert found == {
+        "plain_scale": {"one": "a.one_scale", "two": "b.two_scale", "three": "c.three_scale"},
+        "turned_scale": {"one": "f.one_scale", "three": "h.three_scale"},
+    }
+    assert {"one_scale", "two_scale", "three_scale"} <= made.words
+
+
+def test_layers_that_predict_further_tokens_follow_the_others_on_disk():
+    found = mapped(MTP, "hf", "torchtitan@0.3", tiny(MTP, "hf"))
+    assert found.target_shapes == tiny(MTP, "torchtitan@0.3")
+    names = {item.sources[0].key: item.targets[0].key for item in found.tensors}
+    assert names["model.layers.1.self_attn.o_proj.weight"] == "layers.1.attention.wo.weight"
+    assert names["model.layers.2.self_attn.o_proj.weight"] == "mtp_layers.0.attention.wo.weight"
+    assert names["model.layers.3.shared_head.norm.weight"] == "mtp_layers.1.mtp_norm.weight"
+    back = mapped(MTP, "torchtitan@0.3", "hf", dict(found.target_shapes))
+    assert back.target_shapes == tiny(MTP, "hf")
+
+
+def test_their_scales_are_numbered_with_them():
+    shapes = quantised_hf(MTP)
+    assert "model.layers.3.mlp.experts.0.up_proj.weight_scale_inv" in shapes
+    same = mapped(MTP, "hf", "hf", shapes)
+    assert same.target_shapes == shapes
+
+
+@pytest.mark.parametrize("target", ["hf-v5", "deepseek", "torchtitan@0.2"])
+def test_layouts_without_them_refuse_them(target):
+    with pytest.raises(MappingError, match="no place") as caught:
+        mapped(MTP, "hf", target, tiny(MTP, "hf"))
+    assert "--exclude" in caught.value.hint
+    assert "--dequantize" not in caught.value.hint
+
+
+def test_what_is_missing_of_them_is_missed():
+    shapes = tiny(MTP, "hf")
+    lost = "model.layers.3.mlp.experts.2.up_proj.weight"
+    del shapes[lost]
+    with pytest.raises(MappingError, match="missing") as caught:
+        mapped(MTP, "hf", "torchtitan@0.3", shapes)
+    assert lost in str(caught.value.where)
+
+
+def test_their_embedding_and_head_have_to_repeat_the_models():
+    shapes = tiny(MTP, "hf")
+    copies = {
+        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight": "lm_head.weight",
+    }
+    shapes |= {copy: shapes[kept] for copy, kept in copies.items()}
+    found = mapped(MTP, "hf", "torchtitan@0.3", shapes)
+    assert set(found.must_equal) == {(kept, copy) for copy, kept in copies.items()}
+    assert found.dropped.keys() == copies.keys()
+    assert found.target_shapes == tiny(MTP, "torchtitan@0.3")
+    assert mapped(MTP, "hf", "hf", shapes).target_shapes == shapes
+
+
+def test_a_repeated_head_is_compared_with_the_embedding_where_the_two_are_tied():
+    shapes = tiny(MTP, "hf", tied=True)
+    copy = "model.layers.2.shared_head.head.weight"
+    shapes |= {copy: shapes["model.embed_tokens.weight"]}
+    found = map_tensors(MTP, "hf", "torchtitan@0.3", shapes, MTP.tiny, tied=True)
+    assert found.must_equal == (("model.embed_tokens.weight", copy),)
+
+
+def test_quantised_experts_of_gpt_oss_keep_their_bytes():
+    gpt = replace(family("gpt_oss"), quantised=(), variants=(("mxfp4",),))
+    found = mapped(gpt, "hf", "openai", tiny(gpt, "hf"))
+    assert found.target_shapes.keys() >= {
+        f"block.0.mlp.mlp{n}_weight.{end}" for n in (1, 2) for end in ("blocks", "scales")
+    }
+    moved = [item for item in found.tensors if "blocks" in item.logical or "scales" in item.logical]
+    assert len(moved) == 8 and all(item.renames for item in moved)
+
+
+def test_quantised_experts_of_gpt_oss_have_no_place_in_torchtitan():
+    gpt = replace(family("gpt_oss"), variants=(("mxfp4",),))
+    shapes = tiny(replace(gpt, quantised=()), "hf")
+    with pytest.raises(MappingError, match="no place for 8 tensors") as caught:
+        mapped(gpt, "hf", "torchtitan@0.3", shapes)
+    assert caught.value.hint == "--dequantize writes the plain tensors that they stand for"
+
+
+def test_one_layer_of_gpt_oss_is_not_both_quantised_and_plain():
+    gpt = family("gpt_oss")
+    shapes = tiny(gpt, "hf") | tiny(replace(gpt, quantised=(), variants=(("mxfp4",),)), "hf")
+    with pytest.raises(MappingError, match="two kinds"):
+        mapped(gpt, "hf", "openai", shapes)

@@ -1,0 +1,125 @@
+"""Keys are understood by kind, as each alone would be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from ckptctl.families import families
+from ckptctl.planner.families.templates import Template, taken_apart
+from ckptctl.planner.layouts import Drop
+from ckptctl.planner.mapping.completeness import missing
+from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.key_kinds import key_kinds
+from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.numbering import observed
+from tests.contract.tables import ALL, FAMILIES, tiny
+
+LAYER = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
+
+
+def llama(layers: int) -> dict[str, tuple[int, ...]]:
+    inner = [f"model.layers.{i}.{name}.weight" for i in range(layers) for name in LAYER]
+    return dict.fromkeys(["model.embed_tokens.weight", *inner, "model.norm.weight"], (8, 8))
+
+
+def changed(keys: list[str], choice: random.Random) -> list[str]:
+    """Return *keys* in another order; some are gone, some have other numbers or parts."""
+    found = []
+    for key in choice.sample(keys, len(keys)):
+        parts = key.split(".")
+        place = choice.randrange(len(parts))
+        number = choice.choice(["0", "1", "3", "01", "#", "99999", "100000", "x", "³"])
+        parts[place] = number if choice.random() < 0.1 else parts[place]
+        found += [".".join(parts)] if choice.random() < 0.95 else []
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL)
+def test_each_key_is_what_it_is_alone(name, layout):
+    family, choice = FAMILIES[name], random.Random(name + layout)
+    own = list(tiny(family, layout, optional=True))
+    table = family.layout(layout).table
+    for keys in [own, *(changed(own, choice) for _ in range(8))]:
+        numbering = observed(family, layout, key_kinds(keys))
+        stored, dropped, unmatched, held = {}, {}, [], {}
+        for key in keys:
+            for meaning, numbers in table.all(key):
+                values = numbering.logical(numbers)
+                if values is None:
+                    continue
+                if isinstance(meaning, Drop):
+                    dropped[key] = meaning
+                else:
+                    stored[key] = meaning
+                    for tensor, leaf in meaning.parts:
+                        slot = tensor.name, tuple(values[index] for index in tensor.indices)
+                        lead = tuple(values[axis] for axis in leaf.spread)
+                        held.setdefault(slot, {})[lead] = key
+                break
+            else:
+                unmatched.append(key)
+        found = match(family, family.layout(layout), keys)
+        assert list(found.stored.items()) == list(stored.items())
+        assert list(found.dropped.items()) == list(dropped.items())
+        assert found.unmatched == unmatched
+        assert found.keys == {s: k for s, k in held.items() if s not in found.excluded}
+        some = set(keys[::2])
+        assert found.only(some).keys == {
+            slot: left
+            for slot, leads in found.keys.items()
+            if (left := {lead: key for lead, key in leads.items() if key in some})
+        }
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL)
+def test_what_is_missing_is_what_was_taken_away(name, layout):
+    family, choice = FAMILIES[name], random.Random(layout + name)
+    own = list(tiny(family, layout, tied=False))
+    whole = match(family, family.layout(layout), own)
+    counts = whole.counts()
+    assert missing(family, family.layout(layout), whole, counts) == []
+    for gone in choice.sample(list(whole.stored), min(4, len(own))):
+        rest = match(family, family.layout(layout), [key for key in own if key != gone])
+        absent = missing(family, family.layout(layout), rest, counts)
+        parts = whole.stored[gone].parts
+        plain = all(not tensor.optional and tensor.variant is None for tensor, _ in parts)
+        if plain and rest.numbering == whole.numbering:
+            assert absent == [gone]
+
+
+def test_detection_looks_at_kinds_not_at_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deeper model costs no more reading of templates, and each key is taken apart once."""
+    known = families()
+    taken, read = list[str](), list[object]()
+    original = Template.read
+
+    def counted(key: str) -> tuple[str, tuple[int, ...]]:
+        taken.append(key)
+        return taken_apart(key)
+
+    def reading(self: Template, numbers: tuple[int, ...]) -> Mapping[str, int] | None:
+        read.append(numbers)
+        return original(self, numbers)
+
+    monkeypatch.setattr("ckptctl.planner.mapping.key_kinds.taken_apart", counted)
+    monkeypatch.setattr(Template, "read", reading)
+    shapes = llama(200)
+    assert detect(shapes, known).exact
+    assert taken == list(shapes) and not read
+    del shapes["model.layers.7.mlp.up_proj.weight"]
+    found = detect(shapes, known)
+    assert {c.missing for c in found.candidates} == {("model.layers.7.mlp.up_proj.weight",)}
+    assert not read

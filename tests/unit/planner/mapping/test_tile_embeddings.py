@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.mapping.mapped import Region
+from ckptctl.planner.mapping.tile_embeddings import Tiling, ratios, tiling
+
+Array = NDArray[np.int64]
+
+
+def rows_of(grid: Array) -> Array:
+    """Return what transformers' script makes of a grid, written from its definition."""
+    tiles, width = grid.shape[0], int(np.prod(grid.shape[2:]))
+    found = np.zeros((len(ratios(tiles)) + 1, tiles, width), grid.dtype)
+    for index, (height, across) in enumerate(ratios(tiles), 1):
+        found[index, : height * across] = grid[:height, :across].reshape(-1, width)
+    return found.reshape(len(found), -1)
+
+
+def moved(how: Tiling, values: Array, shape: tuple[int, ...]) -> Array:
+    found = np.full(shape, -1)
+    for tensor in how.tensors:
+        read, written = tensor.sources[0], tensor.targets[0]
+        part = values[cells(read.origin, read.sizes)].reshape(tensor.axes)
+        found[cells(written.origin, written.sizes)] = part.reshape(written.sizes)
+    for zeros in how.zeros:
+        found[cells(zeros.origin, zeros.shape)] = 0
+    return found
+
+
+def cells(origin: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(origin, sizes, strict=True))
+
+
+def at(values: Array, part: Region) -> Array:
+    return values[cells(part.origin, part.sizes)]
+
+
+def grid_of(tiles: int, inner: tuple[int, ...]) -> Array:
+    shape = (tiles, tiles, *inner)
+    return np.arange(1, np.prod(shape) + 1).reshape(shape)
+
+
+def test_ratios_are_those_of_transformers() -> None:
+    expected = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
+    assert ratios(4) == expected
+
+
+@pytest.mark.parametrize("inner", [(5, 3), (1, 3)])
+@pytest.mark.parametrize("tiles", [1, 2, 4, 6])
+def test_there_and_back(tiles: int, inner: tuple[int, ...]) -> None:
+    grid = grid_of(tiles, inner)
+    rows = rows_of(grid)
+    there = tiling("grid", "rows", grid.shape, inner, grid=False)
+    assert (moved(there, grid, rows.shape) == rows).all()
+    back = tiling("rows", "grid", rows.shape, inner, grid=True)
+    again = moved(back, rows, grid.shape)
+    possible = np.add.outer(np.arange(tiles), np.zeros(tiles, int)) + 1
+    possible = possible * (np.arange(tiles) + 1) <= tiles
+    assert (again[possible] == grid[possible]).all() and not again[~possible].any()
+    assert all((at(rows, one) == at(rows, other)).all() for one, other in back.equal)
+    assert not any(at(rows, part).any() for part in back.empty)
+
+
+def test_every_value_of_the_rows_counts() -> None:
+    """What is neither copied nor compared nor known to be zero could be lost."""
+    rows = rows_of(grid_of(4, (2, 3)))
+    how = tiling("rows", "grid", rows.shape, (2, 3), grid=True)
+    seen = np.zeros(rows.shape, int)
+    for tensor in how.tensors:
+        seen[cells(tensor.sources[0].origin, tensor.sources[0].sizes)] = 1
+    for part in (*how.empty, *(other for _, other in how.equal)):
+        seen[cells(part.origin, part.sizes)] = 1
+    assert seen.all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid"), [((8, 24), True), ((9, 23), True), ((4, 3, 2, 3), False), ((4, 4, 6), False)]
+)
+def test_shapes_that_are_no_tiles(shape: tuple[int, ...], grid: bool) -> None:
+    with pytest.raises(MappingError, match="embeddings of tiles"):
+        tiling("one", "other", shape, (2, 3), grid)
+    with pytest.raises(MappingError, match="embeddings of tiles"):
+        tiling("one", "other", (4, 4, 2, 3), (None, 3), grid)
