@@ -29,8 +29,13 @@ RUNS = 10
 WAITING = """
 import importlib, sys
 import ckptctl.__main__
-used = "cli.app", "cli.convert", "ops.convert", "storage.execution.executor", "storage.publish"
-for name in used:
+for name in (
+    "cli.app",
+    "cli.convert",
+    "ops.conversion.convert",
+    "storage.execution.executor",
+    "storage.publish",
+):
     importlib.import_module("ckptctl." + name)
 print("ready", flush=True)
 sys.stdin.read()
