@@ -51,6 +51,13 @@ def test_short_help_is_not_cut(run, name):
     assert not line.endswith("...")
 
 
+def test_the_overview_is_that_of_the_whole_program(run, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        app(["--help"], prog_name="ckptctl")
+    assert run("--help", COLUMNS="80").stdout == capsys.readouterr().out
+
+
 def test_no_arguments_show_help(run):
     result = run()
     assert (result.exit_code, result.stdout) == (2, "")
