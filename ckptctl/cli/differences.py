@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
 
 SHOWN = 20
-HEADER = ("tensor", "differs in", "elements", "not finite", "max abs", "max rel")
+HEADER = ("tensor", "differs in", "elements", "not finite", "max abs", "max rel", "worst at")
 
 
 def show(output: Output, found: Difference) -> None:
@@ -60,10 +60,11 @@ def _row(one: TensorDifference) -> tuple[str, ...]:
     }
     what = ", ".join(kinds[kind] for kind in one.kinds)
     if one.values is None:
-        return one.name, what, "", "", "", ""
+        return one.name, what, "", "", "", "", ""
     errors = one.values
     counts = f"{errors.differing:,} of {errors.count:,}", f"{errors.nonfinite:,}"
-    return one.name, what, *counts, _number(errors.max_abs), _number(errors.max_rel)
+    worst = "-" if errors.worst is None else str(list(errors.worst))
+    return one.name, what, *counts, _number(errors.max_abs), _number(errors.max_rel), worst
 
 
 def _number(value: float | None) -> str:

@@ -35,6 +35,8 @@ class Errors:
         max_abs: Largest ``|a - b|`` of finite elements, those within tolerances too; None: no
             element differs, or none of those that do is finite, or the dtype has no numbers.
         max_rel: Largest ``|a - b| / |b|`` of them where b is not 0; None: likewise.
+        worst: Index of the element that differs most: the first of *nonfinite*, else that of
+            *max_abs*, else the first of *differing*; None: no element differs, or it is not known.
     """
 
     count: int = 0
@@ -42,6 +44,7 @@ class Errors:
     nonfinite: int = 0
     max_abs: float | None = None
     max_rel: float | None = None
+    worst: tuple[int, ...] | None = None
 
     def __add__(self, other: Errors) -> Errors:
         """Return the errors of both parts together."""
@@ -51,7 +54,11 @@ class Errors:
             self.nonfinite + other.nonfinite,
             _largest(self.max_abs, other.max_abs),
             _largest(self.max_rel, other.max_rel),
+            max(self, other, key=Errors._rank).worst,
         )
+
+    def _rank(self) -> tuple[bool, bool, float]:
+        return self.worst is not None, self.nonfinite > 0, self.max_abs or 0.0
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
@@ -61,6 +68,7 @@ class Errors:
             "nonfinite": self.nonfinite,
             "max_abs": self.max_abs,
             "max_rel": self.max_rel,
+            "worst": None if self.worst is None else list(self.worst),
         }
 
 
@@ -96,7 +104,12 @@ def parts(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 
 def errors_between(
-    a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None = None
+    a: bytearray,
+    b: bytearray,
+    dtype_a: str,
+    dtype_b: str,
+    box: Box,
+    tolerance: Tolerance | None = None,
 ) -> Errors:
     """Compare the elements of two windows.
 
@@ -105,23 +118,36 @@ def errors_between(
         b: As many, in the same order.
         dtype_a: torch's name.
         dtype_b: torch's name.
+        box: Where the window lies in the tensors.
         tolerance: What counts as equal, beside equal bits; None: nothing else, or between two
             dtypes, equal numbers.
     """
-    count = len(a) // dtypes.itemsize(dtype_a)
     if a == b and dtype_a == dtype_b:
-        return Errors(count)
-    return replace(_errors(a, b, dtype_a, dtype_b, tolerance), count=count)
+        return Errors(box.numel)
+    errors, worst = _errors(a, b, dtype_a, dtype_b, tolerance)
+    return replace(errors, count=box.numel, worst=None if worst is None else _index(box, worst))
+
+
+def _index(box: Box, position: int) -> tuple[int, ...]:
+    """Return the index in the tensor of the element at *position* in a window of it."""
+    found: list[int] = []
+    for offset, size in zip(reversed(box.offsets), reversed(box.sizes), strict=True):
+        position, inside = divmod(position, size)
+        found.append(offset + inside)
+    return tuple(reversed(found))
 
 
 def _errors(
     a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None
-) -> Errors:
+) -> tuple[Errors, int | None]:
+    """Return the errors without what *box* says, and the position of the worst element."""
     import torch
 
     different = None if dtype_a != dtype_b else _bits_differ(a, b, dtypes.itemsize(dtype_a))
     if UNMEASURED & {dtype_a, dtype_b}:
-        return Errors(differing=len(a) if different is None else int(different.sum()))
+        if different is None:
+            return Errors(differing=len(a)), None
+        return Errors(differing=int(different.sum())), int(different.nonzero()[0])
     x, y = _numbers(a, dtype_a), _numbers(b, dtype_b)
     if different is None:
         different = (x != y) & ~(x.isnan() & y.isnan())
@@ -133,13 +159,17 @@ def _errors(
     near = finite & _within(gap, y, tolerance) if tolerance else torch.zeros_like(finite)
     far = ~near
     rest, base = gap[finite], y[finite].abs()
-    return Errors(
+    errors = Errors(
         0,
         int(far.sum()),
         int((far & ~finite).sum()),
         _top(rest),
         _top((rest / base)[base > 0]),
     )
+    if not gap.numel():
+        return errors, None
+    first = torch.where(finite, gap, float("inf")).argmax()
+    return errors, int(different.nonzero().flatten()[first])
 
 
 def _within(gap: Tensor, y: Tensor, tolerance: Tolerance) -> Tensor:

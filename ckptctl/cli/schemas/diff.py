@@ -58,6 +58,12 @@ FIELDS = {
                         "max_rel": number(
                             "largest difference relative to B, where that is not 0", null=True
                         ),
+                        "worst": array(
+                            integer(),
+                            "index of the element that differs most: the first that is not "
+                            "finite, else that of `max_abs`; null: not known",
+                            null=True,
+                        ),
                     },
                     "how the elements differ; null: not compared, or equal",
                     null=True,

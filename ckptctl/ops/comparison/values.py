@@ -101,10 +101,10 @@ class Windows:
         found = {one.entry.name: Errors() for one in pairs}
         for batch in _batches(pairs):
             read = self._read(batch)
-            for one, _ in batch:
+            for one, box in batch:
                 x, y = read.popleft()
                 dtype = one.entry.dtype
-                found[one.entry.name] += errors_between(x, y, dtype, one.dtype, tolerance)
+                found[one.entry.name] += errors_between(x, y, dtype, one.dtype, box, tolerance)
                 if advance:
                     advance(len(x))
                 del x, y  # else the last ones live on while the next ones are read

@@ -29,8 +29,8 @@ def test_a_pipe_gets_every_difference(run, pair):
     rows = [line.split("\t") for line in result.stdout.splitlines()]
     assert ["only_a", "z"] in rows and ["only_leaf_a", "lr"] in rows
     assert ["only_leaf_b", "seed"] in rows and ["leaf", "step", "1", "2"] in rows
-    assert ["tensor", "x", "values", "1 of 12", "0", "2", "0.25"] in rows
-    assert ["tensor", "y", "dtype float32 float16", "", "", "", ""] in rows
+    assert ["tensor", "x", "values", "1 of 12", "0", "2", "0.25", "[1, 2]"] in rows
+    assert ["tensor", "y", "dtype float32 float16", "", "", "", "", ""] in rows
     assert ["same", "no"] in rows
     assert "\x1b" not in result.output
 

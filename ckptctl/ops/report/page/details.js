@@ -53,6 +53,7 @@ function differenceFacts(one) {
     facts.push(
       ["largest difference", real(values.max_abs) || "not known"],
       ["largest relative difference", real(values.max_rel) || "not known"],
+      ["the worst at", values.worst ? shape(values.worst) : "not known"],
       ["elements that differ", `${grouped(values.differing)} of ${grouped(values.count)} (${share(values.differing, values.count)})`],
       ["of them NaN or infinite", grouped(values.nonfinite)],
     );

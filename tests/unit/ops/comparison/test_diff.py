@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptctl
+from ckptctl.catalog import Box
 from ckptctl.errors import (
     CoverageError,
     DamagedError,
@@ -51,9 +52,11 @@ def test_errors_are_numpys(tmp_path, state):
         x, y = (one[name].numpy().astype(np.float64) for one in (state, other))
         gap, wrong = np.abs(x - y), x != y
         relative = gap[wrong & (y != 0)] / np.abs(y[wrong & (y != 0)])
-        expected[name] = (int(wrong.sum()), gap.max(), relative.max())
+        worst = tuple(map(int, np.unravel_index(gap.argmax(), gap.shape)))
+        expected[name] = (int(wrong.sum()), gap.max(), relative.max(), worst)
     values = {one.name: one.values for one in found.tensors}
-    assert {n: (v.differing, v.max_abs, v.max_rel) for n, v in values.items()} == expected
+    seen = {n: (v.differing, v.max_abs, v.max_rel, v.worst) for n, v in values.items()}
+    assert seen == expected
     assert [one.name for one in found.tensors] == sorted(expected, key=lambda n: -expected[n][1])
 
 
@@ -195,21 +198,38 @@ def test_parts_tile(shape, limit):
 def test_wide_integers(dtype):
     x = np.array([2**62, 2**62 + 5, 7], dtype)
     y = np.array([2**62 + 1, 2**62 + 5, 3], dtype)
-    found = errors_between(bytearray(x.tobytes()), bytearray(y.tobytes()), dtype, dtype)
-    assert (found.count, found.differing, found.max_abs) == (3, 2, 4.0)
-    assert not errors_between(
-        *(bytearray(one.tobytes()) for one in (x, y)), dtype, dtype, Tolerance(atol=4)
-    ).differing
+    data = [bytearray(one.tobytes()) for one in (x, y)]
+    found = errors_between(*data, dtype, dtype, Box((10,), (3,)))
+    assert (found.count, found.differing, found.max_abs, found.worst) == (3, 2, 4.0, (12,))
+    near = errors_between(*data, dtype, dtype, Box((0,), (3,)), Tolerance(atol=4))
+    assert (near.differing, near.worst) == (0, (2,))
 
 
 def test_complex_numbers_and_fp8():
     x, y = torch.tensor([1 + 1j]), torch.tensor([4 + 5j])
     data = [bytearray(one.numpy().tobytes()) for one in (x, y)]
-    assert errors_between(*data, "complex64", "complex64").max_abs == 5.0
+    assert errors_between(*data, "complex64", "complex64", Box((0,), (1,))).max_abs == 5.0
     x, y = (torch.tensor(v).to(torch.float8_e4m3fn) for v in ([1.0, 2.0], [1.0, 4.0]))
     data = [bytearray(one.view(torch.uint8).numpy().tobytes()) for one in (x, y)]
-    found = errors_between(*data, "float8_e4m3fn", "float8_e4m3fn")
+    found = errors_between(*data, "float8_e4m3fn", "float8_e4m3fn", Box((0,), (2,)))
     assert (found.differing, found.max_abs, found.max_rel) == (1, 2.0, 0.5)
+
+
+@pytest.mark.parametrize("window", [2, 100])
+def test_where_the_worst_element_is(tmp_path, monkeypatch, window):
+    monkeypatch.setattr(diff_values, "WINDOW", window)
+    kept = {"float": torch.zeros(3, 4), "nan": torch.zeros(3, 4), "scalar": torch.zeros(())}
+    bits = {"bits": torch.zeros(6, dtype=torch.float4_e2m1fn_x2)}
+    a = saved(tmp_path, "a.pt", kept | bits)
+    kept = {name: one.clone() for name, one in kept.items()}
+    kept["float"][1, 1], kept["float"][2, 3], kept["scalar"] = 2.0, -3.0, torch.ones(())
+    kept["nan"][0, 1], kept["nan"][1, 2], kept["nan"][2, 0] = 9.0, float("nan"), float("inf")
+    raw = torch.zeros(6, dtype=torch.uint8)
+    raw[4] = 1
+    bits = {"bits": raw.view(torch.float4_e2m1fn_x2)}
+    found = ckptctl.diff(a, saved(tmp_path, "b.pt", kept | bits), checksums=False).tensors
+    worst = {one.name: one.values.worst for one in found}
+    assert worst == {"float": (2, 3), "nan": (1, 2), "scalar": (), "bits": (4,)}
 
 
 @pytest.mark.parametrize("option", [{"atol": -1.0}, {"rtol": float("nan")}, {"only": "some"}])
