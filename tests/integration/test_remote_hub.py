@@ -227,8 +227,12 @@ def test_a_push_of_one_file(hub: Hub) -> None:
 
 
 def test_a_push_to_nowhere(hub: Hub) -> None:
-    with pytest.raises(SourceNotFoundError, match="no such repository"):
+    with pytest.raises(SourceNotFoundError, match="no such repository") as caught:
         ckptctl.convert(TINY, "hf://org/nothing", to="hf")
+    assert "hf repos create org/nothing`" in str(caught.value.hint)
+    with pytest.raises(SourceNotFoundError, match="no such repository") as caught:
+        ckptctl.convert(TINY, "hf://datasets/org/nothing", to="hf")
+    assert "hf repos create org/nothing --type dataset`" in str(caught.value.hint)
     with pytest.raises(RefusedError, match="each other"):
         ckptctl.convert("hf://org/tiny", "hf://org/tiny/out", to="dcp")
 

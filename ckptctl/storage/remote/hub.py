@@ -260,12 +260,13 @@ def _read_local(path: Path, start: int, stop: int) -> bytes:
 
 
 @contextmanager
-def hub_errors(url: str, what: str) -> Iterator[None]:
+def hub_errors(url: str, what: str, absent: str = LOGIN) -> Iterator[None]:
     """Turn what huggingface_hub raises into errors of ours.
 
     Args:
         url: The repository.
         what: What is done with it, as in ``list it``.
+        absent: What to do where there is no such repository.
 
     Raises:
         SourceNotFoundError: There is no such repository, revision or file, or not in the cache.
@@ -276,10 +277,10 @@ def hub_errors(url: str, what: str) -> Iterator[None]:
     except CkptError:
         raise
     except Exception as error:
-        raise _failure(error, url, what) from error
+        raise _failure(error, url, what, absent) from error
 
 
-def _failure(error: Exception, url: str, what: str) -> CkptError:
+def _failure(error: Exception, url: str, what: str, absent: str = LOGIN) -> CkptError:
     from huggingface_hub import errors as hub
 
     why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
@@ -292,7 +293,7 @@ def _failure(error: Exception, url: str, what: str) -> CkptError:
             "the repository has no such revision", where=url, why=why, hint=hint
         )
     if isinstance(error, hub.RepositoryNotFoundError):
-        return SourceNotFoundError("no such repository", where=url, why=why, hint=LOGIN)
+        return SourceNotFoundError("no such repository", where=url, why=why, hint=absent)
     if isinstance(error, hub.EntryNotFoundError):
         if isinstance(error, hub.LocalEntryNotFoundError):
             hint = "unset HF_HUB_OFFLINE, or `hf download` it first"

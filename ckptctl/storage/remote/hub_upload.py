@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl import __version__
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.storage.digests import is_digest_of
-from ckptctl.storage.remote.hub import hub_errors, look, parse
+from ckptctl.storage.remote.hub import LOGIN, HubUrl, hub_errors, look, parse
 from ckptctl.storage.remote.store import Stored
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class HubDestination:
         self._lock = threading.Lock()
         self._quiet = _Quiet()
         self._added: dict[str, CommitOperationAdd] = {}
-        with hub_errors(self._url, "list it"):
+        with hub_errors(self._url, "list it", _creating(self._at)):
             found: Any = self._api.repo_info(
                 self._at.repository, revision=self._at.revision, repo_type=self._at.kind
             )
@@ -154,6 +154,11 @@ class HubDestination:
             return name == self._inner(single)
         folder, _, last = name.rpartition("/")
         return folder == self._at.path and WEIGHTS.fullmatch(last) is not None
+
+
+def _creating(at: HubUrl) -> str:
+    kind = "" if at.kind == "model" else f" --type {at.kind}"
+    return f"make it first: `hf repos create {at.repository}{kind}`; or log in: {LOGIN}"
 
 
 def _is_same(found: Stored, added: CommitOperationAdd) -> bool:
