@@ -7,7 +7,7 @@ whatever its strides; only a window is ever in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 WINDOW = 4 << 20
 BINS = 10
+Seen = Callable[[int], None]
 Window = tuple[int, tuple[int, ...], tuple[int, ...]]
 """First element, sizes, strides."""
 UNMEASURED = frozenset({"float4_e2m1fn_x2"})
 """Dtypes that torch itself cannot turn into numbers."""
+
+
+def unseen(_: int) -> None:
+    """Take no notice of the bytes that were read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,11 @@ class Statistics:
 
 
 def measure(
-    files: Readable, entry: TensorEntry, window: int = WINDOW, bins: int = BINS
+    files: Readable,
+    entry: TensorEntry,
+    window: int = WINDOW,
+    bins: int = BINS,
+    seen: Seen = unseen,
 ) -> Statistics | None:
     """Read *entry* twice and return its statistics; None: its dtype has no numbers.
 
@@ -75,6 +84,7 @@ def measure(
         entry: The tensor.
         window: Bytes to hold at a time.
         bins: Steps of the histogram.
+        seen: Called with the bytes of elements that were read, again for the second time.
 
     Raises:
         DamagedError: A file ends before the tensor does.
@@ -82,20 +92,23 @@ def measure(
     if entry.dtype in UNMEASURED:
         return None
     total = Statistics()
-    for values in _values(files, entry, window):
+    for values in _values(files, entry, window, seen):
         total = merge(total, _moments(values))
     if total.minimum is None or total.maximum is None:
         return total
-    return replace(total, histogram=_histogram(files, entry, window, total, bins))
+    return replace(total, histogram=_histogram(files, entry, window, total, bins, seen))
 
 
-def nonfinite(files: Readable, entry: TensorEntry, window: int = WINDOW) -> tuple[int, int] | None:
+def nonfinite(
+    files: Readable, entry: TensorEntry, window: int = WINDOW, seen: Seen = unseen
+) -> tuple[int, int] | None:
     """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers.
 
     Args:
         files: The checkpoint that holds it; its extents must be ``raw``.
         entry: The tensor.
         window: Bytes to hold at a time.
+        seen: Called with the bytes of elements that were read.
 
     Raises:
         DamagedError: A file ends before the tensor does.
@@ -103,7 +116,7 @@ def nonfinite(files: Readable, entry: TensorEntry, window: int = WINDOW) -> tupl
     if entry.dtype in UNMEASURED:
         return None
     nan = inf = 0
-    for values in _values(files, entry, window):
+    for values in _values(files, entry, window, seen):
         if not values.isfinite().all():
             nan += int(values.isnan().sum())
             inf += int(values.isinf().sum())
@@ -180,7 +193,7 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 
 
 def _histogram(
-    files: Readable, entry: TensorEntry, window: int, total: Statistics, steps: int
+    files: Readable, entry: TensorEntry, window: int, total: Statistics, steps: int, seen: Seen
 ) -> tuple[int, ...]:
     import torch
 
@@ -190,17 +203,18 @@ def _histogram(
     if not math.isfinite(high - low):
         return ()
     bins = torch.zeros(steps, dtype=torch.float64)
-    for values in _values(files, entry, window):
+    for values in _values(files, entry, window, seen):
         bins += torch.histc(values.to(torch.float64), steps, low, high)
     return tuple(int(count) for count in bins)
 
 
-def _values(files: Readable, entry: TensorEntry, window: int) -> Iterator[Tensor]:
+def _values(files: Readable, entry: TensorEntry, window: int, seen: Seen) -> Iterator[Tensor]:
     """Yield every element once: as float32, as float64 where that loses some, else as it is."""
-    limit = max(1, window // dtypes.itemsize(entry.dtype))
+    size = dtypes.itemsize(entry.dtype)
     for extent in entry.extents:
-        for part in windows(extent, limit):
+        for part in windows(extent, max(1, window // size)):
             yield _load(files, extent, part, entry.dtype)
+            seen(math.prod(part[1]) * size)
 
 
 def _load(files: Readable, extent: Extent, part: Window, dtype: str) -> Tensor:

@@ -7,7 +7,7 @@ in A's axis order, whatever B's is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl import dtypes, formats
@@ -17,6 +17,7 @@ from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.watch import Advance
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import FileIdentity
@@ -32,7 +33,6 @@ BATCH = 16 << 20
 """Bytes that are read of each side at a time."""
 MANY = 256
 """Windows that are read at a time."""
-Advance = Callable[[int], None]
 
 
 def located(catalog: Catalog, names: Sequence[str]) -> Catalog:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.ops.watch import Watch
+from ckptctl.ops.watch import Watch, one_of_many
 
 if TYPE_CHECKING:
     from ckptctl.storage.compare import Readable
     from ckptctl.storage.statistics import Statistics
+
+PASSES = 2
+"""How often a tensor is read: a histogram needs to know its ends."""
 
 
 def measured(
@@ -40,20 +43,19 @@ def measured(
 
     entries = list(entries)
     found: dict[str, Statistics] = {}
-    with progress(sum(map(_stored, entries))) as advance:
+    with progress(sum(map(_to_read, entries))) as advance:
         for entry in entries:
             try:
-                statistics = measure(files, entry, bins=bins)
+                with one_of_many(advance, _to_read(entry)) as seen:
+                    statistics = measure(files, entry, bins=bins, seen=seen)
             except CkptError as error:
                 if failed is None:
                     raise
                 failed(error, entry)
             else:
                 found |= {entry.name: statistics} if statistics else {}
-            if advance:
-                advance(_stored(entry))
     return found
 
 
-def _stored(entry: TensorEntry) -> int:
-    return sum(extent.nbytes for extent in entry.extents)
+def _to_read(entry: TensorEntry) -> int:
+    return PASSES * sum(extent.nbytes for extent in entry.extents)

@@ -6,7 +6,7 @@ Where a file carries none, only its structure can be checked: those bytes are co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,6 +18,7 @@ from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import may_be_zip
+from ckptctl.ops.watch import Advance
 from ckptctl.storage.crc import combine, crc32
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.threads import default_threads
@@ -27,7 +28,6 @@ BLOCK = 64 << 20
 BATCH = 4096
 """Blocks that are queued at a time."""
 WINDOW = 1 << 20
-Advance = Callable[[int], None]
 _local = threading.local()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +24,9 @@ from ckptctl.ops.verification.checksums import (
 )
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import root_of
-from ckptctl.ops.watch import Watch
+from ckptctl.ops.watch import Advance, Watch, one_of_many
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.files import SourceFiles
-
-Advance = Callable[[int], None]
 
 
 @dataclass(slots=True)
@@ -205,7 +203,8 @@ def _nonfinite(
 
     for entry in entries:
         try:
-            counts = nonfinite(files, entry)
+            with one_of_many(advance, entry.nbytes) as seen:
+                counts = nonfinite(files, entry, seen=seen)
         except CkptError as error:
             yield of_error(error, files.root, entry.name)
             continue
@@ -213,5 +212,3 @@ def _nonfinite(
             why = f"{counts[0]:,} NaN and {counts[1]:,} Inf among {entry.numel:,} values"
             home = entry.extents[0].file if len(entry.extents) == 1 else None
             yield Finding("there are values that are not finite", why, "error", home, entry.name)
-        if advance:
-            advance(entry.nbytes)

@@ -17,8 +17,9 @@ from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.coordinator import Coordinator, on_first, together
 from ckptctl.ops.sharing import portion
-from ckptctl.ops.verification.checksums import Advance, threads, windows
+from ckptctl.ops.verification.checksums import threads, windows
 from ckptctl.ops.verification.result import of_error
+from ckptctl.ops.watch import Advance
 from ckptctl.storage.digests import hasher
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ckptctl import formats
@@ -11,6 +11,7 @@ from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.sharing import portion
+from ckptctl.ops.watch import Advance
 from ckptctl.storage.compare import Readable, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.remote.path import path_at
@@ -41,7 +42,7 @@ def portion_of(catalog: Catalog, ranks: Coordinator) -> Catalog:
     return replicated(catalog, portion(ranks, names, weights.__getitem__))
 
 
-def require_equal(catalog: Catalog, advance: Callable[[int], None] | None = None) -> None:
+def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
     """Compare every replica with the copy that is used.
 
     Args:
@@ -75,7 +76,7 @@ def differing(catalog: Catalog) -> Iterator[Finding]:
             yield of_error(error, path_at(catalog.root), entry.name)
 
 
-def _different(catalog: Catalog, advance: Callable[[int], None] | None) -> Iterator[Finding]:
+def _different(catalog: Catalog, advance: Advance | None) -> Iterator[Finding]:
     with open_reader(catalog) as files:
         for name, copies in catalog.replicas.items():
             entry = catalog.tensors[name]
