@@ -15,7 +15,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
 from ckptctl.errors import UsageError
-from ckptctl.ops.coordinator import on_first
+from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:

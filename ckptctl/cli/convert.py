@@ -19,7 +19,7 @@ from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.retyped import retyped
 from ckptctl.cli.tables import counted
 from ckptctl.errors import PartialError, listed
-from ckptctl.ops.coordinator import Coordinator, together
+from ckptctl.ops.ranks.coordinator import Coordinator, together
 
 if TYPE_CHECKING:
     from ckptctl.ops.conversion.convert import ConversionPlan

@@ -13,9 +13,9 @@ from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 
 if TYPE_CHECKING:
-    from ckptctl.ops.routes import KeyMap
+    from ckptctl.ops.key_map import KeyMap
     from ckptctl.planner.mapping.arrivals import Arrival, Piece
-    from ckptctl.planner.mapping.extents import Range
+    from ckptctl.planner.mapping.formulas import Range
 
 SCHEMA = "ckptctl.map/1"
 EPILOG = opt.examples(
@@ -81,7 +81,7 @@ def map_(
     And what else makes up its target. Reads a family's tables and no checkpoint; without sizes,
     places are formulas in axis names.
     """
-    from ckptctl.ops.routes import map_key
+    from ckptctl.ops.key_map import map_key
 
     del converter  # known while the command runs
     output = Output(json, quiet)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ckptctl.cli.output import Output, Style
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.ops.coordinator import Alone, Coordinator
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 
 T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

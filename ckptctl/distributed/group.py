@@ -1,4 +1,4 @@
-"""A process group of torch as a :class:`~ckptctl.ops.coordinator.Coordinator`."""
+"""A process group of torch as a :class:`~ckptctl.ops.ranks.coordinator.Coordinator`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ckptctl.distributed.messages import broadcast_bytes, gather_bytes, scatter_bytes
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.ops.coordinator import Alone, Coordinator
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import default_threads
 
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops import option_checks
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.coordinator import on_first, together
 from ckptctl.ops.loading.options import LoadReport
+from ckptctl.ops.ranks.coordinator import on_first, together
 from ckptctl.ops.retention.safety import parse_best
 from ckptctl.ops.runs.entries import is_run
 from ckptctl.ops.runs.listing import Checkpoint, newest_complete

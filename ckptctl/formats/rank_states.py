@@ -85,7 +85,7 @@ class RankFilesFormat(Format):
         "read: what verl's layout, accelerate (`use_dcp=False`) and torch's experimental "
         "checkpointer hold on 2 ranks of FSDP2 equals the live weights, what FSDP1 saved as "
         "ShardedTensors what `dcp_to_torch_save` makes of the same run, and flat parameters are "
-        "refused (tests/unit/formats/test_rank_files.py); under FSDP2 with tensor parallelism, "
+        "refused (tests/unit/formats/test_rank_states.py); under FSDP2 with tensor parallelism, "
         "under HSDP and with other placements on 2 x 2 ranks tensors equal `full_tensor()` "
         "(tests/integration/test_rank_states.py)"
     )

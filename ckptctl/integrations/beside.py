@@ -14,8 +14,8 @@ from ckptctl.distributed.saving.rank_output import add_file
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import StorageError
-from ckptctl.ops.coordinator import on_first
 from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import destination, staging_directory
 from ckptctl.storage.publish import Staging, staging

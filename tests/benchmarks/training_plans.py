@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptctl.ops.saving.agreement import Statement, generation, unchanged
+from ckptctl.ops.ranks.agreement import Statement, generation, unchanged
 from ckptctl.ops.saving.decision import Decision, decide
 from ckptctl.ops.saving.files import RankItems, metadata, tensor_files
 from ckptctl.ops.saving.holdings import Chunk, Described, Holding, Packed, digest, pack

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ckptctl.distributed.group import Group, reaching
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.ops.coordinator import Coordinator, together
+from ckptctl.ops.ranks.coordinator import Coordinator, together
 
 T = TypeVar("T")
 

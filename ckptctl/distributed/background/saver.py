@@ -15,7 +15,6 @@ from ckptctl.distributed import compat
 from ckptctl.distributed.background.ballot import Ballot, Situation, attempt
 from ckptctl.distributed.background.future import SaveFuture
 from ckptctl.distributed.background.host_pool import HostPool
-from ckptctl.distributed.background.process import WriterProcess
 from ckptctl.distributed.background.staged_write import (
     Found,
     SaveKeywords,
@@ -25,13 +24,14 @@ from ckptctl.distributed.background.staged_write import (
 )
 from ckptctl.distributed.background.staging import Staged, stage
 from ckptctl.distributed.background.thread import Callback, SaveThread
+from ckptctl.distributed.background.writer_process import WriterProcess
 from ckptctl.distributed.closing import Closing
 from ckptctl.distributed.group import Group, coordinator
 from ckptctl.distributed.plan_cache import chunks_of
 from ckptctl.distributed.saving.rank_output import SaveOptions, require_local
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
-from ckptctl.ops.coordinator import Alone, Coordinator
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.remote.path import named
 
 __all__ = ["AsyncSaver", "Mode", "SaveKeywords", "WhenBusy"]

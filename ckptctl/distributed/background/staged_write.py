@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from ckptctl.distributed.background.process import WriterProcess, require_shared
 from ckptctl.distributed.background.staging import Staged
+from ckptctl.distributed.background.writer_process import WriterProcess, require_shared
 from ckptctl.distributed.plan_cache import SavedPlan
 from ckptctl.distributed.saving.collective import plan_key
 from ckptctl.distributed.saving.rank_local import write_alone
 from ckptctl.distributed.saving.rank_output import Held, SaveOptions, held
 from ckptctl.distributed.saving.save import PLANS, write
 from ckptctl.distributed.state import StateDict, state_of
-from ckptctl.ops.coordinator import Coordinator
+from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.holdings import pack
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.executor import execute

@@ -1,112 +1,220 @@
-"""What the writing process does; see :mod:`ckptctl.distributed.background.process`."""
+"""A process that writes: it carries out plans on memory that this one shares with it.
+
+It imports no torch and takes part in no collective: what it gets are a plan, descriptors of shared
+memory and where in it each chunk lies. So nothing that training does with the interpreter's lock
+slows the writing down, and the other way round.
+"""
 
 from __future__ import annotations
 
-import gc
-import mmap
+import ctypes
 import os
-import queue
-import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
+from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
-from ckptctl.errors import CkptError
-from ckptctl.planner.plan import CrcOf, OutputFile, Plan
-from ckptctl.storage.execution.executor import execute
+from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.planner.plan import CrcOf, Plan
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
-Regions = dict[int, memoryview]
-Ask = Callable[[int, Mapping[int, int]], list[tuple[int, bytes]]]
-"""Takes the number of a file and its records' CRCs; returns positions and bytes of its frame."""
+Place = tuple[int, int, int]
+"""Number of a region, first byte in it, length."""
+
+_START = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from ckptctl.distributed.background.writer_main import main; main(int(sys.argv[1]))"
+)
 
 
-def main(descriptor: int) -> None:
-    """Carry out plans until the other end is closed.
+class Shared(Protocol):
+    """Memory that another process can map.
 
-    Args:
-        descriptor: Of the socket to the trainer.
+    Attributes:
+        descriptor: Of the memory; negative once it was given back.
+        nbytes: Its length.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(descriptor)
-    regions: Regions = {}
-    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, regions, messages), daemon=True).start()
-    while True:
-        plan, root, options, places = messages.get()
-        memory = {name: _view(regions, place) for name, place in places.items()}
-        connection.send(_done(connection, messages, plan, root, options, memory))
-        del memory
-        gc.collect()  # a run refers to itself, and to memory that the trainer wants to give back
+
+    descriptor: int
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        """Return where it begins in this process."""
 
 
-def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]) -> None:
-    """Pass on what comes; end the process when nothing can come any more.
+class WriterProcess:
+    """Carries out one plan at a time in a child process, which starts with the first.
 
-    Whatever is being written then belongs to a trainer that is gone.
+    The child ends when this process does, however that ends: what it was writing then never gets
+    its name. In a fork of this process the child is not reachable.
     """
-    try:
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._regions: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self._closing = threading.Lock()
+        _writers.add(self)
+
+    def execute(
+        self,
+        plan: Plan,
+        root: Path,
+        options: ExecutionOptions,
+        progress: Callable[[int], None],
+        memory: Mapping[str, memoryview],
+        *,
+        regions: Sequence[Shared],
+    ) -> Execution:
+        """Do what :func:`ckptctl.storage.execution.executor.execute` does, in the child.
+
+        Args:
+            plan: What to do.
+            root: See there.
+            options: See there.
+            progress: See there; called once.
+            memory: See there; all of it in *regions*.
+            regions: Shared memory.
+
+        Raises:
+            StorageError: A read or write failed, or the child ended.
+        """
+        try:
+            connection = self._connect()
+            numbers = [self._send_region(connection, region) for region in regions]
+            places = {name: _place(view, regions, numbers) for name, view in memory.items()}
+            files = tuple(replace(file, frame=no_frame) for file in plan.files)
+            alive = {number for one, number in self._regions.items() if one.descriptor >= 0}
+            connection.send((replace(plan, files=files), root, options, places, alive))
+            found = self._answer(connection, plan)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        progress(found.bytes_written)
+        return found
+
+    def close(self) -> None:
+        """End the child; a plan that it is carrying out fails."""
+        with self._closing:
+            if self._child is not None:
+                self._child.kill()
+                self._child.wait()
+                self._child = None
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def forget(self) -> None:
+        """Let go of the child of another process, in a fork of that."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._child = None
+
+    def _connect(self) -> Connection:
+        with self._closing:
+            if self._connection is None:
+                self._connection = self._start()
+            return self._connection
+
+    def _start(self) -> Connection:
+        if not hasattr(os, "memfd_create"):
+            raise RefusedError(
+                "this system has no memory that another process could be given",
+                hint='save with mode="thread"',
+            )
+        here, there = socket.socketpair()
+        with here, there:
+            command = [sys.executable, "-c", _START, str(there.fileno()), *sys.path]
+            # A session of its own: an interrupt from the keyboard is for the trainer to handle.
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[there.fileno()],
+                start_new_session=True,
+            )
+            self._regions = weakref.WeakKeyDictionary()
+            self._count = 0
+            return Connection(here.detach())
+
+    def _send_region(self, connection: Connection, region: Shared) -> int:
+        """Tell the child of a region that it does not know; return its number."""
+        if region not in self._regions:
+            assert self._child
+            connection.send((self._count, region.nbytes))
+            send_handle(connection, region.descriptor, self._child.pid)
+            self._regions[region] = self._count
+            self._count += 1
+        return self._regions[region]
+
+    def _answer(self, connection: Connection, plan: Plan) -> Execution:
+        """Send the frames of files that the child asks for, until it is done."""
         while True:
             message = connection.recv()
-            if isinstance(message, tuple) and len(message) == 2:
-                _map(connection, regions, *message)
-                continue
-            if isinstance(message, tuple):
-                *message, alive = message
-                for gone in regions.keys() - alive:
-                    del regions[gone]
-            messages.put(message)
-    except BaseException:
-        os._exit(1)
+            if isinstance(message, Execution):
+                return message
+            if isinstance(message, CkptError):
+                raise message
+            number, crcs = cast(tuple[int, dict[int, int]], message)
+            try:
+                frame = list(plan.files[number].frame(crcs.__getitem__))
+            except BaseException:
+                self.close()  # it waits for an answer
+                raise
+            connection.send(frame)
+
+    def _ended(self) -> StorageError:
+        child = self._child
+        self.close()
+        status = child.returncode if child else None
+        return StorageError(
+            "the writing process ended before it was done",
+            why="it was closed" if status is None else f"exit status {status}",
+            hint="look for a message of the system that it ran out of memory",
+        )
 
 
-def _map(connection: Connection, regions: Regions, number: int, nbytes: int) -> None:
-    descriptor = recv_handle(connection)
-    mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
-    os.close(descriptor)
-    regions[number] = memoryview(mapped)
+def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
+    """Stand for a frame in a plan that is sent; the child puts one that asks in its place."""
+    raise CkptError("the trainer makes the frames of files, and was not asked")
 
 
-def _view(regions: Regions, place: tuple[int, int, int]) -> memoryview:
-    number, start, nbytes = place
-    return regions[number][start : start + nbytes] if nbytes else memoryview(b"")
+def require_shared(memory: Mapping[str, memoryview], regions: Sequence[Shared]) -> None:
+    """Make sure that all of *memory* is in *regions*: nothing else has been copied.
+
+    Raises:
+        CkptError: Some of it is not: a bug.
+    """
+    for view in memory.values():
+        _place(view, regions, range(len(regions)))
 
 
-def _done(
-    connection: Connection,
-    messages: queue.SimpleQueue[Any],
-    plan: Plan,
-    root: Path,
-    options: ExecutionOptions,
-    memory: Mapping[str, memoryview],
-) -> Execution | CkptError:
-    asking = threading.Lock()
-
-    def ask(number: int, crcs: Mapping[int, int]) -> list[tuple[int, bytes]]:
-        with asking:
-            connection.send((number, crcs))
-            found: list[tuple[int, bytes]] = messages.get()
-            return found
-
-    files = tuple(_asking(plan, number, ask) for number in range(len(plan.files)))
-    try:
-        return execute(replace(plan, files=files), root, options, lambda _: None, memory=memory)
-    except CkptError as error:
-        return error
-    except BaseException as error:
-        return CkptError(f"{type(error).__name__}: {error}")
+def _place(view: object, regions: Sequence[Shared], numbers: Sequence[int]) -> Place:
+    if not isinstance(view, memoryview):
+        raise CkptError("a chunk was not copied from its device")
+    if not view.nbytes:
+        return 0, 0, 0
+    first = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    for number, region in zip(numbers, regions, strict=True):
+        start = first - region.address
+        if start >= 0 and start + view.nbytes <= region.nbytes:
+            return number, start, view.nbytes
+    raise CkptError("a chunk was not copied before it is written")
 
 
-def _asking(plan: Plan, number: int, ask: Ask) -> OutputFile:
-    """Return a file whose frame the trainer makes, who has what it is made of."""
-    file = plan.files[number]
-    own = [index for index, record in enumerate(plan.records) if record.file == file.path]
+_writers: weakref.WeakSet[WriterProcess] = weakref.WeakSet()
 
-    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-        yield from ask(number, {index: crc_of(index) for index in own})
 
-    return replace(file, frame=frame)
+def _forget_all() -> None:
+    for writer in list(_writers):
+        writer.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -14,10 +14,10 @@ from ckptctl import formats
 from ckptctl.distributed.loading.targets import Everything, Place, own_part, places_of, structure_of
 from ckptctl.distributed.loading.ties import sharing
 from ckptctl.distributed.state import State, plain_of, state_of
-from ckptctl.ops.coordinator import Coordinator, sendable
 from ckptctl.ops.loading.identity import identity
 from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.saving.agreement import Statement, new_nonce, require_agreement
+from ckptctl.ops.ranks.agreement import Statement, new_nonce, require_agreement
+from ckptctl.ops.ranks.coordinator import Coordinator, sendable
 from ckptctl.ops.saving.holdings import digest
 
 Broadcast = bool | Literal["auto"]

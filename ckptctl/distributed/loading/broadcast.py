@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.group import Group, reaching
 from ckptctl.distributed.loading.targets import Place
-from ckptctl.ops.coordinator import Coordinator, through_first
+from ckptctl.ops.ranks.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
 from ckptctl.storage.remote.urls import is_url
 

@@ -27,14 +27,14 @@ from ckptctl.distributed.state import State
 from ckptctl.distributed.values import held_names, put, read_values
 from ckptctl.errors import listed
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
-from ckptctl.ops.coordinator import Coordinator, on_first, telling, together
 from ckptctl.ops.loading.leftovers import Comparison, compare
 from ckptctl.ops.loading.nothing_lost import require_nothing_lost
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_places
 from ckptctl.ops.loading.state_mapping import map_state
 from ckptctl.ops.loading.wanted import Wanted
-from ckptctl.ops.saving.agreement import generation, unchanged
+from ckptctl.ops.ranks.agreement import generation, unchanged
+from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling, together
 from ckptctl.ops.saving.holdings import digest
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.collection import no_collection

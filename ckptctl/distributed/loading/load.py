@@ -15,8 +15,8 @@ from ckptctl.distributed.loading.agreement import Broadcast, How
 from ckptctl.distributed.loading.collective import CollectiveLoad
 from ckptctl.errors import UsageError
 from ckptctl.ops import option_checks
-from ckptctl.ops.coordinator import Alone
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
+from ckptctl.ops.ranks.coordinator import Alone
 
 
 def load(

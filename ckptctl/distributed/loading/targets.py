@@ -13,9 +13,9 @@ from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.loading.tensor_memory import steps_of, target
 from ckptctl.distributed.state import State
 from ckptctl.errors import MappingError
-from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.loading.state_mapping import Leaf
 from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.holdings import digest
 
 

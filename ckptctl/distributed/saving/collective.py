@@ -19,8 +19,7 @@ from ckptctl.distributed.saving.rank_output import Held, SaveOptions, held
 from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
 from ckptctl.formats.dcp.metadata import Item
-from ckptctl.ops.coordinator import Coordinator, sendable, through_first
-from ckptctl.ops.saving.agreement import (
+from ckptctl.ops.ranks.agreement import (
     Statement,
     first_to_say,
     generation,
@@ -28,6 +27,7 @@ from ckptctl.ops.saving.agreement import (
     require_agreement,
     unchanged,
 )
+from ckptctl.ops.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.saving.decision import Decision, Share, decide
 from ckptctl.ops.saving.files import RankFiles, RankItems, metadata, tensor_files, with_values
 from ckptctl.ops.saving.holdings import Packed, digest, pack

@@ -13,7 +13,7 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.coordinator import on_first
+from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import check_target, destination
 

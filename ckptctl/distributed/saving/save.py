@@ -13,7 +13,7 @@ from ckptctl.distributed.saving.collective import CollectiveSave
 from ckptctl.distributed.saving.rank_local import write_alone
 from ckptctl.distributed.saving.rank_output import Held, SaveOptions, require_local
 from ckptctl.distributed.state import State, StateDict, state_of
-from ckptctl.ops.coordinator import Coordinator
+from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.storage.remote.path import named
 

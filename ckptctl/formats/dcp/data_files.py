@@ -11,8 +11,8 @@ from ckptctl.formats.base import SPLIT_BYTES, OutputRequest, OutputTensor, Place
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.torch_file import ZipFrame
 from ckptctl.planner.boxes import split_rows
+from ckptctl.planner.output_shards import fill, grouped
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
-from ckptctl.planner.shards import fill, grouped
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.storage_tensor import StorageTensor
 from ckptctl.storage.pickles.writer import dumps

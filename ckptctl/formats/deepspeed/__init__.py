@@ -34,8 +34,8 @@ class DeepSpeedFormat(Format):
     proof = (
         "what deepspeed 0.19.8 saved at stages 0 to 3 and with `BF16_Optimizer`: the fp32 copies "
         "are what its zero_to_fp32.py makes of them, module weights and buffers those of the live "
-        "module, moments those that it gathers (tests/unit/formats/test_deepspeed.py); what it "
-        "saves afresh on 1 to 4 ranks has the live engine's weights and moments "
+        "module, moments those that it gathers (tests/unit/formats/deepspeed/test_read.py); what "
+        "it saves afresh on 1 to 4 ranks has the live engine's weights and moments "
         "(tests/oracle/trainers/test_deepspeed.py)"
     )
     choices = frozenset({"weights", "tag"})

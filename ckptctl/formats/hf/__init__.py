@@ -50,8 +50,8 @@ from ckptctl.formats.hf.shards import (
     require_agreement,
     require_present,
 )
+from ckptctl.planner.output_shards import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
-from ckptctl.planner.shards import fill, grouped
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.remote.read_ahead import heads_ahead

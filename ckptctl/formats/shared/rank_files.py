@@ -13,7 +13,7 @@ from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.compare import row_major
 
 if TYPE_CHECKING:
-    from ckptctl.planner.parallel.shards import Share
+    from ckptctl.planner.parallel.cuts import Share
 
 
 def in_order(
@@ -68,7 +68,7 @@ def lay_out(
 
 
 def _shares_of(tensor: OutputTensor, request: OutputRequest) -> Sequence[Share | None]:
-    from ckptctl.planner.parallel.shards import Share
+    from ckptctl.planner.parallel.cuts import Share
 
     if request.rank_boxes is None:
         return (Share.whole(tensor.shape),) * request.mp

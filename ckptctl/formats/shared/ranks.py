@@ -1,6 +1,6 @@
 """Formats with one file per model-parallel rank: joining the shards.
 
-How ranks divide a tensor is the family's knowledge (:mod:`ckptctl.planner.parallel.shards`), not
+How ranks divide a tensor is the family's knowledge (:mod:`ckptctl.planner.parallel.cuts`), not
 the file's; what every rank has a copy of is proven to be the same.
 """
 
@@ -18,6 +18,7 @@ from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs.stated import read_sizes
 from ckptctl.planner.layouts import Family, Stored
 from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.parallel.cuts import Piece, Share, cuts, owned
 from ckptctl.planner.parallel.division import divide
 from ckptctl.planner.parallel.joining import (
     possible_repeats,
@@ -25,7 +26,6 @@ from ckptctl.planner.parallel.joining import (
     whole_shape,
     without_repeats,
 )
-from ckptctl.planner.parallel.shards import Piece, Share, cuts, owned
 from ckptctl.storage.compare import equal, row_major
 from ckptctl.storage.files import SourceFiles
 

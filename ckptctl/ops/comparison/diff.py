@@ -17,7 +17,7 @@ from ckptctl.ops.comparison.sides import open_sides
 from ckptctl.ops.comparison.values import Windows, located, same_checksums
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.selection import checked_root
+from ckptctl.ops.recognition.selection import checked_root
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader

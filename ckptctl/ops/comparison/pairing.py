@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.ops.comparison.scope import Scope
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
-from ckptctl.ops.selection import select
+from ckptctl.ops.recognition.selection import select
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 
 OUTSIDE = "not part of the model"

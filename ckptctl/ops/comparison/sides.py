@@ -15,7 +15,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.ops.comparison.options import DiffOptions, Weights
-from ckptctl.ops.dequantise import dequantised
+from ckptctl.ops.recognition.dequantise import dequantised
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.peft import CONFIG
 from ckptctl.ops.adapters.config import Json, Settings, described, settings
 from ckptctl.ops.conversion.documents import Assets, Papers, dumped
-from ckptctl.ops.layout_change import Change
+from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.families.templates import skeleton
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter, module_of
 from ckptctl.planner.plan import RawCopy

@@ -10,8 +10,8 @@ from pathlib import Path
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.formats.base import GB, WritableFormat
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.coordinator import Alone, Coordinator
-from ckptctl.ops.sharing import portion
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator
+from ckptctl.ops.ranks.sharing import portion
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.storage import destinations
 from ckptctl.storage.crc import crc32

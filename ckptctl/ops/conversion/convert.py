@@ -15,7 +15,6 @@ from pathlib import Path
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.ops import sharing
 from ckptctl.ops.adapters.config import factors_only, require_adapter
 from ckptctl.ops.conversion import checks, proofs, upload
 from ckptctl.ops.conversion.adapter_files import beside
@@ -24,11 +23,12 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.missing import Missing, find_missing
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.coordinator import Alone, Coordinator, on_first, require_same, together
-from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.overwrite import replaceable
-from ckptctl.ops.quantised import advised
-from ckptctl.ops.recognise import Json, Recognition, recognise
+from ckptctl.ops.ranks import sharing
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
+from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.ops.recognition.quantised import advised
+from ckptctl.ops.recognition.recognise import Json, Recognition, recognise
 from ckptctl.ops.verification.replicas import replicated
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.publish import Staging, staging

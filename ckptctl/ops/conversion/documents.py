@@ -12,7 +12,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
 from ckptctl.formats.assets import amended, documents, left_behind, side_files
 from ckptctl.formats.base import copied, document
-from ckptctl.ops.layout_change import Change
+from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.config_to_params import config_to_params
 from ckptctl.planner.configs.params_to_config import assumed, params_to_config
 from ckptctl.planner.configs.stated import plain

@@ -29,16 +29,16 @@ from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.conversion.reference import reference, require_same_keys
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
-from ckptctl.ops.layout_change import Change, change_layout
-from ckptctl.ops.made import made
-from ckptctl.ops.recognise import Recognition
-from ckptctl.ops.selection import Selection, chosen, select
+from ckptctl.ops.recognition.layout_change import Change, change_layout
+from ckptctl.ops.recognition.made import made
+from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.selection import Selection, chosen, select
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.parallel.cuts import Share
 from ckptctl.planner.parallel.division import divide
-from ckptctl.planner.parallel.shards import Share
 
 KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
 

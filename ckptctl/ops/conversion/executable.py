@@ -12,7 +12,7 @@ from ckptctl.ops.conversion.documents import Papers
 from ckptctl.ops.conversion.manifest import manifest
 from ckptctl.ops.conversion.source_checks import with_checks
 from ckptctl.ops.conversion.transfers import transfers
-from ckptctl.ops.recognise import Recognition
+from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import FileIdentity, Plan, RawCopy, Transfer
 from ckptctl.storage.files import SourceFiles

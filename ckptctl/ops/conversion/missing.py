@@ -10,8 +10,8 @@ from ckptctl.errors import CoverageError
 from ckptctl.ops.conversion.mixed_files import mixed_files, names_in
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
-from ckptctl.ops.quantised import pairs
-from ckptctl.ops.selection import Selection, wanted
+from ckptctl.ops.recognition.quantised import pairs
+from ckptctl.ops.recognition.selection import Selection, wanted
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.boxes import check_coverage
 

@@ -10,7 +10,7 @@ from ckptctl.catalog import Blob, Path, TensorEntry
 from ckptctl.errors import MappingError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.structure import join
-from ckptctl.ops.layout_change import Change
+from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 
 BY_CAST = "--dtype casts all of them to one"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, UsageError, listed
-from ckptctl.ops.quantised import FP8, QUANTIZATION, Pair, orphans, pairs
+from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, Pair, orphans, pairs
 
 HINT = "--dequantize bf16 writes the plain tensors that they stand for"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.layout_change import Change
-from ckptctl.ops.recognise import Recognition
+from ckptctl.ops.recognition.layout_change import Change
+from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.kinds import needs_torch

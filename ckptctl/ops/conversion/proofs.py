@@ -8,8 +8,8 @@ from functools import partial
 from ckptctl.errors import MappingError
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.conversion.tile_embeddings import require_regular
-from ckptctl.ops.coordinator import Coordinator
-from ckptctl.ops.sharing import portion
+from ckptctl.ops.ranks.coordinator import Coordinator
+from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification.replicas import portion_of
 from ckptctl.ops.verification.replicas import require_equal as replicas_equal
 from ckptctl.storage.compare import Readable, all_zero, equal

@@ -8,7 +8,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognise import Recognition
+from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.configs.stated import tying
 from ckptctl.planner.mapping.mapped import MappedTensor
 

@@ -15,22 +15,22 @@ from ckptctl.ops.comparison.values import located
 from ckptctl.ops.conversion import checks
 from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.output_tensors import in_checkpoint
-from ckptctl.ops.dequantise import dequantised
 from ckptctl.ops.extraction.file import plan_file, write_file
 from ckptctl.ops.extraction.options import ExtractOptions, Taken
 from ckptctl.ops.extraction.preview import preview
 from ckptctl.ops.extraction.result import Extracted, Extraction
 from ckptctl.ops.extraction.slices import split_name, take
 from ckptctl.ops.extraction.tensor_files import overwritable
-from ckptctl.ops.layout_change import change_layout
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Wanted
-from ckptctl.ops.made import made
-from ckptctl.ops.quantised import advised
-from ckptctl.ops.recognise import recognise
-from ckptctl.ops.selection import roots, select
+from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.ops.recognition.layout_change import change_layout
+from ckptctl.ops.recognition.made import made
+from ckptctl.ops.recognition.quantised import advised
+from ckptctl.ops.recognition.recognise import recognise
+from ckptctl.ops.recognition.selection import roots, select
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.remote.path import shown
 

@@ -16,7 +16,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, listed
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
-from ckptctl.ops.quantised import quantised, understood
+from ckptctl.ops.recognition.quantised import quantised, understood
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.remote.path import path_at, shown
@@ -24,7 +24,7 @@ from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
-    from ckptctl.ops.recognise import Recognition
+    from ckptctl.ops.recognition.recognise import Recognition
     from ckptctl.storage.statistics import Statistics
 
 
@@ -137,8 +137,8 @@ def describe(
     Raises:
         MappingError: The model may lie in one of several places.
     """
-    from ckptctl.ops.recognise import recognise
-    from ckptctl.ops.selection import select as select_model
+    from ckptctl.ops.recognition.recognise import recognise
+    from ckptctl.ops.recognition.selection import select as select_model
 
     if not catalog.tensors:
         return stored(path, catalog, measured)

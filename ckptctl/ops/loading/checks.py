@@ -11,7 +11,7 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, listed
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
-from ckptctl.ops.quantised import quantised
+from ckptctl.ops.recognition.quantised import quantised
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 

@@ -12,8 +12,8 @@ from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, listed, nearest
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
-from ckptctl.ops.quantised import quantised
-from ckptctl.ops.selection import is_training
+from ckptctl.ops.recognition.quantised import quantised
+from ckptctl.ops.recognition.selection import is_training
 
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.formats import open_checkpoint
 from ckptctl.formats.base import Weights
-from ckptctl.ops.dequantise import dequantised
+from ckptctl.ops.recognition.dequantise import dequantised
 
 
 @dataclass(frozen=True, slots=True)

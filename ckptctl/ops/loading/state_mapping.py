@@ -18,12 +18,12 @@ from ckptctl.errors import MappingError, UsageError
 from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.payloads import keep_together
 from ckptctl.ops.conversion.training import follow
-from ckptctl.ops.layout_change import Change, change_layout
 from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.made import made
-from ckptctl.ops.quantised import advised
-from ckptctl.ops.recognise import Recognition, recognise
-from ckptctl.ops.selection import checked_root, roots, select
+from ckptctl.ops.recognition.layout_change import Change, change_layout
+from ckptctl.ops.recognition.made import made
+from ckptctl.ops.recognition.quantised import advised
+from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.selection import checked_root, roots, select
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tile_embeddings import Tiling
 

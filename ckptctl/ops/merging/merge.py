@@ -17,9 +17,9 @@ from ckptctl.ops.conversion import checks
 from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.coordinator import Coordinator
 from ckptctl.ops.merging.tensors import Merging
 from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.storage.remote.path import named
 
 

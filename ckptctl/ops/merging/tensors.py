@@ -20,9 +20,9 @@ from ckptctl.ops.adapters.config import (
 )
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.output_tensors import cast_to
-from ckptctl.ops.layout_change import chosen_family
-from ckptctl.ops.recognise import Json, Recognition, recognise, require_one
-from ckptctl.ops.selection import select
+from ckptctl.ops.recognition.layout_change import chosen_family
+from ckptctl.ops.recognition.recognise import Json, Recognition, recognise, require_one
+from ckptctl.ops.recognition.selection import select
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family

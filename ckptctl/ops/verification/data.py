@@ -9,9 +9,9 @@ from pathlib import Path
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.ops import sharing
-from ckptctl.ops.coordinator import Coordinator, require_same, together
-from ckptctl.ops.sharing import portion
+from ckptctl.ops.ranks import sharing
+from ckptctl.ops.ranks.coordinator import Coordinator, require_same, together
+from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification import digest_lists, hub_digests
 from ckptctl.ops.verification.checksums import (
     Block,

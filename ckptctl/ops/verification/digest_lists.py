@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.ops.coordinator import Coordinator, on_first, together
-from ckptctl.ops.sharing import portion
+from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
+from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification.checksums import threads, windows
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.watch import Advance

@@ -9,8 +9,8 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats.shared.findings import of_error
-from ckptctl.ops.coordinator import Coordinator
-from ckptctl.ops.sharing import portion
+from ckptctl.ops.ranks.coordinator import Coordinator
+from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.watch import Advance
 from ckptctl.storage.compare import Readable, equal
 from ckptctl.storage.computed import open_reader

@@ -20,7 +20,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import Weights
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.faults import UNUSABLE
-from ckptctl.ops.coordinator import Alone, Coordinator, require_same, together
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
 from ckptctl.ops.verification.result import LEVELS, Level, Verification, of_error, unsaid
 from ckptctl.ops.verification.structure import root_of, structure
 from ckptctl.ops.verification.surroundings import surroundings

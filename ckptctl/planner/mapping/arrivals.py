@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
 from ckptctl.planner.layouts import Family, Layout, Stored
-from ckptctl.planner.mapping.extents import ZERO, Amount, Extents, Range
+from ckptctl.planner.mapping.formulas import ZERO, Amount, Extents, Range
 from ckptctl.planner.mapping.numbering import KeyNumbers
 
 Values: TypeAlias = Mapping[str, int | str]

@@ -11,7 +11,7 @@ from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.layouts import Drop, Family, Stored
 from ckptctl.planner.mapping.arrivals import Arrival, Arrivals, Values
 from ckptctl.planner.mapping.completeness import near
-from ckptctl.planner.mapping.extents import Extents
+from ckptctl.planner.mapping.formulas import Extents
 from ckptctl.planner.mapping.numbering import KeyNumbers
 
 

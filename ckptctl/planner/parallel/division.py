@@ -14,7 +14,7 @@ from ckptctl.catalog import Box
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.parallel.shards import Cut, Piece, Share, cuts, owned, part_lengths, unknown
+from ckptctl.planner.parallel.cuts import Cut, Piece, Share, cuts, owned, part_lengths, unknown
 
 
 def divide(

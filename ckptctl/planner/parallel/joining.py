@@ -8,7 +8,7 @@ from typing import TypeAlias
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.layouts import Family, Stored
-from ckptctl.planner.parallel.shards import cuts, divided_dim, sum_parts
+from ckptctl.planner.parallel.cuts import cuts, divided_dim, sum_parts
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 

@@ -2,7 +2,7 @@
 
 :func:`execute` does all of it in one process. Where several processes share a plan, each makes a
 :class:`~ckptctl.storage.execution.run.Run` and they take its phases together
-(:mod:`ckptctl.ops.sharing`).
+(:mod:`ckptctl.ops.ranks.sharing`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from ckptctl.ops.routes import map_key
-from ckptctl.planner.mapping.extents import Amount
+from ckptctl.ops.key_map import map_key
+from ckptctl.planner.mapping.formulas import Amount
 from tests.checkpoints import save_meta, tiny_llama
 
 Q = "model.layers.7.self_attn.q_proj.weight"

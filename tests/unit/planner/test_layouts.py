@@ -16,9 +16,9 @@ from ckptctl.planner.families.templates import Template, TemplateTable
 from ckptctl.planner.layouts import PRESENT, Family
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.parallel.cuts import cuts, divided_dim
 from ckptctl.planner.parallel.division import divide
 from ckptctl.planner.parallel.joining import possible_repeats, ranks_fit
-from ckptctl.planner.parallel.shards import cuts, divided_dim
 
 V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3
 SIZES = {"v": V, "d": D, "f": F, "h": H, "k": K, "e": E, "i": N}

@@ -2,7 +2,7 @@ import pytest
 
 from ckptctl.errors import DamagedError, MappingError, UsageError
 from ckptctl.ops.conversion.payloads import keep_together
-from tests.unit.ops.test_dequantise import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog
+from tests.unit.ops.recognition.test_dequantise import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog
 
 OTHER = {"b.weight": ("float8_e4m3fn", 128, 128)}
 FP8 = {"quant_method": "fp8"}

@@ -12,8 +12,8 @@ import pytest
 from ckptctl.catalog import Blob
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode
-from ckptctl.ops.coordinator import Alone, RankError, through_first
-from ckptctl.ops.saving.agreement import Statement, generation, require_agreement, unchanged
+from ckptctl.ops.ranks.agreement import Statement, generation, require_agreement, unchanged
+from ckptctl.ops.ranks.coordinator import Alone, RankError, through_first
 from ckptctl.ops.saving.decision import decide
 from ckptctl.ops.saving.files import metadata, tensor_files, with_values
 from ckptctl.ops.saving.holdings import Chunk, Described, Holding, Packed, pack

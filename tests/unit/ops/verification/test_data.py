@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from ckptctl.ops.coordinator import Coordinator
+from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.verification import checksums as verify_checksums
 from ckptctl.ops.verification import data as verify_data
 from ckptctl.ops.verification.checksums import Recorded, blocks, compared, crcs

@@ -22,7 +22,7 @@ from ckptctl.catalog import (
     computed_name,
 )
 from ckptctl.errors import MappingError, UsageError, listed
-from ckptctl.ops.quantised import QUANTIZATION, Pair, orphans, pairs, quantised, unknown
+from ckptctl.ops.recognition.quantised import QUANTIZATION, Pair, orphans, pairs, quantised, unknown
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.compare import row_major
 

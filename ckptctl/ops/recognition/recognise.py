@@ -17,7 +17,7 @@ from ckptctl.errors import (
     nearest,
     possible,
 )
-from ckptctl.ops.selection import Selection, checked_root, containers, roots, select
+from ckptctl.ops.recognition.selection import Selection, checked_root, containers, roots, select
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, Detection, detect

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.ops.coordinator import RankError
+from ckptctl.ops.ranks.coordinator import RankError
 from ckptctl.ops.saving.holdings import DIGEST
 from ckptctl.ops.saving.values import still_equal
 

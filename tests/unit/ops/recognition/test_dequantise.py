@@ -2,7 +2,7 @@ import pytest
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
 from ckptctl.errors import DamagedError, MappingError, UsageError
-from ckptctl.ops.dequantise import dequantised, quantised
+from ckptctl.ops.recognition.dequantise import dequantised, quantised
 
 
 def catalog(tensors, quantization=None):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ckptctl import families
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UsageError, listed
-from ckptctl.ops.recognise import Recognition, require_one
+from ckptctl.ops.recognition.recognise import Recognition, require_one
 from ckptctl.planner.configs.params_facts import contradictions
 from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family

@@ -15,7 +15,7 @@ from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.arrivals import Arrival, Piece
 from ckptctl.planner.mapping.completeness import near
-from ckptctl.planner.mapping.extents import Range
+from ckptctl.planner.mapping.formulas import Range
 from ckptctl.planner.mapping.routes import Route, route
 from ckptctl.planner.parallel.joining import possible_repeats
 

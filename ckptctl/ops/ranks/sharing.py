@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.ops.coordinator import Coordinator, on_first, through_first, together
+from ckptctl.ops.ranks.coordinator import Coordinator, on_first, through_first, together
 from ckptctl.planner.balance import assign
 from ckptctl.planner.copying.shares import Share, share_of
 from ckptctl.planner.plan import Plan
