@@ -87,12 +87,10 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
     path = folder / NAME
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
+        _make(folder)
         try:
-            if folder.is_symlink():
-                raise RefusedError("the staging directory is a link", where=str(folder))
-            folder.mkdir(exist_ok=True)
             descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:
+        except FileNotFoundError:  # somebody removed the folder just now
             continue
         except OSError as error:
             raise StorageError.from_os_error(error, "make", str(path)) from error
@@ -110,6 +108,15 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _make(folder: Path) -> None:
+    if folder.is_symlink():
+        raise RefusedError("the staging directory is a link", where=str(folder))
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError.from_os_error(error, "make", str(folder)) from error
 
 
 def _take(descriptor: int, target: Path, doing: str) -> None:

@@ -11,7 +11,7 @@ from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.layouts import Family, Layout, Stored
 
 Dims = tuple[tuple[int, ...], ...]
-Extent = tuple[tuple[int, ...], tuple[int, ...]]
+Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Origin and sizes in the stored dimensions."""
 
 
@@ -30,8 +30,8 @@ class Geometry:
     axes: tuple[int, ...]
     source: Dims
     target: Dims
-    read: Extent
-    write: Extent
+    read: Region
+    write: Region
 
 
 def geometry(
@@ -97,8 +97,8 @@ class _Geometry:
             tuple(self._size(atom) for atom in atoms),
             read,
             write,
-            self._extent(*self.source),
-            self._extent(*self.target),
+            self._region(*self.source),
+            self._region(*self.target),
         )
 
     def _size(self, group: Axes) -> int:
@@ -108,7 +108,7 @@ class _Geometry:
             raise self._unknown(group)
         return found
 
-    def _extent(self, layout: Layout, tensor: Tensor) -> Extent:
+    def _region(self, layout: Layout, tensor: Tensor) -> Region:
         leaf = layout.leaves[tensor.name]
         sizes = tuple(self._size(self.family.expand(group)) for group in leaf.dims)
         origin = [0] * len(sizes)

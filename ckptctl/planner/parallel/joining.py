@@ -1,4 +1,4 @@
-"""From the shapes on one rank back to the whole model: the inverse of :mod:`.shards`."""
+"""From the shapes on one rank back to the whole model: the inverse of ``division``."""
 
 from __future__ import annotations
 

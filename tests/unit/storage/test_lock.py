@@ -44,6 +44,11 @@ def test_a_full_disk_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pass
 
 
+def test_there_is_nothing_to_lock_in(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot make"):
+        held(tmp_path / "gone" / "stage").__enter__()
+
+
 def test_it_ends_with_its_process(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from ckptctl.storage import lock\n"
