@@ -113,6 +113,9 @@ def inspect(
             output.hint(f"`{start} DST --to hf --dequantize bf16` makes plain weights of them")
     if not found.complete:
         output.warning(f"incomplete: {_first(found.problems)}")
+        if not found.checkpoints:
+            start = shlex.join(["ckptctl", "verify", str(found.path)])
+            output.hint(f"`{start}` says what is missing, and where")
 
 
 def _require_one(found: Inspection, asked: Sequence[str]) -> None:

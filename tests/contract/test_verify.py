@@ -328,6 +328,27 @@ def test_sharded_samples_are_whole(data: Path, level: Any) -> None:
     assert count >= 20
 
 
+def described_as_whole(path: Path) -> bool:
+    try:
+        return ckptctl.inspect(path).complete
+    except CkptError as error:
+        assert error.exit_code == 4
+        return False
+
+
+def test_what_is_left_is_described(data: Path, tmp_path: Path) -> None:
+    sample = data / "dcp/dcp_2d/ckpt"
+    path = clone(sample, tmp_path)
+    (path / "__2_0.distcp").unlink()
+    whole, found = ckptctl.inspect(sample), ckptctl.inspect(path)
+    assert whole.complete and not found.complete
+    assert [(t.name, t.shape) for t in found.tensors] == [(t.name, t.shape) for t in whole.tensors]
+    assert found.problems[0] == "a data file is missing: __2_0.distcp"
+    assert found.model_type == whole.model_type
+    with pytest.raises(CkptError, match="missing"):
+        ckptctl.convert(path, tmp_path / "out", to="dcp")
+
+
 def test_sharded_samples_with_one_file_less(data: Path, tmp_path: Path) -> None:
     """Without any of its files a sample is not whole, or no checkpoint that we read."""
     for number, sample in enumerate(samples(data)):
@@ -351,6 +372,8 @@ def test_sharded_samples_with_one_file_less(data: Path, tmp_path: Path) -> None:
                 else:
                     assert not found.whole, (sample, name)
                     assert any(f.why or f.tensor or f.file for f in found.errors)
+                    around = found.errors[0].what == "this folder is empty"
+                    assert around or not described_as_whole(path), (sample, name)
             (root / name).write_bytes(content)
         assert ckptctl.verify(path).whole
 

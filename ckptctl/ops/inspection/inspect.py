@@ -6,20 +6,22 @@ Only ``stats=True`` reads tensor data, and only then is torch imported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, listed
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.recognition.quantised import quantised, understood
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.storage.remote.path import path_at, shown
+from ckptctl.storage.remote.path import path_at, require_answers, shown
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
@@ -55,12 +57,15 @@ def inspect(
         SourceNotFoundError: There is no such path.
         FormatError: It is not a checkpoint that ckptctl reads.
         DamagedError: Its index cannot be read.
+        StorageError: What is behind a URL did not answer.
     """
+
+    # Checksums are not shown: behind a URL they are not worth a request.
+    read = partial(
+        formats.open_checkpoint, path, format, model_type, rules=rules, manifest=not is_url(path)
+    )
     try:
-        # Checksums are not shown: behind a URL they are not worth a request.
-        catalog = formats.open_checkpoint(
-            path, format, model_type, rules=rules, manifest=not is_url(path)
-        )
+        catalog = _readable(read)
     except FormatError:
         members = [] if format else formats.list_run(formats.existing(path))
         if not members:
@@ -68,6 +73,21 @@ def inspect(
         return _run(shown(path), tuple(_member(member, path) for member in members))
     measured = _measure(catalog, include, progress) if stats else {}
     return describe(shown(path), catalog, measured, model_type)
+
+
+def _readable(read: Callable[..., Catalog]) -> Catalog:
+    """Return what *read* does, or what can be read of a checkpoint that is not whole."""
+    try:
+        return read()
+    except UNUSABLE as error:
+        try:
+            part = read(partial=True)
+        except CkptError:
+            raise error from None
+        require_answers(path_at(part.root))
+        if not part.findings:
+            raise
+        return part
 
 
 def _run(path: str, members: tuple[Member, ...]) -> Inspection:
@@ -99,7 +119,8 @@ def matches(name: str, include: Sequence[str]) -> bool:
 
 def problems(catalog: Catalog) -> tuple[str, ...]:
     """Return why *catalog* is not complete: chunks that do not tile, files that are too short."""
-    found = [] if catalog.tensors else ["there are no tensors"]
+    found = [_said(one) for one in catalog.findings if one.severity == "error"]
+    found += [] if catalog.tensors else ["there are no tensors"]
     needed: Counter[str] = Counter()
     for entry in catalog.tensors.values():
         try:
@@ -111,7 +132,13 @@ def problems(catalog: Catalog) -> tuple[str, ...]:
     for blob in catalog.blobs.values():
         if blob.file is not None:
             needed[blob.file] = max(needed[blob.file], blob.offset + blob.nbytes)
-    return (*_short_files(catalog, needed), *found)
+    return tuple(dict.fromkeys((*_short_files(catalog, needed), *found)))
+
+
+def _said(finding: Finding) -> str:
+    if finding.file and finding.file in finding.what:
+        finding = replace(finding, file=None)
+    return ": ".join(filter(None, (finding.what, finding.where)))
 
 
 def _short_files(catalog: Catalog, needed: Mapping[str, int]) -> Iterable[str]:
