@@ -15,6 +15,7 @@ from ckptctl.storage.execution.ledger import Ledger
 from ckptctl.storage.execution.target_files import open_target, write_all
 from ckptctl.storage.remote.outbox import Outbox
 from ckptctl.storage.sync import begin_writeback
+from ckptctl.storage.termination import daemon
 
 THREADS = 3
 Task = Callable[[], None]
@@ -59,7 +60,7 @@ class Finisher:
         self._stopped = False
         self._working = 0
         count = min(THREADS, max(1, len(plan.files)))
-        self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
+        self.threads = [daemon(self._work) for _ in range(count)]
 
     def start(self) -> None:
         """Start the threads."""
