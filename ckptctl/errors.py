@@ -22,6 +22,8 @@ from collections.abc import Sequence
 
 SHOWN = 5
 ALTERNATIVES = 3
+CLOSE = 0.8
+"""How alike names are that begin differently and may be mistaken for each other."""
 
 
 class CkptError(Exception):
@@ -176,6 +178,23 @@ def listed(names: Sequence[str], shown: int = SHOWN) -> str:
     return f"{head} and {more:,} more" if more > 0 else head
 
 
+def command(name: str, *arguments: object, options: Sequence[str] = ()) -> str:
+    """Return a command of this program, quoted as a hint shows it.
+
+    Args:
+        name: The command.
+        arguments: What it is asked about: paths that may begin with a dash.
+        options: Options and their values.
+    """
+    import shlex
+
+    texts = [str(argument) for argument in arguments]
+    words = [*texts, *options]
+    if any(text.startswith("-") for text in texts):
+        words = [*options, "--", *texts]
+    return f"`{shlex.join(['ckptctl', name, *words])}`"
+
+
 def either(names: Sequence[str], word: str = "or") -> str:
     """Return the first names as alternatives, and how many more there are."""
     more = len(names) - ALTERNATIVES
@@ -190,8 +209,14 @@ def possible(model_types: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name closest to *name*, or None when none is close."""
+    """Return the known name closest to *name*, or None when none is close.
+
+    Few mistype the first letter: a name with another one has to be closer.
+    """
     import difflib
 
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return found[0] if found else None
+    for close in difflib.get_close_matches(name, known, n=SHOWN, cutoff=0.6):
+        alike = difflib.SequenceMatcher(None, close, name).ratio()
+        if close[:1] == name[:1] or alike >= CLOSE:
+            return close
+    return None

@@ -46,11 +46,14 @@ def parse_seconds(text: str) -> float:
         text: ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``.
 
     Raises:
-        UsageError: It is something else.
+        UsageError: It is something else, or has an ``M``, which is months elsewhere.
     """
     found = _DURATION.fullmatch(text)
     if found is None:
         raise UsageError(f"`{visible(text)}` is not a duration; write it like `12h` or `7d`")
+    if found[2] == "M":
+        minutes, months = f"`{found[1]}m` for minutes", f"`{float(found[1]) * 30:.15g}d` for months"
+        raise UsageError(f"`{visible(text)}` is ambiguous; write {minutes}, {months}")
     return float(found[1]) * _SECONDS[found[2].lower()]
 
 

@@ -30,6 +30,7 @@ def extract(
     model_type: str | None = None,
     converter: AnyPath | None = None,
     sizes: Mapping[str, int] | None = None,
+    root: str | None = None,
     overwrite: bool = False,
     jobs: int | None = None,
 ) -> Extraction:
@@ -51,6 +52,7 @@ def extract(
         model_type: Family; None: detect it.
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
+        root: What stands before the model's names in the checkpoint; None: find it.
         overwrite: Replace *output* if it is a file of tensors.
         jobs: Threads; None: its part of the cores, at most four.
 
@@ -73,8 +75,9 @@ def extract(
         dequantize=checks.floating(dequantize, "dequantize"),
         model_type=model_type,
         sizes=checks.sizes(sizes or {}),
+        root=root,
         overwrite=overwrite,
         jobs=checks.positive("jobs", jobs) or 0,
     )
     with families.using(converter):
-        return run(path, tensor, checks.path(output), chosen)
+        return run(path, tensor, checks.output(output), chosen)

@@ -8,6 +8,7 @@ from ckptctl.api.options import AnyPath
 from ckptctl.ops import option_checks as checks
 
 if TYPE_CHECKING:
+    from ckptctl.formats.base import Weights
     from ckptctl.ops.inspection.result import Inspection
 
 
@@ -19,6 +20,8 @@ def inspect(
     model_type: str | None = None,
     converter: AnyPath | None = None,
     rules: AnyPath | None = None,
+    weights: Weights | None = None,
+    tag: str | None = None,
 ) -> Inspection:
     """Say what the checkpoint at *path* holds and whether it is whole.
 
@@ -29,6 +32,8 @@ def inspect(
         model_type: Model family; None: detect it.
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         rules: See :class:`~ckptctl.api.Options`.
+        weights: ``master`` or ``module``, where the checkpoint holds both.
+        tag: Which save, where it holds several; None: the one that its pointer names.
 
     Raises:
         CkptError: It is missing, not recognised, or its index is damaged.
@@ -37,4 +42,12 @@ def inspect(
     from ckptctl.ops.inspection.inspect import inspect as run
 
     with families.using(converter):
-        return run(path, format, stats, model_type=model_type, rules=checks.path(rules))
+        return run(
+            path,
+            format,
+            stats,
+            model_type=model_type,
+            rules=checks.path(rules),
+            weights=checks.weights(weights),
+            tag=tag,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckptctl.api.options import AnyPath
 from ckptctl.ops import option_checks as checks
@@ -26,6 +26,7 @@ def report(
     rtol: float | None = None,
     ignore_dtype: bool = False,
     include: Sequence[str] = (),
+    only: Literal["model", "all"] = "all",
     max_tensors: int = MAX_TENSORS,
     format: str | None = None,
     format_other: str | None = None,
@@ -54,6 +55,7 @@ def report(
         rtol: Likewise, relative to *other*'s.
         ignore_dtype: Whether equal numbers of another dtype are the same.
         include: Globs; list only tensors that match one.
+        only: Compare ``all``, or the ``model`` alone.
         max_tensors: List so many at most: those with findings, then the largest.
         format: Format of *path*; None: detect it.
         format_other: Format of *other*; None: detect it.
@@ -82,6 +84,7 @@ def report(
         tolerance=checks.tolerance(atol, rtol),
         ignore_dtype=ignore_dtype,
         include=checks.globs(include),
+        only=checks.only(only),
         max_tensors=checks.positive("max_tensors", max_tensors) or MAX_TENSORS,
         format=format,
         format_other=format_other,
@@ -94,4 +97,4 @@ def report(
         overwrite=overwrite,
     )
     with families.using(converter):
-        return run(path, checks.path(output), other, chosen, progress or unwatched)
+        return run(path, checks.output(output), other, chosen, progress or unwatched)

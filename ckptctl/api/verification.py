@@ -43,7 +43,7 @@ def verify(
     Raises:
         CkptError: It does not exist or is not recognised. What is damaged is a finding.
     """
-    from ckptctl.ops.verification.verify import VerifyOptions
+    from ckptctl.ops.verification.options import VerifyOptions
     from ckptctl.ops.verification.verify import verify as run
 
     chosen = VerifyOptions(

@@ -6,6 +6,7 @@ import importlib
 import os
 import pkgutil
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -19,14 +20,16 @@ from typer.core import TyperCommand, TyperGroup
 from ckptctl import __version__, cli
 from ckptctl.cli import completion
 from ckptctl.cli.options import examples
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, require_answer
 from ckptctl.cli.ranks import told
 from ckptctl.cli.values import plain
 from ckptctl.errors import CkptError, StorageError, UsageError
-from ckptctl.storage.termination import terminable
+from ckptctl.storage.termination import leave, terminable
 
 RAW_ARGUMENTS = "ckptctl.arguments"
 HELP = ("-h", "--help")
+AS_OPTIONS = ("help", "version")
+"""Commands of other programs that are options here."""
 TYPE = re.compile(r" <\w+>$")
 
 
@@ -57,12 +60,25 @@ class CkptGroup(TyperGroup):
         """Return the parameters, none of which waits for pydantic without need."""
         return plain(super().get_params(ctx))
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command, or say which option does what is looked for as a command."""
+        if args and args[0] in AS_OPTIONS and self.get_command(ctx, args[0]) is None:
+            about = [word for word in args[1:2] if not word.startswith("-")]
+            words = [*about, "--help"] if args[0] == "help" else ["--version"]
+            hint = f"`{shlex.join(['ckptctl', *words])}`"
+            raise UsageError(f"there is no command `{args[0]}`", hint=hint)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         with _told(ctx, ctx.meta[RAW_ARGUMENTS]), terminable():
-            result = super().invoke(ctx)
+            try:
+                result = super().invoke(ctx)
+            except typer.Exit:
+                require_answer()
+                raise
             # A reader that went away is noticed here, not while the interpreter shuts down.
-            sys.stdout.flush()
+            require_answer()
         return result
 
 
@@ -201,4 +217,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     asked = [] if completion.wanted() else sys.argv[1:]
     overview = not completion.wanted() and set(asked) <= {*HELP}
-    program("".join(asked[:1]), overview=overview)(prog_name="ckptctl")
+    try:
+        program("".join(asked[:1]), overview=overview)(prog_name="ckptctl")
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise

@@ -68,6 +68,19 @@ def place(text: str) -> Path:
     return named(text)
 
 
+def output(text: str) -> Path:
+    """Return what names a file to write.
+
+    Raises:
+        typer.BadParameter: The text is empty.
+    """
+    from ckptctl.storage.remote.path import named
+
+    if not text:
+        raise typer.BadParameter("it is empty; name a file")
+    return named(text)
+
+
 def readable(value: str | None) -> str | None:
     """Refuse a format that cannot be read; packages are searched for one that is not built in."""
     from ckptctl import formats

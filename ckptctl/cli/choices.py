@@ -37,6 +37,26 @@ def writable_formats() -> list[str]:
     return [*formats.writable(), *more]
 
 
+def parts() -> list[str]:
+    """Return what ``--only`` accepts."""
+    return ["model", "all"]
+
+
+def weights() -> list[str]:
+    """Return what ``--weights`` accepts."""
+    return ["master", "module"]
+
+
+def orders() -> list[str]:
+    """Return what ``--sort`` accepts."""
+    return ["name", "size"]
+
+
+def tied() -> list[str]:
+    """Return what ``--tied`` accepts."""
+    return ["drop", "copy"]
+
+
 def model_types() -> list[str]:
     """Return what ``--model-type`` accepts."""
     from ckptctl import families

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.retyped import retyped
 from ckptctl.cli.tables import counted
-from ckptctl.errors import PartialError, listed
+from ckptctl.errors import PartialError, command, listed
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ def carry_out(
         result = run_conversion(plan, advance, ranks)
     print_result(output, result, dst, published)
     together(ranks, lambda: _require_all(plan, dst))
-    output.hint(f"look at it with `{shlex.join(['ckptctl', 'inspect', str(dst)])}`")
+    output.hint(f"look at it with {command('inspect', dst)}")
 
 
 @contextmanager
@@ -203,7 +202,8 @@ def _require_all(plan: ConversionPlan, dst: Path) -> None:
             where=plan.source.path,
             why=f"{listed(list(plan.missing))}: {found[0]}"
             + (f"; and {len(found) - 1:,} other reasons" if found[1:] else ""),
-            hint="`--json` lists all of them; `ckptctl verify` says what is wrong with the source",
+            hint="`--json` lists all of them; "
+            f"{command('verify', plan.source.path)} says what is wrong with the source",
         )
 
 

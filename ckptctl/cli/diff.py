@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from ckptctl.cli import checks, choices
+from ckptctl.cli import checks, choices, completion
 from ckptctl.cli import options as opt
 from ckptctl.cli.differences import show
 from ckptctl.cli.output import Output
@@ -48,7 +48,12 @@ def diff(
     exclude: opt.Exclude = None,
     only: Annotated[
         str,
-        typer.Option(metavar="PART", callback=checks.only, help="all, or model alone."),
+        typer.Option(
+            metavar="PART",
+            callback=checks.only,
+            autocompletion=choices.parts,
+            help="all, or model alone.",
+        ),
     ] = "all",
     read_all: Annotated[
         bool, typer.Option("--read-all", help="Compare bytes even where checksums are equal.")
@@ -72,18 +77,38 @@ def diff(
         ),
     ] = None,
     layout_a: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="How A names its tensors, if not detected.")
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            autocompletion=completion.layouts,
+            help="How A names its tensors, if not detected.",
+        ),
     ] = None,
     layout_b: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="How B names its tensors, if not detected.")
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            autocompletion=completion.layouts,
+            help="How B names its tensors, if not detected.",
+        ),
     ] = None,
     weights_a: Annotated[
         str | None,
-        typer.Option(metavar="KIND", callback=checks.weights, help=WEIGHTS.format("A")),
+        typer.Option(
+            metavar="KIND",
+            callback=checks.weights,
+            autocompletion=choices.weights,
+            help=WEIGHTS.format("A"),
+        ),
     ] = None,
     weights_b: Annotated[
         str | None,
-        typer.Option(metavar="KIND", callback=checks.weights, help=WEIGHTS.format("B")),
+        typer.Option(
+            metavar="KIND",
+            callback=checks.weights,
+            autocompletion=choices.weights,
+            help=WEIGHTS.format("B"),
+        ),
     ] = None,
     tag_a: Annotated[
         str | None, typer.Option(metavar="NAME", help="Which save, where A holds several.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ckptctl.cli.output import Output
@@ -38,7 +39,7 @@ def _lines(found: Difference) -> Iterator[tuple[str, ...]]:
         yield from ((f"only_{letter}", name) for name in side.only)
         yield from ((f"only_leaf_{letter}", name) for name in side.only_leaves)
     for one in found.tensors:
-        yield ("tensor", *_row(one))
+        yield ("tensor", *_row(one, found, repr))
     for leaf in found.leaves:
         yield ("leaf", leaf.name, leaf.a, leaf.b)
 
@@ -52,7 +53,9 @@ def _facts(found: Difference) -> Iterator[tuple[str, str]]:
     yield from (("note", note) for note in found.notes)
 
 
-def _row(one: TensorDifference) -> tuple[str, ...]:
+def _row(
+    one: TensorDifference, found: Difference, number: Callable[[float], str]
+) -> tuple[str, ...]:
     kinds = {
         "shape": f"shape {list(one.shape_a)} {list(one.shape_b)}",
         "dtype": f"dtype {one.dtype_a} {one.dtype_b}",
@@ -60,15 +63,23 @@ def _row(one: TensorDifference) -> tuple[str, ...]:
     }
     what = ", ".join(kinds[kind] for kind in one.kinds)
     if one.values is None:
-        return one.name, what, "", "", "", "", ""
+        elements = f"0 of {math.prod(one.shape_a):,}" if _equal_numbers(one, found) else ""
+        return one.name, what, elements, "", "", "", ""
     errors = one.values
     counts = f"{errors.differing:,} of {errors.count:,}", f"{errors.nonfinite:,}"
     worst = "-" if errors.worst is None else str(list(errors.worst))
-    return one.name, what, *counts, _number(errors.max_abs), _number(errors.max_rel), worst
+    largest = ("-" if x is None else number(x) for x in (errors.max_abs, errors.max_rel))
+    return one.name, what, *counts, *largest, worst
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+def _equal_numbers(one: TensorDifference, found: Difference) -> bool:
+    """Return whether the dtype alone differs, and the numbers were compared."""
+    # Of several dtypes in one tensor no numbers are compared.
+    return one.kinds == ("dtype",) and not found.structure and "," not in one.dtype_b
+
+
+def _in_short(value: float) -> str:
+    return f"{value:.3g}"
 
 
 def _print_for_people(output: Output, found: Difference) -> None:
@@ -77,7 +88,7 @@ def _print_for_people(output: Output, found: Difference) -> None:
         _names(output, f"only in {letter}", side.only)
         _names(output, f"only in {letter}, no tensors", side.only_leaves)
     if found.tensors:
-        rows = [_row(one) for one in found.tensors[:SHOWN]]
+        rows = [_row(one, found, _in_short) for one in found.tensors[:SHOWN]]
         output.table([HEADER, *rows], right=(2, 3, 4, 5))
         _more(output, len(found.tensors))
     if found.leaves:
@@ -88,6 +99,8 @@ def _print_for_people(output: Output, found: Difference) -> None:
         output.line(line, "dim")
     if found.a.only_leaves or found.b.only_leaves:
         output.hint("`--only model` compares the models alone")
+    if any(_equal_numbers(one, found) for one in found.tensors):
+        output.hint("`--ignore-dtype` takes equal numbers of another dtype for the same")
 
 
 def _names(output: Output, title: str, names: tuple[str, ...]) -> None:
@@ -125,6 +138,9 @@ def _told(found: Difference) -> Iterator[str]:
         yield f"equal by recorded checksums: {counted(found.by_checksum, 'tensor')}"
     if found.bytes_read:
         yield f"read: {format_bytes(found.bytes_read)} of A, and as many elements of B"
+    equal = sum(_equal_numbers(one, found) for one in found.tensors)
+    if equal:
+        yield f"equal numbers, another dtype: {counted(equal, 'tensor')}"
     if found.within:
         yield f"different within the tolerances: {counted(found.within, 'tensor')}"
     for side, letter in ((found.a, "A"), (found.b, "B")):

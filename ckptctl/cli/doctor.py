@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli import options as opt
+from ckptctl.cli.checks import place
 from ckptctl.cli.output import Output, Style
 from ckptctl.cli.tables import counted
 
@@ -28,7 +29,12 @@ EPILOG = opt.examples(
 def doctor(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", show_default=False, help="Where checkpoints are; else here."),
+        typer.Argument(
+            parser=place,
+            metavar="DIR",
+            show_default=False,
+            help="Where checkpoints are; else here.",
+        ),
     ] = Path(),
     json: opt.Json = False,
     quiet: Annotated[

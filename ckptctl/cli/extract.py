@@ -46,6 +46,7 @@ def extract(
         typer.Option(
             "--output",
             "-o",
+            parser=checks.output,
             metavar="FILE",
             help="Write FILE: .safetensors, .pt or, of one tensor, .npy.",
         ),
@@ -72,6 +73,7 @@ def extract(
     model_type: opt.ModelType = None,
     converter: opt.Converter = None,
     sizes: opt.Set = None,
+    root: opt.Root = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace FILE if it is a file of tensors.")
     ] = False,
@@ -85,6 +87,7 @@ def extract(
     the corners are shown.
     """
     from ckptctl import api
+    from ckptctl.ops.extraction.extract import FEW
 
     del converter  # known while the command runs
     output = Output(json, quiet)
@@ -103,12 +106,15 @@ def extract(
         dequantize=dequantize,
         model_type=model_type,
         sizes=checks.sizes_of(sizes),
+        root=root,
         overwrite=overwrite,
         jobs=jobs,
     )
     for note in found.notes:
         output.note(note)
     _print(output, found)
+    if not found.output and any(one.preview is None for one in found.tensors):
+        output.note(f"values are shown of up to {FEW} tensors; these are {len(found.tensors):,}")
 
 
 def _print(output: Output, found: Extraction) -> None:
@@ -118,9 +124,10 @@ def _print(output: Output, found: Extraction) -> None:
         for name in [found.output] if found.output else [one.name for one in found.tensors]:
             output.line(name)
     elif output.mode == "plain":
-        output.table([("tensor", *_facts(one), str(one.nbytes)) for one in found.tensors])
+        for one in found.tensors:
+            output.table([("tensor", *_facts(one), str(one.nbytes))])
+            _values(output, one)
         output.fields([("output", found.output), ("bytes", found.nbytes)] * bool(found.output))
-        _values(output, found)
     elif found.output:
         size = format_bytes(found.nbytes)
         count = counted(len(found.tensors), "tensor")
@@ -130,18 +137,16 @@ def _print(output: Output, found: Extraction) -> None:
         _show(output, found)
 
 
-def _values(output: Output, found: Extraction) -> None:
-    for one in found.tensors:
-        for line in (one.preview or "").splitlines():
-            output.line(line)
+def _values(output: Output, one: Extracted) -> None:
+    for line in (one.preview or "").splitlines():
+        output.line(line)
 
 
 def _show(output: Output, found: Extraction) -> None:
     for one in found.tensors:
         name, dtype, shape = _facts(one)
         output.line(f"{name}  {dtype}  {shape}", "bold")
-        for line in (one.preview or "").splitlines():
-            output.line(line)
+        _values(output, one)
     output.hint("`-o FILE` writes them")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli import choices
+from ckptctl.cli import checks, choices
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 
@@ -30,6 +30,7 @@ def formats(
         str | None,
         typer.Argument(
             metavar="NAME",
+            callback=checks.readable,
             autocompletion=choices.readable_formats,
             show_default=False,
             help="Show all about this format.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,20 +10,34 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from ckptctl.cli import checks, tables
+from ckptctl.cli import checks, choices, tables
 from ckptctl.cli import options as opt
+from ckptctl.cli.ls import print_run
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
-from ckptctl.errors import ALTERNATIVES, SHOWN, UsageError, listed
+from ckptctl.errors import (
+    ALTERNATIVES,
+    SHOWN,
+    DamagedError,
+    FormatError,
+    UsageError,
+    command,
+)
 from ckptctl.units import format_count
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptctl.formats.base import Weights
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
     from ckptctl.ops.inspection.tree import Order
+    from ckptctl.ops.runs.listing import Run
 
 SCHEMA = "ckptctl.inspect/1"
 CANDIDATES = 12
 """Possible model types that a terminal shows."""
+LEAVES = 8
+"""Leaves that a terminal shows."""
 EPILOG = opt.examples(
     "ckptctl inspect llama-3-8b",
     "ckptctl inspect runs/llama                    (lists the checkpoints of a run)",
@@ -46,6 +59,8 @@ def inspect(
         ),
     ],
     from_format: opt.From = None,
+    weights: opt.Weights = None,
+    tag: opt.Tag = None,
     model_type: opt.ModelType = None,
     converter: opt.Converter = None,
     rules: opt.Rules = None,
@@ -61,7 +76,12 @@ def inspect(
     ] = None,
     sort: Annotated[
         str,
-        typer.Option(metavar="ORDER", callback=checks.sort, help="name, or size: largest."),
+        typer.Option(
+            metavar="ORDER",
+            callback=checks.sort,
+            autocompletion=choices.orders,
+            help="name, or size: largest.",
+        ),
     ] = "name",
     stats: Annotated[
         bool,
@@ -83,7 +103,19 @@ def inspect(
     output = Output(json, quiet)
     globs = include or []
     watch = partial(progress, output, "reading")
-    found = op.inspect(path, from_format, stats, globs, watch, model_type, rules)
+    read = partial(
+        op.inspect,
+        path,
+        from_format,
+        stats,
+        globs,
+        watch,
+        model_type,
+        rules,
+        cast("Weights | None", weights),
+        tag,
+    )
+    found, run = _inspected(path, read, chosen=bool(from_format or weights or tag))
     asked = {"--stats": stats, "--tensors": tensors, "--include": include, "--markdown": markdown}
     _require_one(found, [name for name, given in asked.items() if given])
     shown = op.select(found.tensors, globs)
@@ -92,7 +124,7 @@ def inspect(
     elif quiet:
         _print_names(output, found, shown)
     elif found.checkpoints:
-        _print_run(output, found)
+        _print_run(output, found, run)
     elif markdown:
         from ckptctl.cli.markdown import markdown as lines
 
@@ -109,13 +141,53 @@ def inspect(
         else:
             output.table(tables.collapsed(output, shown, depth, cast("Order", sort)), right=[3])
         if found.dequantisable:
-            start = shlex.join(["ckptctl", "convert", str(found.path)])
-            output.hint(f"`{start} DST --to hf --dequantize bf16` makes plain weights of them")
+            options = ("--to", "hf", "--dequantize", "bf16")
+            convert = command("convert", found.path, "DST", options=options)
+            output.hint(f"{convert} makes plain weights of them")
     if not found.complete:
-        output.warning(f"incomplete: {_first(found.problems)}")
+        _warn(output, found)
         if not found.checkpoints:
-            start = shlex.join(["ckptctl", "verify", str(found.path)])
-            output.hint(f"`{start}` says what is missing, and where")
+            output.hint(f"{command('verify', found.path)} says what is missing, and where")
+
+
+def _inspected(
+    path: Path, read: Callable[[], Inspection], *, chosen: bool
+) -> tuple[Inspection, Run | None]:
+    """Return what *path* holds, and the run that it is, if it is one.
+
+    Args:
+        path: What to look at.
+        read: Describes it as one checkpoint, or as a folder of some.
+        chosen: Whether something was asked that a run has no answer to.
+    """
+    try:
+        found = read()
+    except (FormatError, DamagedError):
+        run = None if chosen else _run_at(path)
+        if run is None:
+            raise
+    else:
+        run = _run_at(path) if found.checkpoints else None
+        if run is None:
+            return found, None
+    from ckptctl.ops.runs.overview import overview
+
+    return overview(path, run), run
+
+
+def _run_at(path: Path) -> Run | None:
+    from ckptctl.ops.runs.overview import run_at
+
+    return run_at(path)
+
+
+def _warn(output: Output, found: Inspection) -> None:
+    """Say why it is not complete; of a run, how many are not, as the table says why."""
+    if not found.checkpoints:
+        output.warning(f"incomplete: {_first(found.problems)}")
+        return
+    count = tables.counted(len(found.checkpoints), "checkpoint")
+    output.warning(f"{len(found.problems):,} of {count} not complete")
 
 
 def _require_one(found: Inspection, asked: Sequence[str]) -> None:
@@ -133,11 +205,15 @@ def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo])
         output.line(name)
 
 
-def _print_run(output: Output, found: Inspection) -> None:
+def _print_run(output: Output, found: Inspection, run: Run | None) -> None:
     if output.mode == "human":
         count = tables.counted(len(found.checkpoints), "checkpoint")
         output.line(f"{found.path}  run of {count}", "bold")
         output.line()
+    if run:
+        print_run(output, run)
+        output.hint(f"{command('latest', found.path)} names the newest complete one")
+        return
     rows = [
         (
             member.path,
@@ -148,8 +224,6 @@ def _print_run(output: Output, found: Inspection) -> None:
         for member in found.checkpoints
     ]
     output.table(rows, right=[2])
-    path = shlex.quote(str(found.path))
-    output.hint(f"`ckptctl latest {path}` names the newest complete one, `ckptctl ls` their steps")
 
 
 def _print_summary(output: Output, found: Inspection) -> None:
@@ -169,7 +243,7 @@ def _print_summary(output: Output, found: Inspection) -> None:
     for note in (*_quantised(found), *found.notes):
         output.line(f"  {note}", "dim")
     if found.blobs:
-        output.line(f"  not tensors: {listed(found.blobs)}", "dim")
+        output.line(f"  not tensors: {_leaves(found)}", "dim")
     output.line()
 
 
@@ -202,6 +276,8 @@ def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
     yield "complete", "yes" if found.complete else "no"
     for how, count in Counter(found.quantised.values()).items():
         yield "quantised", f"{how}: {tables.counted(count, 'tensor')}"
+    for name, value in found.values.items():
+        yield "value", f"{name} = {value}"
     for problem in found.problems:
         yield "problem", problem
     for note in found.notes:
@@ -211,6 +287,17 @@ def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
 def _quantised(found: Inspection) -> Iterator[str]:
     for how, count in Counter(found.quantised.values()).items():
         yield f"quantised: {tables.counted(count, 'tensor')}, {how}"
+
+
+def _leaves(found: Inspection) -> str:
+    """Return the names of leaves, those first of which the value is known."""
+    names = [*found.values, *(name for name in found.blobs if name not in found.values)]
+    shown = [
+        f"`{name}` = {found.values[name]}" if name in found.values else f"`{name}`"
+        for name in names[:LEAVES]
+    ]
+    more = len(names) - LEAVES
+    return ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _first(problems: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import typer
 
 from ckptctl.cli import checks
 from ckptctl.cli import options as opt
+from ckptctl.cli.ls import WITHOUT_STEP
 from ckptctl.cli.output import Output
 
 SCHEMA = "ckptctl.latest/1"
@@ -35,17 +36,24 @@ def latest(
 
     Newer ones that are not complete are named on stderr, with the reason.
     """
-    from ckptctl.ops.runs.listing import newest_complete
+    from ckptctl.ops.runs.entries import unstated
+    from ckptctl.ops.runs.listing import newest, rfc3339
 
     output = Output(json, quiet)
-    found, skipped = newest_complete(root)
+    found = newest(root)
+    chosen = found.chosen
     if json:
-        rest = [one.to_json() for one in skipped]
-        output.document(SCHEMA, {**found.to_json(), "skipped": rest})
+        rest = [one.to_json() for one in found.skipped]
+        output.document(SCHEMA, {**chosen.to_json(), "skipped": rest})
         return
-    for one in skipped:
+    for one in found.skipped:
         output.note(f"passed over {one.candidate.name}: {one.candidate.problem}")
-    output.line(str(found.entry.path))
+    for name in unstated(chosen.entry.path.parent):
+        output.note(WITHOUT_STEP.format(name))
+    for one in found.others:
+        times = f"written {rfc3339(one.entry.time)}, this one {rfc3339(chosen.entry.time)}"
+        output.note(f"passed over {one.candidate.name}, which is counted apart: {times}")
+    output.line(str(chosen.entry.path))
 
 
 def register(app: typer.Typer) -> None:

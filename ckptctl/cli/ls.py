@@ -10,12 +10,16 @@ import typer
 from ckptctl.cli import checks
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
+from ckptctl.cli.tables import counted
+from ckptctl.errors import listed
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.listing import Checkpoint, Run
 
 SCHEMA = "ckptctl.ls/1"
+SHOWN = 3
+WITHOUT_STEP = "`{}` is passed over: it does not say at which step it was saved"
 HEADER = ("name", "step", "time", "size", "format", "state", "protected by")
 EPILOG = opt.examples(
     "ckptctl ls runs/llama",
@@ -38,6 +42,7 @@ def ls(
 
     With step, time, size, format, and what protects each from being pruned.
     """
+    from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import read_run
 
     output = Output(json, quiet)
@@ -48,22 +53,44 @@ def ls(
         for one in run.checkpoints:
             output.line(str(one.entry.path))
     else:
-        head = [HEADER] if output.mode == "human" else []
-        output.table(
-            [*head, *(_row(output, one) for one in run.checkpoints)], right=(1, 3), wrap=(5,)
-        )
+        print_run(output, run)
+        if output.mode == "human":
+            _count_others(output, run)
+    for name in unstated(run.root):
+        output.note(WITHOUT_STEP.format(name))
+
+
+def _count_others(output: Output, run: Run) -> None:
+    """Say how much else lies there, other than pointers, that is named as no checkpoint is."""
+    from ckptctl.formats.megatron.files import POINTER
+    from ckptctl.ops.runs.pointers import NAMES
+
+    others = [name for name in run.others if name not in {*NAMES, POINTER}]
+    if others:
+        count = counted(len(others), "other name")
+        output.report(f"{count} not recognised as checkpoints: {listed(others, SHOWN)}", "dim")
 
 
 def _document(run: Run) -> dict[str, object]:
     return {
         "root": str(run.root),
         "series": list(run.series),
-        "checkpoints": [one.to_json() for one in run.checkpoints],
+        "checkpoints": [
+            {**one.to_json(), "newest": one.candidate.name in run.newest} for one in run.checkpoints
+        ],
         "others": list(run.others),
     }
 
 
-def _row(output: Output, one: Checkpoint) -> tuple[str, ...]:
+def print_run(output: Output, run: Run) -> None:
+    """Print the checkpoints of a run as a table."""
+    head = [HEADER] if output.mode == "human" else []
+    newest = run.newest
+    rows = [_row(output, one, one.candidate.name in newest) for one in run.checkpoints]
+    output.table([*head, *rows], right=(1, 3), wrap=(5,))
+
+
+def _row(output: Output, one: Checkpoint, newest: bool) -> tuple[str, ...]:
     from ckptctl.ops.runs.listing import rfc3339
 
     found, nbytes = one.candidate, one.entry.nbytes
@@ -75,8 +102,14 @@ def _row(output: Output, one: Checkpoint) -> tuple[str, ...]:
         format_bytes(nbytes) if output.mode == "human" else str(nbytes),
         one.format or "-",
         state,
-        ", ".join(found.pinned),
+        ", ".join((*_protection(one), *(["newest"] if newest else []))),
     )
+
+
+def _protection(one: Checkpoint) -> tuple[str, ...]:
+    """Return what protects a checkpoint; of a link, where it leads."""
+    link, said = one.entry.link, one.protection
+    return (*said[:-1], f"{said[-1]} to `{link}`") if link else said
 
 
 def register(app: typer.Typer) -> None:

@@ -68,8 +68,8 @@ def map_(
         Path | None,
         typer.Option(
             parser=checks.place,
-            metavar="DIR",
-            help="Its config.json or params.json states the sizes.",
+            metavar="PATH",
+            help="config.json or params.json, or their folder: states the sizes.",
         ),
     ] = None,
     converter: opt.Converter = None,

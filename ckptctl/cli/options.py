@@ -51,6 +51,7 @@ Weights = Annotated[
     typer.Option(
         metavar="KIND",
         callback=checks.weights,
+        autocompletion=choices.weights,
         help="master (fp32 copies of the optimizer) or module, where there are both.",
     ),
 ]
@@ -195,7 +196,12 @@ Dequantize = Annotated[
 ]
 Only = Annotated[
     str,
-    typer.Option(metavar="PART", callback=checks.only, help="model, or all: optimizer state too."),
+    typer.Option(
+        metavar="PART",
+        callback=checks.only,
+        autocompletion=choices.parts,
+        help="model, or all: optimizer state too.",
+    ),
 ]
 Root = Annotated[
     str | None,
@@ -244,6 +250,7 @@ Tied = Annotated[
     typer.Option(
         metavar="HOW",
         callback=checks.tied,
+        autocompletion=choices.tied,
         help="Tensors that share memory: drop all but one, or copy each in full.",
     ),
 ]

@@ -13,11 +13,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Literal, TextIO
 
 from ckptctl import __version__
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, StorageError
 from ckptctl.units import visible
 
 Mode = Literal["human", "plain", "json", "quiet"]
@@ -26,6 +27,8 @@ _SGR: Mapping[Style, str] = {"bold": "1", "dim": "2", "red": "31", "yellow": "33
 ERROR = "ckptctl.error/1"
 GAP = "  "
 NARROW = 20
+_unwritten: list[OSError] = []
+"""What kept the answer from being written."""
 
 
 class Output:
@@ -204,4 +207,38 @@ def _write(stream: TextIO, text: str) -> None:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.encode(encoding, "backslashreplace").decode(encoding)
-    stream.write(f"{text}\n")
+    try:
+        if stream is not sys.stdout or not _unwritten:
+            stream.write(f"{text}\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _unwritten.append(error)
+
+
+def require_answer() -> None:
+    """Prove that all that was printed has left this process.
+
+    A disk that is too full for the answer keeps no command from its work: this is asked last.
+
+    Raises:
+        StorageError: It has not.
+        BrokenPipeError: Nobody reads it any more.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _unwritten.append(error)
+    if not _unwritten:
+        return
+    first = _unwritten[0]
+    _unwritten.clear()
+    with suppress(OSError, ValueError):  # else the interpreter tries once more, and complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise StorageError(
+        StorageError.from_os_error(first, "write the answer", "").what,
+        where="standard output",
+        why="the command itself was carried out",
+    )

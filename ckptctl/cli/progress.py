@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from ckptctl.cli.output import Output
+    from ckptctl.storage.advance import Advance
 
 QUIET_SECONDS = 0.5
 """What ends sooner needs no bar, and does not pay for importing one."""
@@ -31,7 +32,6 @@ SETTLING_SECONDS = 1.0
 """What is told in the beginning is mostly what was there already; it says nothing about speed."""
 NARROW = 64
 """Columns of a terminal below which a bar shows how far it is and nothing else."""
-Advance = Callable[[int], None]
 
 
 @contextmanager

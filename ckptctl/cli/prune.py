@@ -42,6 +42,11 @@ def _check_duration(value: str | None) -> str | None:
     return value
 
 
+def _check_age(value: str | None) -> str | None:
+    """Refuse what is neither a duration nor zero."""
+    return "0s" if value is not None and value.strip() == "0" else _check_duration(value)
+
+
 def _check_thin(value: str | None) -> str | None:
     """Refuse to take out anything but optimizer state."""
     return checks.among(value, "part", [OPTIMIZER])
@@ -105,7 +110,7 @@ def prune(
         typer.Option(
             "--min-age",
             metavar="TIME",
-            callback=_check_duration,
+            callback=_check_age,
             help="Incomplete ones have to be untouched for so long.",
         ),
     ] = "1h",
@@ -131,6 +136,11 @@ def prune(
     from ckptctl.planner.retention import Policy
 
     output = Output(json, quiet)
+    source = context.get_parameter_source("min_age")
+    if source and source.name != "DEFAULT" and not include_incomplete:
+        raise UsageError(
+            "`--min-age` is about incomplete checkpoints, which stay without `--include-incomplete`"
+        )
     policy = Policy(
         last=keep_last,
         every=keep_every,
@@ -202,11 +212,12 @@ def _row(output: Output, one: Verdict) -> tuple[str, ...]:
 
 
 def _headline(plan: PrunePlan) -> str:
-    whole = sum(one.complete for one in plan.run.checkpoints)
+    counted = [one for one in plan.run.checkpoints if not one.candidate.exempt]
+    whole = sum(one.complete for one in counted)
     parts = [
         "; ".join(_rules(plan.policy)),
         f"series {', '.join(plan.run.series)}",
-        f"{whole:,} complete, {len(plan.run.checkpoints) - whole:,} not",
+        f"{whole:,} complete, {len(counted) - whole:,} not",
     ]
     return " · ".join(parts)
 
@@ -233,7 +244,8 @@ def _print_sum(output: Output, plan: PrunePlan) -> None:
             output.line("there is nothing to remove")
         return
     output.line()
-    output.fields([("would_remove", len(plan.of("remove"))), ("bytes", plan.nbytes)])
+    thin = [("would_thin", plan.thinned)] if plan.thin else []
+    output.fields([("would_remove", len(plan.of("remove"))), *thin, ("bytes", plan.nbytes)])
 
 
 def _verb(plan: PrunePlan) -> str:
@@ -260,7 +272,8 @@ def _print_result(output: Output, result: PruneResult) -> None:
         output.line(f"freed {format_bytes(result.freed)}")
     else:
         output.line()
-        output.fields([("removed", len(result.done)), ("freed", result.freed)])
+        thin = [("thinned", result.thinned)] if plan.thin else []
+        output.fields([("removed", len(result.done)), *thin, ("freed", result.freed)])
     if result.failed:
         raise _failure(result)
 

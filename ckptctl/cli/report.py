@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -60,6 +60,15 @@ def report(
     rtol: opt.RTol = None,
     ignore_dtype: opt.IgnoreDType = False,
     include: opt.Include = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            metavar="PART",
+            callback=checks.only,
+            autocompletion=choices.parts,
+            help="Compare all, or model alone.",
+        ),
+    ] = "all",
     max_tensors: Annotated[
         int,
         typer.Option(
@@ -82,7 +91,12 @@ def report(
     weights: opt.Weights = None,
     weights_other: Annotated[
         str | None,
-        typer.Option(metavar="KIND", callback=checks.weights, help="Likewise of OTHER."),
+        typer.Option(
+            metavar="KIND",
+            callback=checks.weights,
+            autocompletion=choices.weights,
+            help="Likewise of OTHER.",
+        ),
     ] = None,
     tag: opt.Tag = None,
     tag_other: Annotated[
@@ -101,7 +115,7 @@ def report(
 
     What it holds, where it lies, what is wrong, and where another one differs. The page needs no
     network and no other file. A checkpoint that is not whole has a page, too; the exit code is 4
-    only if nothing of it can be read.
+    only if nothing of it can be read, or OTHER is too damaged to be compared.
     """
     from ckptctl import api
     from ckptctl.ops.report.page import SCHEMA, page
@@ -119,6 +133,7 @@ def report(
         rtol=rtol,
         ignore_dtype=ignore_dtype,
         include=include or (),
+        only=cast(Literal["model", "all"], only),
         max_tensors=max_tensors,
         format=from_format,
         format_other=from_other,
@@ -139,6 +154,8 @@ def report(
         _print(output, found)
     if not found.readable:
         raise typer.Exit(DamagedError.exit_code)
+    if found.error:
+        raise typer.Exit(found.error.exit_code)
 
 
 def _require_sense(target: str | None, json: bool) -> None:

@@ -7,12 +7,27 @@ left to Typer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import typer
+
 DIGITS = 18
 """So many make a number that fits into 64 bits."""
+
+
+NUMBERS: dict[Any, tuple[re.Pattern[str], str]] = {
+    int: (re.compile(r"\s*[-+]?[0-9][0-9_]*(\.0*)?\s*"), "a whole number"),
+    float: (
+        re.compile(
+            r"\s*[-+]?(nan|inf(inity)?|([0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(e[-+]?[0-9]+)?)\s*",
+            re.IGNORECASE,
+        ),
+        "a number",
+    ),
+}
 
 
 class _UnsureError(Exception):
@@ -59,4 +74,13 @@ def _meant(param: Any, value: Any) -> Any:
             return value
         if kind is int and value.isascii() and value.isdigit() and len(value) <= DIGITS:
             return int(value)
+    if not several and parser is None and kind in NUMBERS and isinstance(value, str):
+        _require_number(kind, value)
     raise _UnsureError
+
+
+def _require_number(kind: type, text: str) -> None:
+    """Say of what no reading makes a number that it is none; pydantic would not repeat it."""
+    pattern, noun = NUMBERS[kind]
+    if not pattern.fullmatch(text):
+        raise typer.BadParameter(f"{text!r} is not {noun}")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptctl.verify/1"
 SHOWN = 10
-LEVELS = ["fast", "headers", "full"]
 EPILOG = opt.examples(
     "ckptctl verify llama-3-8b",
     "ckptctl verify step-2000 --level full --nan",
@@ -38,11 +37,13 @@ EPILOG = opt.examples(
 
 def _check_level(value: str) -> str:
     """Refuse what is no level."""
-    return checks.among(value, "level", LEVELS) or value
+    return checks.among(value, "level", _levels()) or value
 
 
 def _levels() -> list[str]:
-    return LEVELS
+    from ckptctl.ops.verification.result import LEVELS
+
+    return list(LEVELS)
 
 
 def verify(
@@ -88,11 +89,12 @@ def verify(
     is whole and 4 when it is not; warnings do not change it.
     """
     from ckptctl.ops.verification import verify as op
+    from ckptctl.ops.verification.options import VerifyOptions
 
     del converter  # known while the command runs
     ranks = coordinator()
     output = output_of(ranks, json, quiet)
-    asked = op.VerifyOptions(
+    asked = VerifyOptions(
         format=from_format,
         level=cast("Level", level),
         nan=nan,

@@ -35,43 +35,50 @@ class Group:
 
     def all_gather(self, value: T) -> list[T]:
         """See :class:`Coordinator`."""
+        packed = dumps(value)
         with reaching():
             if self._on_host:
-                return [loads(one) for one in gather_bytes(dumps(value), self.group)]
-            found: list[T | None] = [None] * self.world
-            dist.all_gather_object(found, value, group=self.group)
-        return cast(list[T], found)
+                parts = gather_bytes(packed, self.group)
+            else:
+                parts = [b""] * self.world
+                dist.all_gather_object(parts, packed, group=self.group)
+        return [loads(one) for one in parts]
 
     def gather(self, value: T) -> list[T] | None:
         """See :class:`Coordinator`."""
+        packed = dumps(value)
         with reaching():
             if self._on_host:
-                parts = gather_bytes(dumps(value), self.group, everywhere=False)
-                return [loads(one) for one in parts] if self.rank == 0 else None
-            found: list[T | None] | None = [None] * self.world if self.rank == 0 else None
-            dist.gather_object(value, found, group=self.group, group_dst=0)
-        return cast(list[T] | None, found)
+                parts = gather_bytes(packed, self.group, everywhere=False)
+            else:
+                parts = [b""] * self.world
+                found = parts if self.rank == 0 else None
+                dist.gather_object(packed, found, group=self.group, group_dst=0)
+        return [loads(one) for one in parts] if self.rank == 0 else None
 
     def broadcast(self, value: T | None) -> T:
         """See :class:`Coordinator`."""
-        found = [value]
+        packed = dumps(value) if self.rank == 0 else None
         with reaching():
             if self._on_host:
-                packed = dumps(value) if self.rank == 0 else None
-                return cast(T, loads(broadcast_bytes(packed, self.group)))
-            dist.broadcast_object_list(found, group=self.group, group_src=0)
-        return cast(T, found[0])
+                given = broadcast_bytes(packed, self.group)
+            else:
+                found = [packed]
+                dist.broadcast_object_list(found, group=self.group, group_src=0)
+                given = found[0] or b""
+        return cast(T, loads(given))
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """See :class:`Coordinator`."""
+        packed = None if values is None else [dumps(value) for value in values]
         with reaching():
             if self._on_host:
-                packed = None if values is None else [dumps(value) for value in values]
-                return cast(T, loads(scatter_bytes(packed, self.group)))
-            found: list[T | None] = [None]
-            given = None if values is None else list(values)
-            dist.scatter_object_list(found, given, group=self.group, group_src=0)
-        return cast(T, found[0])
+                own = scatter_bytes(packed, self.group)
+            else:
+                found = [b""]
+                dist.scatter_object_list(found, packed, group=self.group, group_src=0)
+                (own,) = found
+        return cast(T, loads(own))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper
 from ckptctl.distributed.saving.final import save_converted
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import RefusedError, UsageError
+from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
 from ckptctl.ops import option_checks
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.loading.options import LoadReport
@@ -161,18 +161,30 @@ class CheckpointManager(Closing):
         return future
 
     def rate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a checkpoint that is there: an evaluation came later; rank 0 writes.
+        """Add metrics to a checkpoint that is there: an evaluation came later.
+
+        All ranks call it, and rank 0 writes.
 
         Args:
             step: Its number.
-            metrics: What it is rated with.
+            metrics: What it is rated with; rank 0's count.
 
         Raises:
+            SourceNotFoundError: There is no such checkpoint; on every rank, as for the others.
+            UsageError: A metric is not a number.
             CkptError: The save that was going on failed.
         """
+        self._require_open()
         self.wait()
-        if coordinator(self._group).rank == 0:
-            self._keeper.rate(self.root / f"{SERIES}{step}", _rated(metrics))
+        ranks = coordinator(self._group)
+        path = self.root / f"{SERIES}{step}"
+        if not ranks.broadcast(on_first(ranks, path.is_dir)):
+            raise SourceNotFoundError(
+                f"there is no checkpoint of step {step}",
+                where=str(path),
+                why="it was not saved, or removed since",
+            )
+        on_first(ranks, lambda: self._keeper.rate(path, _rated(metrics)))
 
     def load_latest(self, state: MutableMapping[str, Any], **options: Any) -> Resumed | None:
         """Fill *state* from the newest complete checkpoint of the run, whoever wrote it.
@@ -285,7 +297,7 @@ class CheckpointManager(Closing):
             if self._saver is not None:
                 self._saver.close()
         finally:
-            self._keeper.close()
+            self._keeper.wait()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from ckptctl.distributed.saving.rank_output import add_file
 from ckptctl.errors import CkptError
 from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.runs.pointers import SIDECAR, metrics
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
+from ckptctl.storage.sync import add_file
 
 Hook = Callable[[Path], object]
 SERIES = "step-"
@@ -37,8 +37,7 @@ class Keeper:
         self.policy = policy
         self._hooks = hooks
         self._sync = sync
-        self._pool: ThreadPoolExecutor | None = None
-        self._removal: Future[None] | None = None
+        self._removal: threading.Thread | None = None
 
     def published(self, path: Path, rated: Mapping[str, float]) -> None:
         """Note the metrics of a new checkpoint, call the hooks, begin to remove what is too old.
@@ -81,18 +80,24 @@ class Keeper:
     def wait(self) -> None:
         """Wait until what is being removed is gone."""
         if self._removal is not None:
-            self._removal.result()
-
-    def close(self) -> None:
-        """Wait likewise; there are no removals after that."""
-        self.wait()
-        if self._pool is not None:
-            self._pool.shutdown()
+            self._removal.join()
 
     def _remove_later(self) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptctl-prune")
-        self._removal = self._pool.submit(self._remove)
+        """Begin to remove: in a thread of its own, as executors end before the last save does."""
+        earlier = self._removal
+
+        def work() -> None:
+            if earlier is not None:
+                earlier.join()
+            self._remove()
+
+        thread = threading.Thread(target=work, name="ckptctl-prune", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left
+            work()
+        else:
+            self._removal = thread
 
     def _remove(self, *, replaced: bool = False) -> None:
         try:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import pathlib
 import pickle
+import pickletools
 import re
-from collections.abc import Collection, MutableMapping, MutableSequence
+import zipfile
+from collections import deque
+from collections.abc import Collection, MutableMapping, MutableSequence, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 
 from ckptctl.catalog import Path as Keys
-from ckptctl.errors import UnsafePickleError
+from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UsageError
 from ckptctl.formats.shared.value_bytes import value_bytes
 from ckptctl.ops.loading.leftovers import held_as, kept_apart
 from ckptctl.ops.loading.state_mapping import StateMapping
@@ -23,6 +26,8 @@ NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32
 FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 TEXT_AND_TIMES = ("U1", "S1", "datetime64", "timedelta64")
 FORBIDDEN = re.compile(r"(Unsupported global:|Trying to load unsupported) GLOBAL \S+")
+BEFORE_ZIPS = 4
+"""Pickles at the begin of what torch saved before it made zips: the last one is the object."""
 PATH_MODULES = ("pathlib", "pathlib._local")
 PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 
@@ -44,6 +49,7 @@ def read_values(
 
     Raises:
         UnsafePickleError: A leaf needs a class that is not known to be harmless.
+        CkptError: One cannot be read; see :func:`unpickled`.
     """
     found: dict[str, object] = {}
     catalog = mapping.catalog
@@ -80,18 +86,57 @@ def unpickled(content: io.BytesIO, name: str, where: str, *, trusted: bool) -> o
 
     Raises:
         UnsafePickleError: It needs a class that is not known to be harmless.
+        UsageError: It is trusted, and needs a class that is not installed.
+        DamagedError: It cannot be read.
     """
     allowed = nullcontext() if trusted else torch.serialization.safe_globals(_harmless())
     try:
         with allowed:
             return torch.load(content, map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        raise UnsafePickleError(
+    except Exception as error:  # damage, and with trust the leaf's own code, raise what they like
+        raise _failure(error, content, name, where, trusted=trusted) from None
+
+
+def _failure(
+    error: Exception, content: io.BytesIO, name: str, where: str, *, trusted: bool
+) -> CkptError:
+    """Return what it means that a leaf cannot be unpickled."""
+    said = str(error)
+    whole = FORBIDDEN.search(said) is not None or _is_whole(content)
+    if whole and not trusted and isinstance(error, pickle.UnpicklingError):
+        return UnsafePickleError(
             f"`{name}` holds objects that are not known to be harmless",
             where=where,
-            why=_reason(str(error)),
+            why=_reason(said),
             hint="`trusted=True` loads it all the same, which can run any code",
-        ) from None
+        )
+    why = f"{type(error).__name__}: {_reason(said)}"
+    if whole and isinstance(error, (ImportError, AttributeError)):
+        return UsageError(
+            f"`{name}` needs code that is not here",
+            where=where,
+            why=why,
+            hint="install what defines it, or load a state without that leaf",
+        )
+    return DamagedError(f"`{name}` cannot be read", where=where, why=why)
+
+
+def _is_whole(content: io.BytesIO) -> bool:
+    """Return whether the pickle of a leaf can be read to its end, whatever it asks for."""
+    content.seek(0)
+    try:
+        if zipfile.is_zipfile(content):
+            with zipfile.ZipFile(content) as stored:
+                (member,) = (one for one in stored.namelist() if one.endswith("/data.pkl"))
+                pickles: Sequence[bytes | io.BytesIO] = [stored.read(member)]
+        else:
+            content.seek(0)
+            pickles = [content] * BEFORE_ZIPS
+        for one in pickles:
+            deque(pickletools.genops(one), maxlen=0)
+    except Exception:  # zipfile and pickletools raise what they like of damage
+        return False
+    return True
 
 
 def _reason(message: str) -> str:

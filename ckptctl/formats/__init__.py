@@ -10,14 +10,13 @@ import importlib
 import os
 import pkgutil
 import re
-import shlex
 from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, Finding
-from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, listed, nearest
+from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, command, listed, nearest
 from ckptctl.formats import checksums, foreign, plugins
 from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
 from ckptctl.storage.nearby import nearby
@@ -27,6 +26,7 @@ from ckptctl.storage.remote.writing import NAME
 from ckptctl.units import natural_key
 
 LOOKED_AT = 200
+_DIGITS = re.compile("[0-9]+")
 NO_MODEL = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
 
 
@@ -74,7 +74,7 @@ def get(name: str) -> Format:
     """
     found = builtin().get(name) or registered().get(name)
     if found is None:
-        close = nearest(name, names())
+        close = nearest(name.lower(), names())
         raise UsageError(
             f"unknown format `{name}`",
             why=f"none of the {len(names())} known ones is called so",
@@ -125,8 +125,7 @@ def detect(path: str | Path) -> Format:
             f"this folder holds {len(inside)} checkpoints and is none itself",
             where=str(path),
             why=listed([item.name for item in inside]),
-            hint=f"name one of them; `{shlex.join(['ckptctl', 'latest', str(path)])}` prints the "
-            "newest complete one",
+            hint=f"name one of them; {command('latest', path)} prints the newest complete one",
         )
     raise unfinished(path) or foreign.unrecognised(path, names(), below(path))
 
@@ -236,9 +235,34 @@ def only_inside(path: Path) -> Path | None:
 
     Optimizers may lie beside it in directories of their own, as accelerate and ByteCheckpoint
     write them: ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, ``model/`` and ``optimizer/``.
+
+    Raises:
+        FormatError: A newer one lies beside it, by the number in its name, that is not recognised.
     """
     models = [item for item in list_run(path) if not NO_MODEL.fullmatch(item.name)]
-    return models[0] if len(models) == 1 else None
+    if len(models) != 1:
+        return None
+    torn = _newer_than(models[0])
+    if torn is None:
+        return models[0]
+    raise FormatError(
+        "the newest checkpoint in this folder is not complete",
+        where=str(path),
+        why=f"`{torn.name}` is not recognised as one, and `{models[0].name}` is older",
+        hint=f"name the one that is meant; {command('ls', path)} says what is wrong",
+    )
+
+
+def _newer_than(one: Path) -> Path | None:
+    """Return what is named as *one* is, and newer by the number in its name; None: nothing is."""
+    kind, number = _DIGITS.sub("N", one.name), natural_key(one.name)
+    others = (item for item in one.parent.iterdir() if _DIGITS.sub("N", item.name) == kind)
+    newer = [
+        item
+        for item in others
+        if natural_key(item.name) > number and (item.is_dir() or item.suffix == ".ckpt")
+    ]
+    return max(newer, key=lambda item: natural_key(item.name), default=None)
 
 
 def existing(path: str | Path) -> Path:

@@ -10,16 +10,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.saving.rank_output import add_file
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import StorageError
-from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.destinations import replaceable
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import destination, staging_directory
 from ckptctl.storage.publish import Staging, staging
-from ckptctl.storage.sync import sync_directory
+from ckptctl.storage.sync import add_file, sync_directory
 
 
 def save_beside(

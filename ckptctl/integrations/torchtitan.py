@@ -113,5 +113,5 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             try:
                 self._saver.close()
             finally:
-                self._keeper.close()
+                self._keeper.wait()
         super()._close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from transformers import TrainerCallback
 
 from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.errors import SourceNotFoundError
 from ckptctl.integrations.transformers_state import plain, position, tensors, write_position
 
 
@@ -84,7 +86,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Rate the checkpoint of this step, if there is one."""
         rated = {key: one for key, one in metrics.items() if isinstance(one, int | float)}
         if state.global_step in self._saved:
-            self._manager.rate(state.global_step, rated)
+            with suppress(SourceNotFoundError):  # skipped, removed, or loaded from elsewhere
+                self._manager.rate(state.global_step, rated)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait for what is being saved, and write the final model."""

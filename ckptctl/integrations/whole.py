@@ -20,16 +20,13 @@ from ckptctl.formats import open_checkpoint
 RANKS_OWN = re.compile(r"rank_\d+\.")
 
 
-def whole(
-    path: Path, *, trusted: bool = False, process_group: dist.ProcessGroup | None = None
-) -> dict[str, Any]:
+def whole(path: Path, *, process_group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Return all that a checkpoint holds, in host memory, as it was nested.
 
     Keys of dictionaries are text, as in every DCP directory; see :func:`with_numbers`.
 
     Args:
         path: The checkpoint.
-        trusted: Whether leaves that are no tensors may run code when they are unpickled.
         process_group: The ranks; each gets all of it.
 
     Raises:
@@ -44,7 +41,7 @@ def whole(
         if not RANKS_OWN.match(name):
             flat[name], keys[name] = None, _plain(blob.path)
     found: dict[str, Any] = compat.unflatten_state_dict(flat, keys)
-    load(found, path, trusted=trusted, process_group=process_group)
+    load(found, path, process_group=process_group)
     return found
 
 

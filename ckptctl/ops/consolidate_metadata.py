@@ -109,13 +109,14 @@ class MetadataResult:
         }
 
 
-def plan_metadata(path: str | Path, *, check_items: bool = True) -> MetadataPlan:
+def plan_metadata(path: str | Path) -> MetadataPlan:
     """Decide what the global metadata says; writes nothing.
+
+    It looks into every write item, whose header has to agree with the metadata: a few kilobytes
+    for each chunk.
 
     Args:
         path: A directory that ranks saved with ``use_collectives=False``.
-        check_items: Whether to look into every write item, whose header has to agree with the
-            metadata. That reads a few kilobytes for each chunk.
 
     Raises:
         FormatError: It is something else.
@@ -127,7 +128,7 @@ def plan_metadata(path: str | Path, *, check_items: bool = True) -> MetadataPlan
         raise UsageError(
             "--metadata-only adds a file beside those of the ranks, which are not behind a URL",
             where=masked(str(path)),
-            hint="`ckptctl consolidate` without it writes a new checkpoint, anywhere",
+            hint="`consolidate` without it writes a new checkpoint, anywhere",
         )
     source = formats.existing(path)
     _require_room(source)
@@ -145,8 +146,7 @@ def plan_metadata(path: str | Path, *, check_items: bool = True) -> MetadataPlan
         catalog = FORMAT.read(source)
         for entry in catalog.tensors.values():
             check_coverage(entry)
-        if check_items:
-            FORMAT.resolve(catalog)
+        FORMAT.resolve(catalog)
         content = _encoded(catalog)
     with SourceFiles(source) as files:
         identities |= {name: files.identity(name) for name in catalog.files}

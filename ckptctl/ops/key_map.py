@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, nearest
 from ckptctl.formats import meta
-from ckptctl.formats.assets import documents
+from ckptctl.formats.assets import DOCUMENTS, documents
 from ckptctl.planner.configs.params_facts import contradictions
-from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.arrivals import Arrival, Piece
 from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.formulas import Range
+from ckptctl.planner.mapping.numbering import KeyNumbers
 from ckptctl.planner.mapping.routes import Route, route
 from ckptctl.planner.parallel.joining import possible_repeats
-
-Json = Mapping[str, object]
+from ckptctl.storage.nearby import nearby
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def map_key(
         from_layout: The layout of the key; None: the only one that has it.
         to_layout: Where it goes to.
         given: Axis sizes, by any of their names.
-        config: Directory with ``config.json`` or ``params.json``.
+        config: ``config.json`` or ``params.json``, or the directory with them.
 
     Raises:
         UsageError: No such family, layout or size, or several layouts have the key.
@@ -97,7 +97,29 @@ def map_key(
     tied = is_tied(family, described, params)
     lists = read_lists(family, described)
     found_route = route(family, source, to_layout, key, sizes, tied=tied, lists=lists)
+    found_route.notes += _beyond(family, source, key, sizes, lists)
     return KeyMap(family.name, source, to_layout, sizes, tied, found_route)
+
+
+def _beyond(
+    family: Family,
+    layout: str,
+    key: str,
+    sizes: Mapping[str, int],
+    lists: Mapping[str, Sequence[int]],
+) -> Iterator[str]:
+    """Yield which numbers in a key are those of layers, experts, ... that the model has not."""
+    found = next(family.layout(layout).table.all(key), None)
+    if found is None:
+        return
+    numbering = KeyNumbers(family, sizes, lists).numbering(layout, [*found[1].values()])
+    meant = numbering.logical(found[1]) if numbering else None
+    for axis, number in (meant or {}).items():
+        if number >= sizes.get(axis, number + 1):
+            yield (
+                f"the model has no such tensor: {family.called(axis)} is {sizes[axis]:,}, "
+                "and numbers begin at 0"
+            )
 
 
 def _layout_of(family: Family, key: str) -> str:
@@ -126,14 +148,21 @@ def _nearest_layout(family: Family, key: str) -> str:
     return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
 
 
-def _configuration(directory: Path, family: Family) -> Mapping[str, Json]:
-    root = directory.expanduser()
+def _configuration(place: Path, family: Family) -> Mapping[str, Json]:
+    named = place.expanduser()
+    file = named.name if named.is_file() else None
+    root = named.parent if file else named
     if not root.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(directory), hint="see --config")
-    found = documents(root)
+        raise SourceNotFoundError("no such file or directory", where=str(place), hint=nearby(named))
+    found = documents(root) if file in (None, *DOCUMENTS) else {}
+    if file:
+        found = {name: one for name, one in found.items() if name == file}
     if not found:
         raise SourceNotFoundError(
-            "there is no config.json and no params.json here", where=str(directory)
+            "this is neither config.json nor params.json"
+            if file
+            else "there is no config.json and no params.json here",
+            where=str(place),
         )
     stated = read_sizes(family, params=found.get("params.json"))
     if possible_repeats(stated, meta.count(root)):

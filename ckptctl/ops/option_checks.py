@@ -7,12 +7,15 @@ Raises:
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckptctl import dtypes
 from ckptctl.errors import UsageError
+from ckptctl.storage.destinations import require_path
+from ckptctl.storage.remote.path import named
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Weights
@@ -25,6 +28,16 @@ Word = TypeVar("Word", bound=str)
 def path(value: str | Path | None) -> Path | None:
     """Return a path as one."""
     return None if value is None else Path(value)
+
+
+def output(value: str | Path | None) -> Path | None:
+    """Return where a file is written: on this machine, with `file://` before it or without."""
+    if value is None:
+        return None
+    if not os.fspath(value):
+        raise UsageError("the path of the output is empty", hint="name a file")
+    require_path(value)
+    return named(value)
 
 
 def globs(value: Sequence[str]) -> tuple[str, ...]:

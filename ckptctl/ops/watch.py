@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-Advance = Callable[[int], None]
+from ckptctl.storage.advance import Advance
+
 Watch = Callable[[int], AbstractContextManager[Advance | None]]
 """Takes the bytes in all; its context yields what is to be called with bytes done, or None."""
 

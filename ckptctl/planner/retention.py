@@ -17,6 +17,7 @@ State = Literal["complete", "incomplete", "writing", "unknown"]
 Action = Literal["keep", "remove", "skip"]
 
 HOUR = 3600.0
+UNITS = (("d", 86_400.0), ("h", HOUR), ("min", 60.0), ("s", 1.0))
 CLOCK = 2.0
 """Seconds by which times may differ for no reason: the coarsest clock of a file system (FAT)."""
 
@@ -35,6 +36,7 @@ class Candidate:
         problem: Why it is not complete.
         pinned: What else names it, and so keeps it.
         metrics: What it was rated with.
+        exempt: Why it is left alone whatever is asked, and does not count; empty: it is not.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Candidate:
     problem: str = ""
     pinned: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    exempt: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Return whether it is complete and rules apply to it."""
+        return self.state == "complete" and not self.exempt
 
     @property
     def step(self) -> int:
@@ -132,10 +140,14 @@ def decide(
     decisions: list[Decision] = []
     for name in dict.fromkeys(one.series for one in found):
         series = [one for one in found if one.series == name]
-        whole = [one for one in series if one.state == "complete"]
+        whole = [one for one in series if one.counts]
         kept = _reasons(whole, policy, now, replaced)
-        age = policy.min_age if policy.incomplete and whole else math.inf
-        decisions += [_decision(one, kept.get(one.name), policy, now - age) for one in series]
+        decisions += [
+            Decision(one, "keep" if one.name in kept else "remove", tuple(kept.get(one.name, ())))
+            if one.counts
+            else _not_counted(one, policy, now, bool(whole))
+            for one in series
+        ]
     return tuple(decisions)
 
 
@@ -152,7 +164,7 @@ def disorder(candidates: Iterable[Candidate]) -> tuple[Candidate, Candidate] | N
     """
     newest: Candidate | None = None
     for one in ordered(candidates):
-        if one.state != "complete":
+        if not one.counts:
             continue
         if newest is None or newest.series != one.series or newest.time <= one.time:
             newest = one
@@ -202,14 +214,44 @@ def _best(whole: Sequence[Candidate], best: Best) -> Iterator[tuple[Candidate, s
         yield one, f"{end} {best.metric} ({one.metrics[best.metric]:g})"
 
 
-def _decision(
-    one: Candidate, kept: Sequence[str] | None, policy: Policy, before: float
-) -> Decision:
-    """Decide on one checkpoint; incomplete ones go if they are older than *before*."""
-    if one.state == "complete":
-        return Decision(one, "keep" if kept else "remove", tuple(kept or ()))
-    named = tuple(f"named by {pin}" for pin in one.pinned)
-    matching = tuple(f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
-    if one.state == "incomplete" and not named and not matching and one.time <= before:
-        return Decision(one, "remove", (one.problem,))
-    return Decision(one, "skip", (one.problem, *named))
+def _not_counted(one: Candidate, policy: Policy, now: float, others: bool) -> Decision:
+    """Decide on what is not complete, or exempt.
+
+    Args:
+        one: The checkpoint.
+        policy: What is to be kept.
+        now: Seconds since the epoch.
+        others: Whether its series has complete ones.
+    """
+    problem = (one.problem,) if one.problem else ()
+    stays = tuple(_staying(one, policy, now, others))
+    if stays or one.state != "incomplete" or not policy.incomplete:
+        return Decision(one, "skip", (*problem, *stays))
+    return Decision(one, "remove", problem)
+
+
+def _staying(one: Candidate, policy: Policy, now: float, others: bool) -> Iterator[str]:
+    """Yield why a checkpoint stays that does not count."""
+    if one.exempt:
+        yield one.exempt
+    yield from (f"named by {pin}" for pin in one.pinned)
+    if one.exempt or one.state != "incomplete" or not policy.incomplete:
+        return
+    yield from (f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
+    if not others:
+        yield "no other one of its series is complete"
+    if one.time > now - policy.min_age:
+        age, least = _whole_units(now - one.time), _exact_units(policy.min_age)
+        yield f"changed {age} ago, younger than --min-age {least}"
+
+
+def _whole_units(seconds: float) -> str:
+    """Return a duration in the largest unit of which it has one, the rest cut off."""
+    unit, length = next(((u, n) for u, n in UNITS if seconds >= n), UNITS[-1])
+    return f"{max(0, int(seconds / length))} {unit}"
+
+
+def _exact_units(seconds: float) -> str:
+    """Return a duration in the largest unit that divides it, as options have it."""
+    unit, length = next(((u, n) for u, n in UNITS if seconds and seconds % n == 0), UNITS[-1])
+    return f"{seconds / length:g}{unit[0]}"

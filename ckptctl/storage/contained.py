@@ -7,6 +7,13 @@ from pathlib import PureWindowsPath
 from ckptctl.errors import DamagedError
 
 
+class OutsideError(DamagedError):
+    """A name or a link leads out of a checkpoint, and so is not read.
+
+    What it leads to may be whole: for who wants to know whether a checkpoint is, it proves nothing.
+    """
+
+
 def contained(name: str, where: str) -> str:
     """Return *name* if it is a plain relative path below a checkpoint's root.
 
@@ -15,12 +22,12 @@ def contained(name: str, where: str) -> str:
         where: The file that names it, for the error.
 
     Raises:
-        DamagedError: The path is absolute, has a drive, a ``..`` or a NUL, or is empty.
+        OutsideError: The path is absolute, has a drive, a ``..`` or a NUL, or is empty.
     """
     pure = PureWindowsPath(name)
     parts = pure.parts
     if not parts or pure.drive or pure.root or ".." in parts or "\0" in name or "\\" in name:
-        raise DamagedError(
+        raise OutsideError(
             f"`{name}` is not a path inside the checkpoint",
             where=where,
             why="names in a checkpoint must be relative and must not contain `..`",

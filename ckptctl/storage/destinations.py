@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, UsageError
-from ckptctl.storage.remote.urls import SCHEME, is_url, masked
+from ckptctl.storage.remote.urls import SCHEME, is_url, local_path, masked
 
 Recognise = Callable[[Path], bool]
-"""Whether a path is something that may be overwritten."""
+"""Whether a path is something that may be overwritten; see also :class:`Replaceable`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaceable:
+    """What may be overwritten, and what it is called.
+
+    Attributes:
+        recognise: Whether a path is such a thing.
+        noun: Its name, with the article.
+        file: Whether one file is written: an empty folder does not give way to it.
+    """
+
+    recognise: Recognise
+    noun: str = "a checkpoint"
+    file: bool = False
+
+    def __call__(self, path: Path) -> bool:
+        """Return whether *path* may be overwritten."""
+        return self.recognise(path)
 
 
 def destination(target: Path) -> Path:
@@ -39,13 +60,13 @@ def require_path(path: str | os.PathLike[str]) -> None:
     """
     if is_url(path):
         raise UsageError("a URL is not taken here", where=masked(str(path)), hint="name a path")
-    for folder in Path(path).parents:
+    for folder in Path(local_path(path)).parents:
         if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
             raise UsageError(
                 "this looks like a URL, and is a path",
                 where=str(path),
                 why=f"there is no folder `{folder.name}`",
-                hint="only checkpoints go to URLs, which have `://`; in Python they are text",
+                hint="a URL is written with `://`, and given as text",
             )
 
 
@@ -66,12 +87,20 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
         )
     if not os.path.lexists(target):
         return
-    if not overwrite:
-        raise already_exists(target)
-    empty = target.is_dir() and not any(target.iterdir())
-    if not empty and not is_checkpoint(target):
+    kind = is_checkpoint if isinstance(is_checkpoint, Replaceable) else Replaceable(is_checkpoint)
+    folder = target.is_dir()
+    if folder and kind.file and not kind(target):
         raise RefusedError(
-            "the destination is not a checkpoint, so it is not overwritten",
+            "the destination is a folder, and a file is written",
+            where=str(target),
+            hint="name a file in it, or choose another destination",
+        )
+    empty = folder and _is_empty(target)
+    if not overwrite:
+        raise _empty(target) if empty else already_exists(target, kind)
+    if not empty and not kind(target):
+        raise RefusedError(
+            f"the destination is not {kind.noun}, so it is not overwritten",
             where=str(target),
             hint="remove it yourself, or choose another destination",
         )
@@ -135,10 +164,28 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
         )
 
 
-def already_exists(target: Path) -> RefusedError:
-    """Return the error of a destination that exists."""
+def already_exists(target: Path, kind: Replaceable = Replaceable(lambda _: True)) -> RefusedError:
+    """Return the error of a destination that exists.
+
+    Args:
+        target: The destination.
+        kind: What `--overwrite` replaces.
+    """
+    if kind(target):
+        hint = f"choose another one, or pass --overwrite to replace {kind.noun}"
+    else:
+        hint = f"choose another one: it is not {kind.noun}, which --overwrite would replace"
+    return RefusedError("the destination exists", where=str(target), hint=hint)
+
+
+def _is_empty(folder: Path) -> bool:
+    with os.scandir(folder) as items:
+        return next(items, None) is None
+
+
+def _empty(target: Path) -> RefusedError:
     return RefusedError(
-        "the destination exists",
+        "the destination exists, and is empty",
         where=str(target),
-        hint="choose another one, or pass --overwrite to replace a checkpoint",
+        hint=f"`{shlex.join(['rmdir', '--', str(target)])}` removes it; --overwrite replaces it",
     )

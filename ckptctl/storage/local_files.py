@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError
 from ckptctl.planner.plan import FileIdentity
-from ckptctl.storage.contained import contained
+from ckptctl.storage.contained import OutsideError, contained
 
 MAX_OPEN = 256
 IOV_MAX = 1024
@@ -60,14 +60,15 @@ class LocalFiles:
         the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
 
         Raises:
-            DamagedError: It leads elsewhere or is not a regular file.
+            OutsideError: It leads elsewhere.
+            DamagedError: It is not a regular file.
             SourceNotFoundError: There is no such file.
         """
         path = self.root / contained(name, str(self.root))
         root = self.root.resolve()
         real = path.resolve()
         if not real.is_relative_to(root) and not _in_hub_blobs(root, real):
-            raise DamagedError(
+            raise OutsideError(
                 f"`{name}` leads outside the checkpoint", where=str(path), why=f"it is {real}"
             )
         try:

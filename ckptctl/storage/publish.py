@@ -50,7 +50,7 @@ class Staging:
     ) -> None:
         self.target = target
         self.root = staging_directory(target)
-        self.data = self.root / DATA
+        self.data = data_directory(target)
         self.journal = self.root / JOURNAL
         self.notes: list[str] = []
         self.published = False
@@ -136,6 +136,11 @@ class Staging:
             self.notes.append(
                 "the file system lacks renameat2; the output was published by a check and a rename"
             )
+
+
+def data_directory(target: Path) -> Path:
+    """Return where the output for *target* is made, before it is published."""
+    return staging_directory(target) / DATA
 
 
 @contextmanager

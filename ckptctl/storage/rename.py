@@ -39,3 +39,24 @@ def rename(source: Path, target: Path, flags: int) -> None:
     if number in _MISSING:
         raise UnsupportedRenameError
     raise OSError(number, os.strerror(number), str(target))
+
+
+def move(path: Path, target: Path) -> None:
+    """Rename *path* to *target*, which does not exist.
+
+    Where the system cannot do that in one step, *target* is looked for before the rename.
+
+    Args:
+        path: What is renamed.
+        target: Its new name.
+
+    Raises:
+        FileExistsError: *target* exists.
+        OSError: It could not be done.
+    """
+    try:
+        rename(path, target, NOREPLACE)
+    except UnsupportedRenameError:
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        path.rename(target)

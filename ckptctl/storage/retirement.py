@@ -137,7 +137,7 @@ class Retirement:
         try:
             if target == self.folder and target.exists():
                 target.rmdir()  # empty, or another run is at it
-            move(path, target)
+            rename.move(path, target)
             for folder in dict.fromkeys((target.parent, path.parent)):
                 sync_directory(folder)
         except OSError as error:
@@ -163,20 +163,6 @@ def leftovers(root: Path) -> list[str]:
     if folder.is_symlink() or not folder.is_dir():
         return []
     return sorted(item.name for item in folder.iterdir() if item.name != lock.NAME)
-
-
-def move(path: Path, target: Path) -> None:
-    """Rename *path* to *target*, which does not exist.
-
-    Raises:
-        OSError: It could not be done.
-    """
-    try:
-        rename.rename(path, target, rename.NOREPLACE)
-    except rename.UnsupportedRenameError:
-        if os.path.lexists(target):
-            raise FileExistsError(17, "File exists", str(target)) from None
-        path.rename(target)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ whatever its strides; only a window is ever in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,12 @@ from ckptctl.catalog import Extent, TensorEntry
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ckptctl.storage.advance import Advance
     from ckptctl.storage.compare import Readable
 
 WINDOW = 4 << 20
+"""Bytes of a tensor that are held at a time."""
 BINS = 10
-Seen = Callable[[int], None]
 Window = tuple[int, tuple[int, ...], tuple[int, ...]]
 """First element, sizes, strides."""
 UNMEASURED = frozenset({"float4_e2m1fn_x2"})
@@ -71,18 +72,13 @@ class Statistics:
 
 
 def measure(
-    files: Readable,
-    entry: TensorEntry,
-    window: int = WINDOW,
-    bins: int = BINS,
-    seen: Seen = unseen,
+    files: Readable, entry: TensorEntry, bins: int = BINS, seen: Advance = unseen
 ) -> Statistics | None:
     """Read *entry* twice and return its statistics; None: its dtype has no numbers.
 
     Args:
         files: The checkpoint that holds it; its extents must be ``raw``.
         entry: The tensor.
-        window: Bytes to hold at a time.
         bins: Steps of the histogram.
         seen: Called with the bytes of elements that were read, again for the second time.
 
@@ -92,22 +88,21 @@ def measure(
     if entry.dtype in UNMEASURED:
         return None
     total = Statistics()
-    for values in _values(files, entry, window, seen):
+    for values in _values(files, entry, seen):
         total = merge(total, _moments(values))
     if total.minimum is None or total.maximum is None:
         return total
-    return replace(total, histogram=_histogram(files, entry, window, total, bins, seen))
+    return replace(total, histogram=_histogram(files, entry, total, bins, seen))
 
 
 def nonfinite(
-    files: Readable, entry: TensorEntry, window: int = WINDOW, seen: Seen = unseen
+    files: Readable, entry: TensorEntry, seen: Advance = unseen
 ) -> tuple[int, int] | None:
     """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers.
 
     Args:
         files: The checkpoint that holds it; its extents must be ``raw``.
         entry: The tensor.
-        window: Bytes to hold at a time.
         seen: Called with the bytes of elements that were read.
 
     Raises:
@@ -116,7 +111,7 @@ def nonfinite(
     if entry.dtype in UNMEASURED:
         return None
     nan = inf = 0
-    for values in _values(files, entry, window, seen):
+    for values in _values(files, entry, seen):
         if not values.isfinite().all():
             nan += int(values.isnan().sum())
             inf += int(values.isinf().sum())
@@ -193,7 +188,7 @@ def _extremes(values: Tensor) -> tuple[float, float]:
 
 
 def _histogram(
-    files: Readable, entry: TensorEntry, window: int, total: Statistics, steps: int, seen: Seen
+    files: Readable, entry: TensorEntry, total: Statistics, steps: int, seen: Advance
 ) -> tuple[int, ...]:
     import torch
 
@@ -203,16 +198,16 @@ def _histogram(
     if not math.isfinite(high - low):
         return ()
     bins = torch.zeros(steps, dtype=torch.float64)
-    for values in _values(files, entry, window, seen):
+    for values in _values(files, entry, seen):
         bins += torch.histc(values.to(torch.float64), steps, low, high)
     return tuple(int(count) for count in bins)
 
 
-def _values(files: Readable, entry: TensorEntry, window: int, seen: Seen) -> Iterator[Tensor]:
+def _values(files: Readable, entry: TensorEntry, seen: Advance) -> Iterator[Tensor]:
     """Yield every element once: as float32, as float64 where that loses some, else as it is."""
     size = dtypes.itemsize(entry.dtype)
     for extent in entry.extents:
-        for part in windows(extent, max(1, window // size)):
+        for part in windows(extent, max(1, WINDOW // size)):
             yield _load(files, extent, part, entry.dtype)
             seen(math.prod(part[1]) * size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptctl.errors import StorageError
@@ -31,6 +32,22 @@ def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
                 os.fsync(file.fileno())
     except OSError as error:
         raise StorageError.from_os_error(error, "write", str(path)) from error
+
+
+def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
+    """Write a new file.
+
+    Args:
+        path: Its path.
+        content: Its parts.
+        sync: Whether it and its name have to be on disk.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    write_file(path, *content, sync=sync)
+    if sync:
+        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -1,13 +1,17 @@
 """Removing directories for good, without ever leaving them.
 
 Every step is relative to an open directory, symbolic links are removed and never followed, and what
-lies on another file system (a mount point) is left alone.
+lies on another file system (a mount point) is left alone. Folders may nest as deep as they like:
+one of them is open at a time.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError
@@ -19,15 +23,12 @@ def remove(path: Path) -> None:
     """Remove the file or directory at *path*; nothing happens if there is none.
 
     Raises:
-        RefusedError: It contains a mount point.
+        RefusedError: It contains a mount point, or was moved meanwhile.
         StorageError: The system refused.
     """
     try:
-        parent = os.open(path.parent, _OPEN & ~os.O_NOFOLLOW)
-        try:
-            _remove(parent, path.name, os.fstat(parent).st_dev, path)
-        finally:
-            os.close(parent)
+        with _opened(path.parent, _OPEN & ~os.O_NOFOLLOW) as walk:
+            walk.remove(path.name)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -38,34 +39,108 @@ def clear(path: Path) -> None:
     """Remove everything inside the directory at *path*.
 
     Raises:
-        RefusedError: It contains a mount point.
+        RefusedError: It contains a mount point, or was moved meanwhile.
         StorageError: The system refused, or *path* is not a directory.
     """
     try:
-        descriptor = os.open(path, _OPEN)
-        try:
-            _clear(descriptor, os.fstat(descriptor).st_dev, path)
-        finally:
-            os.close(descriptor)
+        with _opened(path, _OPEN) as walk:
+            for name in _names(walk.descriptor):
+                walk.remove(name)
     except OSError as error:
         raise StorageError.from_os_error(error, "empty", str(path)) from error
 
 
-def _clear(descriptor: int, device: int, path: Path) -> None:
-    for name in os.listdir(descriptor):
-        _remove(descriptor, name, device, path / name)
+@dataclass(slots=True)
+class _Level:
+    """A folder that was entered: its name, what it lies in, and what is left to remove in it."""
+
+    name: str
+    above: tuple[int, int]
+    left: list[str]
 
 
-def _remove(parent: int, name: str, device: int, path: Path) -> None:
-    found = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    if not stat.S_ISDIR(found.st_mode):
-        os.unlink(name, dir_fd=parent)
-        return
-    if found.st_dev != device:
-        raise RefusedError("another file system is mounted there", where=str(path))
-    descriptor = os.open(name, _OPEN, dir_fd=parent)
+class _Walk:
+    """A way through folders, of which the last one alone is open.
+
+    Args:
+        descriptor: The folder in which it begins.
+        path: The same, for errors.
+    """
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.descriptor = descriptor
+        self._path = path
+        self._device = os.fstat(descriptor).st_dev
+        self._levels: list[_Level] = []
+
+    def remove(self, name: str) -> None:
+        """Remove *name* and all that it holds, and be where it was before.
+
+        Raises:
+            RefusedError: Another file system is mounted there, or a folder was moved.
+        """
+        self._remove_or_enter(name)
+        while self._levels:
+            left = self._levels[-1].left
+            if left:
+                self._remove_or_enter(left.pop())
+            else:
+                self._leave(self._levels.pop())
+
+    def _remove_or_enter(self, name: str) -> None:
+        found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        if not stat.S_ISDIR(found.st_mode):
+            os.unlink(name, dir_fd=self.descriptor)
+            return
+        if found.st_dev != self._device:
+            raise RefusedError("another file system is mounted there", where=self._where(name))
+        above = _identity(self.descriptor)
+        descriptor = os.open(name, _OPEN, dir_fd=self.descriptor)
+        try:
+            left = _names(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if left:
+            self._go(descriptor)
+            self._levels.append(_Level(name, above, left))
+        else:  # it need not be one that may be entered
+            os.close(descriptor)
+            os.rmdir(name, dir_fd=self.descriptor)
+
+    def _leave(self, level: _Level) -> None:
+        """Go back to where *level* was entered from, and nowhere else; remove it there."""
+        self._go(os.open(os.pardir, _OPEN, dir_fd=self.descriptor))
+        if _identity(self.descriptor) != level.above:
+            raise RefusedError("it was moved meanwhile", where=self._where(level.name))
+        os.rmdir(level.name, dir_fd=self.descriptor)
+
+    def _go(self, descriptor: int) -> None:
+        os.close(self.descriptor)
+        self.descriptor = descriptor
+
+    def _where(self, name: str) -> str:
+        return str(self._path.joinpath(*(level.name for level in self._levels), name))
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[_Walk]:
+    descriptor = os.open(path, flags)
     try:
-        _clear(descriptor, device, path)
-    finally:
+        walk = _Walk(descriptor, path)
+    except BaseException:
         os.close(descriptor)
-    os.rmdir(name, dir_fd=parent)
+        raise
+    try:
+        yield walk
+    finally:
+        os.close(walk.descriptor)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _names(descriptor: int) -> list[str]:
+    return os.listdir(descriptor)

@@ -97,7 +97,7 @@ LINES = {
         Line("{hf} -o {out}.html --stats"),
         Line("{base} {hf} -o {out}.html"),
         Line("{torn} -o {out}.html", 4),
-        Line("{torn_ranks} {ranks} -o {out}.html"),
+        Line("{torn_ranks} {ranks} -o {out}.html", 4),
     ),
     "schema": (Line(""),),
     "verify": (

@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 from ckptctl.families import families
+from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.matching import key_of, leads, slots
 from ckptctl.planner.mapping.numbering import planned
 from ckptctl.planner.mapping.tensors import map_tensors
@@ -97,7 +98,7 @@ def numbered(shapes):
 
 def moved(found, values):
     """What arrays of *values* become, by numpy alone."""
-    shapes = found.target_shapes
+    shapes = stored_shapes(found.tensors)
     result = {key: np.full(shape, -1) for key, shape in shapes.items()}
     for tensor in found.tensors:
         whole = np.full(tensor.axes, -1)

@@ -21,13 +21,15 @@ from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item, decode
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.ops.verification import checksums as verify_checksums
+from ckptctl.ops.verification import checksums
 from ckptctl.ops.verification.result import LEVELS, Verification
+from ckptctl.storage import ranges
 from tests.checkpoints import save_bin, save_dcp, tiny_llama
 from tests.contract.support import WRITABLE, build, place, snapshot
 
 STATE, CONFIG = tiny_llama("llama3", layers=1)
 NORM = "model.norm.weight"
+SMALL = ((checksums, "BLOCK", 100), (ranges, "WINDOW", 30), (checksums, "BATCH", 3))
 SAMPLES = (
     "dcp",
     "dcp-rank-local",
@@ -120,8 +122,8 @@ def test_a_data_file_is_damaged(copied: Any, kind: str, how: str) -> None:
 def test_large_ranges_are_checked_in_blocks(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, size in (("BLOCK", 100), ("WINDOW", 30), ("BATCH", 3)):
-        monkeypatch.setattr(verify_checksums, name, size)
+    for room, name, size in SMALL:
+        monkeypatch.setattr(room, name, size)
     path = clone(data / "dcp/dcp_2d/ckpt", tmp_path)
     assert ckptctl.verify(path, level="full", jobs=4).whole
     extent = formats.resolve(formats.open_checkpoint(path)).tensors["model.l1.weight"].extents[1]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError
 from tests.checkpoints import save_dcp, tiny_llama
 from tests.checkpoints.dcp import distribute
 
@@ -104,8 +106,6 @@ def full(tensor: Any) -> torch.Tensor:
 
 def final_fails(rank: int, world: int, folder: Path) -> None:
     """A final save that cannot be converted fails on all ranks and removes nothing."""
-    from ckptctl.errors import CkptError
-
     root = folder / f"run-{world}"
     with CheckpointManager(root, keep_last=0, model_type="llama3", sync=False) as manager:
         manager.save(1, state_at(1, world))
@@ -131,3 +131,16 @@ def final_fails(rank: int, world: int, folder: Path) -> None:
 def stock(folder: Path, step: int) -> Path:
     """Write a checkpoint as stock DCP does."""
     return save_dcp(folder, {"model": MODEL, "step": step})
+
+
+def rate_missing(rank: int, world: int, folder: Path) -> None:
+    """A step that is not there is the same error on every rank, and nobody waits."""
+    with CheckpointManager(folder / f"run-{world}", sync=False) as manager:
+        manager.save(1, state_at(1, world))
+        with pytest.raises(SourceNotFoundError, match="step 7"):
+            manager.rate(7, {"loss": 1.0})
+        with pytest.raises(CkptError, match="not a number"):
+            manager.rate(1, {"loss": "low"})  # type: ignore[dict-item]
+        manager.rate(1, {"loss": 1.0})
+    with pytest.raises(RefusedError, match="closed"):
+        manager.rate(1, {"loss": 1.0})

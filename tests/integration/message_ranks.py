@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -48,6 +49,37 @@ def as_torch_does(rank: int, world: int) -> None:
         expected: list[object] = [None] * len(members)
         dist.all_gather_object(expected, value, group=group)
         ranks = Group(group)
-        assert ranks.all_gather(value) == expected
-        assert ranks.gather(value) == (expected if ranks.rank == 0 else None)
-        assert ranks.scatter(expected if ranks.rank == 0 else None) == value
+        for ranks._on_host in (True, False):
+            assert ranks.all_gather(value) == expected
+            assert ranks.gather(value) == (expected if ranks.rank == 0 else None)
+            assert ranks.scatter(expected if ranks.rank == 0 else None) == value
+            assert ranks.broadcast(value if ranks.rank == 0 else None) == expected[0]
+
+
+def unpicklable(rank: int, world: int) -> None:
+    """What cannot be packed is not told as ranks that are gone; they go on together."""
+    ranks = Group()
+    for value, error in ((_deep(), RecursionError), (_Odd(), NotImplementedError)):
+        with pytest.raises(error):
+            ranks.all_gather(value)
+        with pytest.raises(error):
+            ranks.gather(value)
+        if rank:
+            continue
+        with pytest.raises(error):
+            ranks.broadcast(value)
+        with pytest.raises(error):
+            ranks.scatter([value] * world)
+    assert ranks.all_gather(rank) == list(range(world))
+
+
+class _Odd:
+    def __reduce__(self) -> tuple[object, ...]:
+        raise NotImplementedError
+
+
+def _deep() -> list[object]:
+    found: list[object] = []
+    for _ in range(100_000):
+        found = [found]
+    return found

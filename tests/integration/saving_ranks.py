@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from ckptctl.distributed.group import Group
-from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
+from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving import collective as collective_save
 from ckptctl.distributed.saving import host_memory
 from ckptctl.distributed.saving import place as save_place
-from ckptctl.distributed.saving.rank_output import SaveOptions
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.plans import SavedPlan
 from ckptctl.distributed.saving.save import save, write
 from ckptctl.errors import CkptError
 from ckptctl.storage.execution import worker
@@ -254,7 +255,7 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(save_place, "staging_directory", lambda path: root.parent / "away")
+            patch.setattr(save_place, "data_directory", lambda _: root.parent / "away" / "data")
         fails("is not there")
     save(state, old, overwrite=True, sync=False)
     check(old, tensors(4), rank)

@@ -203,6 +203,20 @@ def test_a_killed_writing_process_fails_one_save(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
 
 
+def test_a_writing_process_that_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AsyncSaver(mode="process") as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(tmp_path / "none"))
+            future = saver.save({"a": torch.ones(1000)}, tmp_path / "a")
+            assert isinstance(error := future.exception(), StorageError)
+        with pytest.raises(StorageError, match=r"cannot start: .*ENOENT"):
+            saver.wait()
+        assert error.where == str(tmp_path / "none")
+        assert saver.save({"a": torch.ones(1000)}, tmp_path / "a").result()
+
+
 def test_a_failing_disk_under_the_writing_process(tmp_path: Path) -> None:
     def crowd(run: collective_save.CollectiveSave) -> collective_save.CollectiveSave:
         """Take the name of the data file before the other process makes it."""

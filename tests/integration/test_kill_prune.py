@@ -17,7 +17,8 @@ import pytest
 from ckptctl import formats
 from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.runs.completeness import health
-from ckptctl.ops.verification.verify import VerifyOptions, verify
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.retirement import TRASH
 from tests.integration.test_kill import MEMORY, Bomb, forked

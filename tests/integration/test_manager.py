@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +18,16 @@ import pytest
 import torch
 
 from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.distributed.run_keeper import Keeper
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
 from tests.checkpoints import differences, load_any_reference, save_hf
-from tests.gloo import run_on_ranks
+from tests.gloo import REPOSITORY, run_on_ranks
 from tests.integration.manager_ranks import (
     CONFIG,
     MODEL,
     final_fails,
     names,
+    rate_missing,
     state_at,
     stock,
     train,
@@ -130,6 +136,14 @@ def test_ratings_travel_with_the_checkpoint(tmp_path: Path) -> None:
     assert json.loads(text)["metrics"] == {"acc": 0.95, "loss": 2.0}
 
 
+def test_a_step_that_is_not_there_cannot_be_rated(tmp_path: Path, log: io.StringIO) -> None:
+    run_on_ranks(rate_missing, (1, 2), tmp_path)
+    for world in (1, 2):
+        assert names(tmp_path / f"run-{world}") == ["step-1"]
+        rated = json.loads((tmp_path / f"run-{world}/step-1/ckptctl.run.json").read_text())
+        assert rated["metrics"] == {"loss": 1.0}
+
+
 def test_without_ratings_nothing_is_removed(tmp_path: Path, log: io.StringIO) -> None:
     with CheckpointManager(tmp_path / "run", keep_best="loss", sync=False) as manager:
         save_steps(manager, 1, 2, 3)
@@ -222,6 +236,63 @@ def test_a_metric_that_is_no_number(tmp_path: Path, async_: bool) -> None:
         manager.save(1, plain(), {"loss": torch.tensor(0.5)})  # type: ignore[dict-item]
         with pytest.raises(UsageError, match="metric"):
             manager.rate(1, {"loss": "low"})  # type: ignore[dict-item]
+
+
+ENDS_DURING_A_SAVE = """
+import sys, time, torch
+from ckptctl import CheckpointManager
+manager = CheckpointManager(
+    sys.argv[1], keep_last=1, sync=False, on_published=lambda _: time.sleep(0.5)
+)
+manager.save(1, {"w": torch.ones(3)})
+manager.save(2, {"w": torch.ones(3)})
+"""
+
+
+def test_the_last_removal_when_the_interpreter_ends_during_a_save(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENDS_DURING_A_SAVE, str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not done.stderr
+    assert names(tmp_path / "run") == ["step-2"]
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_removals_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    """Also where the system has no thread left for them."""
+    busy: list[str] = []
+    most: list[int] = []
+    remove = Keeper._remove
+
+    def slow(keeper: Keeper) -> None:
+        busy.append(threading.current_thread().name)
+        most.append(len(busy))
+        time.sleep(0.1)
+        remove(keeper)
+        busy.pop()
+
+    monkeypatch.setattr(Keeper, "_remove", slow)
+    with CheckpointManager(tmp_path / "run", keep_last=1, async_=False, sync=False) as manager:
+        if not started:
+            monkeypatch.setattr(threading.Thread, "start", _start)
+        for step in (1, 2, 3):
+            manager.save(step, plain(step))
+        if not started:
+            assert names(tmp_path / "run") == ["step-3"], "removed at once"
+    assert most == [1, 1, 1]
+    assert names(tmp_path / "run") == ["step-3"]
+
+
+def _start(thread: threading.Thread, start: Any = threading.Thread.start) -> None:
+    if thread.name == "ckptctl-prune":
+        raise RuntimeError("can't start new thread")
+    start(thread)
 
 
 def test_a_run_behind_a_link(tmp_path: Path) -> None:

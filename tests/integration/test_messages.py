@@ -8,6 +8,9 @@ from tests.gloo import run_on_ranks
 from tests.integration import message_ranks
 
 
-@pytest.mark.parametrize("function", [message_ranks.exchanged, message_ranks.as_torch_does])
+@pytest.mark.parametrize(
+    "function",
+    [message_ranks.exchanged, message_ranks.as_torch_does, message_ranks.unpicklable],
+)
 def test_what_is_sent_arrives(function: object) -> None:
     run_on_ranks(function, [2, 3])  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
-from ckptctl.ops.verification.verify import VerifyOptions, verify
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.verify import verify
 from tests.benchmarks.build_ranks import ranks
 
 

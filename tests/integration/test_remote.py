@@ -505,12 +505,12 @@ def web(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_web(web: str, tmp_path: Path) -> None:
+    single = f"{web}/tiny-llama3-hf/model.safetensors.index.json?signature=5eC"
+    assert ckptctl.inspect(single).path == single.partition("?")[0]
     found = ckptctl.inspect(f"{web}/tiny-llama3-hf")
     assert found.parameters == 127296 and found.model_type == "llama3"
     ckptctl.convert(f"{web}/tiny-llama3-hf/", tmp_path / "out", to="dcp", verify=True)
     assert not ckptctl.diff(tmp_path / "out", TINY).tensors
-    single = f"{web}/tiny-llama3-hf/model.safetensors.index.json?signature=5eC"
-    assert ckptctl.inspect(single).path == single.partition("?")[0]
 
 
 @pytest.mark.filterwarnings("ignore")

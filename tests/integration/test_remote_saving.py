@@ -5,16 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptctl
+from ckptctl.distributed import SavePlanner, Writer
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import processes
 from ckptctl.storage.remote import direct, mounts
 from ckptctl.storage.remote.lock import RemoteLock
+from ckptctl.storage.remote.store import system_of
 from ckptctl.storage.remote.writing import NAME, Writing, parse
 from tests import s3_server
 from tests.gloo import run_on_ranks
@@ -105,3 +111,81 @@ def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     there = MEMORY.find(f"/{tmp_path.name}")
     assert not [name for name in there if name.endswith(".metadata")]
     assert parse(MEMORY.cat_file(f"/{tmp_path.name}/{NAME}")) == other
+
+
+@pytest.mark.filterwarnings("ignore")  # of botocore, moto and torch without ranks
+@pytest.mark.parametrize("planner", [SavePlanner, DefaultSavePlanner])
+def test_torchs_own_save_removes_what_a_dead_run_has_left(
+    server: Server, planner: type[Any]
+) -> None:
+    system, root = fsspec.filesystem("s3"), f"{s3_server.BUCKET}/run/step-5"
+    system.pipe_file(f"{root}/__7_0.distcp", b"old")
+    system.pipe_file(f"{root}/train_state.json", b"kept")
+    system.pipe_file(f"{root}/{NAME}", Writing("dead", None, (".metadata",)).to_bytes())
+    writer = Writer(f"s3://{root}")
+    state_dict_saver.save(STATE, storage_writer=writer, planner=planner())
+    system.invalidate_cache()
+    there = {str(name).rpartition("/")[2] for name in system.find(root)}
+    assert there == {".metadata", "__0_0.distcp", "train_state.json"}
+    found = {"w": torch.zeros(6)}
+    ckptctl.load(found, f"s3://{root}")
+    assert torch.equal(found["w"], STATE["w"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_save_respects_and_holds_the_lock(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{s3_server.BUCKET}/run/step-6"
+    held = RemoteLock(url, *system_of(url), NAME, [".metadata"])
+    held.take()
+
+    def save() -> None:
+        state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
+
+    with pytest.raises(CheckpointException, match="another run writes"):
+        save()
+    held.drop()
+    seen: list[bool] = []
+    original = direct.create
+
+    def create(*words: str) -> object:
+        seen.append(direct.exists(url, NAME))
+        return original(*words)
+
+    monkeypatch.setattr(direct, "create", create)
+    save()
+    assert seen == [True] and not direct.exists(url, NAME)
+    with pytest.raises(CheckpointException, match="exists"):
+        save()
+    assert not direct.exists(url, NAME)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_save_again_after_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first writer still lives, with the lock: it is of this process, which is done with it."""
+    url = f"memory://{tmp_path.name}"
+    first = Writer(url)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointException):
+        patch.setattr(direct, "create", None)
+        state_dict_saver.save(STATE, storage_writer=first, planner=SavePlanner())
+    assert direct.exists(url, NAME)
+    state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
+    there = {str(name).rpartition("/")[2] for name in MEMORY.find(f"/{tmp_path.name}")}
+    assert there == {".metadata", "__0_0.distcp"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{"overwrite": True}, {}])
+def test_what_cannot_be_saved_without_collectives(tmp_path: Path, options: dict[str, bool]) -> None:
+    path = str(tmp_path / "x") if options else f"memory://{tmp_path.name}"
+    with pytest.raises(RefusedError, match="without collectives cannot"):
+        state_dict_saver.save(
+            STATE,
+            storage_writer=Writer(path, **options),
+            planner=SavePlanner(),
+            use_collectives=False,
+        )
+    assert not (tmp_path / "x").exists() and not MEMORY.find(f"/{tmp_path.name}")

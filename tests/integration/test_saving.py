@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from ckptctl.distributed.saving import rank_local, rank_output
 from ckptctl.distributed.saving.save import save
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, StorageError
+from ckptctl.storage import rename
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import saving_ranks
 from tests.integration.saving_ranks import stock_load, tensors
@@ -73,6 +75,27 @@ def test_without_collectives(tmp_path: Path) -> None:
         found = torch.load(out, weights_only=True)
         for name, tensor in tensors(3).items():
             assert torch.equal(found[name], tensor), (folder.name, name)
+
+
+def test_metadata_that_appeared_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs save to one place without collectives, on a system without ``renameat2``."""
+
+    def unsupported(*_: object) -> None:
+        raise rename.UnsupportedRenameError
+
+    original = rank_output.fill
+
+    def fill(*words: Any) -> None:
+        original(*words)
+        (tmp_path / "x/__0.metadata").write_bytes(b"of another run")
+
+    monkeypatch.setattr(rename, "rename", unsupported)
+    monkeypatch.setattr(rank_local, "fill", fill)
+    with pytest.raises(StorageError, match="EEXIST"):
+        save({"w": torch.ones(3)}, tmp_path / "x", collectives=False)
+    assert (tmp_path / "x/__0.metadata").read_bytes() == b"of another run"
 
 
 def test_unfinished_without_collectives(tmp_path: Path) -> None:

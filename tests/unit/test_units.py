@@ -127,3 +127,13 @@ def test_durations(text, seconds):
 def test_what_is_no_duration(text):
     with pytest.raises(UsageError):
         units.parse_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "months"), [("12M", "360d"), ("1.5 M", "45d"), ("999999999M", "29999999970d")]
+)
+def test_minutes_are_not_months(text, months):
+    with pytest.raises(UsageError) as caught:
+        units.parse_seconds(text)
+    minutes = text.replace("M", "m").replace(" ", "")
+    assert f"`{minutes}` for minutes" in caught.value.what and f"`{months}`" in caught.value.what

@@ -6,8 +6,13 @@ from ckptctl.cli.schemas.words import array, integer, mapping, number, string
 
 CHECKPOINT = {
     "path": string("where it is"),
-    "step": integer("number in its name: the step, or the epoch where there is none"),
-    "time": string("when its newest file was written, RFC 3339, UTC"),
+    "step": integer(
+        "number in its name: the step, or the epoch where there is none; of `last.ckpt`, the step "
+        "that it states"
+    ),
+    "time": string(
+        "when the newest file of its weights or its trainer's state was written, RFC 3339, UTC"
+    ),
     "bytes": integer("size of all its files"),
     "format": string("[format](formats.md); null: none is known", null=True),
     "state": string(
@@ -16,6 +21,9 @@ CHECKPOINT = {
         among=("complete", "incomplete", "writing", "unknown"),
     ),
     "problem": string("why it is not complete", null=True),
-    "protected_by": array(string(), "pointers, links and states of trainers that name it"),
+    "protected_by": array(
+        string(), "pointers, links and states of trainers that name it, and what it is itself"
+    ),
     "metrics": mapping(number(null=True), "what it was rated with; null: NaN or infinite"),
+    "link": string("where it leads, if it is a symbolic link", null=True),
 }

@@ -82,6 +82,11 @@ DOCUMENT = document(
             record(TENSOR), "in the checkpoint's own order; with `--include` those that match"
         ),
         "blobs": array(string(), "names of the leaves that are not tensors"),
+        "values": mapping(
+            string("as Python writes it"),
+            "those of them that are numbers or short text; of many in files of their own those "
+            "nearest to the root, behind a URL none of these",
+        ),
         "checkpoints": array(record(MEMBER), "members of a run folder, in natural order"),
     },
 )

@@ -38,6 +38,7 @@ DOCUMENT = document(
         ),
         "kept": integer("number of those"),
         "removed": integer("likewise, those that are thinned included"),
+        "thinned": integer("number of those that are thinned"),
         "skipped": integer("likewise"),
         "bytes": integer("bytes that are freed in all"),
         "leftovers": array(

@@ -44,20 +44,18 @@ class TensorCopy(NamedTuple):
     source: torch.Tensor
 
 
-def copy_host(copies: Sequence[HostCopy], jobs: int | None = None) -> None:
-    """Copy ranges of host memory.
+def copy_host(copies: Sequence[HostCopy]) -> None:
+    """Copy ranges of host memory, with this rank's part of the host's cores, at most four.
 
     One thread does not fill the memory bus of most machines. torch's own threads are not used: jobs
     that ``torchrun`` starts have one each.
 
     Args:
         copies: What is copied.
-        jobs: Threads; None: this rank's part of the host's cores, at most four.
     """
     total = sum(one.nbytes for one in copies)
     blocks = iter(_blocks(copies))
-    wanted = threads(jobs or 0)
-    count = 1 if total <= FEW else min(wanted, -(-total // BLOCK))
+    count = 1 if total <= FEW else min(threads(0), -(-total // BLOCK))
     lock = threading.Lock()
 
     def work() -> None:

@@ -27,8 +27,9 @@ from ckptctl.distributed.background.thread import Callback, SaveThread
 from ckptctl.distributed.background.writer_process import WriterProcess
 from ckptctl.distributed.closing import Closing
 from ckptctl.distributed.group import Group, coordinator
-from ckptctl.distributed.plan_cache import chunks_of
-from ckptctl.distributed.saving.rank_output import SaveOptions, require_local
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.plans import chunks_of
+from ckptctl.distributed.saving.rank_output import require_local
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator

@@ -9,17 +9,19 @@ from typing import NamedTuple, TypedDict
 
 from ckptctl.distributed.background.staging import Staged
 from ckptctl.distributed.background.writer_process import WriterProcess, require_shared
-from ckptctl.distributed.plan_cache import SavedPlan
 from ckptctl.distributed.saving.collective import plan_key
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.plans import PLANS, SavedPlan
 from ckptctl.distributed.saving.rank_local import write_alone
-from ckptctl.distributed.saving.rank_output import Held, SaveOptions, held
-from ckptctl.distributed.saving.save import PLANS, write
+from ckptctl.distributed.saving.rank_output import Held, held
+from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.holdings import pack
 from ckptctl.planner.plan import Plan
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import Execution, ExecutionOptions, Progress
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
 
 class SaveKeywords(TypedDict, total=False):
@@ -90,7 +92,7 @@ def executor(staged: Staged, writer: WriterProcess | None) -> Callable[..., Exec
         plan: Plan,
         root: Path,
         options: ExecutionOptions,
-        progress: Progress,
+        progress: Advance,
         memory: Mapping[str, memoryview],
     ) -> Execution:
         require_shared(memory, regions)

@@ -113,15 +113,22 @@ class SaveThread:
             path = write()
         except BaseException as error:
             del write
-            release()
+            self._give_back(release)
             self._failure = error
             _log.error("%s was not saved: %s", self.future.path, error)
             self.future.set_exception(error)
         else:
             del write
-            release()
+            self._give_back(release)
             self._call(self._on_published, "on_published")
             self.future.set_result(path)
+
+    def _give_back(self, release: Callable[[], None]) -> None:
+        """Give the copy's memory back; the outcome of the save is known, and does not change."""
+        try:
+            release()
+        except BaseException:  # others wait for the future
+            _log.exception("the host memory of %s was not given back", self.future.path)
 
     def _call(self, callback: Callback | None, name: str) -> None:
         """Call *callback*; a save does not fail because of it."""

@@ -86,10 +86,10 @@ class WriterProcess:
             regions: Shared memory.
 
         Raises:
-            StorageError: A read or write failed, or the child ended.
+            StorageError: A read or write failed, or the child ended or could not be started.
         """
+        connection = self._connect()
         try:
-            connection = self._connect()
             numbers = [self._send_region(connection, region) for region in regions]
             places = {name: _place(view, regions, numbers) for name, view in memory.items()}
             files = tuple(replace(file, frame=no_frame) for file in plan.files)
@@ -121,7 +121,10 @@ class WriterProcess:
     def _connect(self) -> Connection:
         with self._closing:
             if self._connection is None:
-                self._connection = self._start()
+                try:
+                    self._connection = self._start()
+                except OSError as error:
+                    raise StorageError.from_os_error(error, "start", sys.executable) from error
             return self._connection
 
     def _start(self) -> Connection:

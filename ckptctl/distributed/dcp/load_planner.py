@@ -149,7 +149,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """Put a leaf that is no tensor where the user has it.
 
         Raises:
-            UnsafePickleError: It needs a class that is not known to be harmless.
+            CkptError: It cannot be read, or needs a class that is not known to be harmless.
         """
         name = read_item.dest_index.fqn
         found = unpickled(value, name, "the checkpoint", trusted=self.trusted)

@@ -14,17 +14,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, memory_name
 from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of
 from ckptctl.distributed.dcp.noted import noted
 from ckptctl.distributed.group import threads
+from ckptctl.distributed.loading.options import load_options
 from ckptctl.distributed.loading.tensor_memory import steps_of, target
 from ckptctl.distributed.state import state_of
 from ckptctl.distributed.values import read_values
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops.loading.nothing_lost import require_nothing_lost
-from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.reading import prepare
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
@@ -55,7 +54,7 @@ class Reader(StorageReader):
         rules: TOML file that says how ranks divide tensors.
         sizes: Axis sizes that no configuration states.
         assets: Directory with configuration.
-        dequantize: torch's name of the dtype that quantised tensors are turned into.
+        dequantize: Turn quantised tensors into ``bf16`` or ``fp32``; None: take them as they are.
         cast: Whether floating tensors may get another dtype than the checkpoint's.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
@@ -63,6 +62,9 @@ class Reader(StorageReader):
 
     Attributes:
         bytes_read: Bytes of tensors that this rank read in the last load, those below a URL apart.
+
+    Raises:
+        UsageError: An option makes no sense.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Reader(StorageReader):
         jobs: int = 0,
     ) -> None:
         super().__init__()
-        self._options = LoadOptions(
+        self._options = load_options(
             format=format,
             model_type=model_type,
             layout=layout,
@@ -95,10 +97,10 @@ class Reader(StorageReader):
             root=root,
             weights=weights,
             tag=tag,
-            rules=None if rules is None else Path(rules),
-            sizes=sizes or {},
-            assets=None if assets is None else Path(assets),
-            dequantize=dequantize and (dtypes.parse(dequantize) or dequantize),
+            rules=rules,
+            sizes=sizes,
+            assets=assets,
+            dequantize=dequantize,
             cast=cast,
             trusted=trusted,
             checksum=checksum,

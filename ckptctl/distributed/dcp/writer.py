@@ -8,7 +8,6 @@ import uuid
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -25,17 +24,13 @@ from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.dcp.noted import noted
 from ckptctl.distributed.dcp.write_items import resolve
 from ckptctl.distributed.dcp.written_metadata import encoded
-from ckptctl.distributed.saving.rank_local import make_room, publish
-from ckptctl.distributed.saving.rank_output import SaveOptions, add_file, fill
-from ckptctl.distributed.saving.streams import stream
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.place import Place, place_at
+from ckptctl.distributed.saving.rank_local import RankFolder
 from ckptctl.errors import RefusedError, StorageError, listed
-from ckptctl.formats.dcp.metadata import METADATA
-from ckptctl.ops.overwrite import replaceable
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.storage.destinations import destination, staging_directory
-from ckptctl.storage.publish import Staging, staging
 from ckptctl.storage.remote import direct
-from ckptctl.storage.remote.urls import local_path
+from ckptctl.storage.remote.path import named
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
@@ -47,12 +42,12 @@ class Writer(StorageWriter):
 
     Ranks write into a staging directory; the coordinator renames it in :meth:`finish`, after it has
     found every item of the plan in it. Below a URL (``s3://…``, ``memory://…``) there is no such
-    rename: files are streams, and the metadata, without which there is no checkpoint, comes last.
+    rename: the coordinator locks the place, files are streams, and the metadata, without which
+    there is no checkpoint, comes last.
 
     Args:
         path: Where the checkpoint will appear; on a file system that all ranks see, or a URL.
-        overwrite: See :class:`~ckptctl.distributed.saving.rank_output.SaveOptions`, as all that
-            follow.
+        overwrite: See :class:`~ckptctl.distributed.saving.options.SaveOptions`, as all that follow.
         files: How many per rank.
         jobs: Threads per rank.
         memory: Bytes of buffers per rank.
@@ -74,12 +69,12 @@ class Writer(StorageWriter):
         super().__init__()
         self._options = SaveOptions(overwrite, files, jobs, memory, sync, checksum)
         self._stack: ExitStack | None = None
-        self._stage: Staging | None = None
+        self._place: Place | None = None
         self.reset(path)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs to save with it."""
-        return self.__dict__ | {"_stack": None, "_stage": None}
+        return self.__dict__ | {"_stack": None, "_place": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the last save; from now on write to *checkpoint_id*, where one is given."""
@@ -88,7 +83,6 @@ class Writer(StorageWriter):
         self._save_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
-            self._url = direct.url_of(checkpoint_id)
 
     @noted
     def set_up_storage_writer(
@@ -100,35 +94,31 @@ class Writer(StorageWriter):
         """Take note of who this rank is; see ``torch.distributed.checkpoint.StorageWriter``.
 
         Raises:
-            RefusedError: The path is no place for a checkpoint.
+            RefusedError: The path is no place for a checkpoint, or for one without collectives.
         """
         self._close()
         self._rank = kwargs.get("rank") or 0
         self._apart = not kwargs.get("use_collectives", True)
-        self._target = self._url or str(_destination(self.checkpoint_id))
+        path = named(self.checkpoint_id)
+        self._place = (
+            RankFolder(path, self._rank, self._options)
+            if self._apart
+            else place_at(path, self._options)
+        )
 
     @noted
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say where this rank is about to write; alone, make room there."""
-        if self._apart:
-            if self._url or self._options.overwrite:
-                raise RefusedError(
-                    "a save without collectives goes to a new directory on a file system",
-                    where=self._target,
-                )
-            make_room(Path(self._target), self._rank)
+        """Say where this rank is about to write."""
         return dataclasses.replace(plan, storage_data=self._target)
 
     @noted
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make room for all ranks; on the coordinator only.
+        """Make room for all ranks; on the coordinator only, or on each for itself.
 
         Raises:
             RefusedError: Something is there, or ranks mean different places.
             StorageError: A directory cannot be made.
         """
-        if self._apart:
-            return plans
         strange = [str(plan.storage_data) for plan in plans if plan.storage_data != self._target]
         # Plans that the planner made anew carry no mark of the writer.
         strange = [place for place in strange if place != "None"]
@@ -139,10 +129,7 @@ class Writer(StorageWriter):
                 why=f"another one: {strange[0]}",
                 hint="pass the same absolute path on every rank",
             )
-        if self._url:
-            self._require_new(self._url)
-        else:
-            self._make_room(Path(self._target))
+        self._make_room()
         return plans
 
     @noted
@@ -153,10 +140,7 @@ class Writer(StorageWriter):
             CkptError: What the planner gives is not what it planned, or a file cannot be written.
         """
         found = resolve(plan, planner, self._rank, self._options.files)
-        if self._url:
-            stream(found.files.plan, found.pieces, self._url, checksum=self._options.checksum)
-        else:
-            fill(found.files.plan, found.pieces, self._data, self._options)
+        self._place_set.fill(found.files.plan, found.pieces)
         future: Future[list[WriteResult]] = Future()
         future.set_result(found.results())
         return future
@@ -178,15 +162,9 @@ class Writer(StorageWriter):
         metadata.storage_meta = self.storage_meta()
         content = encoded(metadata)
         self._require_files(stored.values())
-        if self._url:
-            direct.write(self._url, METADATA, b"".join(content))
-        elif self._apart:
-            publish(Path(self._target), self._rank, content, sync=self._options.sync)
-        else:
-            if not self._stage:
-                raise RefusedError("another save took the place of this one", where=self._target)
-            add_file(self._data / METADATA, content, sync=self._options.sync)
-            self._stage.publish()
+        if self._stack is None:
+            raise RefusedError("another save took the place of this one", where=self._target)
+        self._place_set.publish(content)
         self._close()
 
     @classmethod
@@ -199,30 +177,25 @@ class Writer(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
-    def _data(self) -> Path:
-        target = Path(self._target)
-        return target if self._apart else staging_directory(target) / "data"
+    def _place_set(self) -> Place:
+        assert self._place, "torch sets a writer up before anything else"
+        return self._place
 
-    def _require_new(self, url: str) -> None:
-        if direct.exists(url, METADATA):
-            raise RefusedError(
-                "the destination exists",
-                where=url,
-                why="there is no way to replace it in one step",
-                hint="save under a name of its own",
-            )
+    @property
+    def _target(self) -> str:
+        return str(self._place_set.target)
 
-    def _make_room(self, target: Path) -> None:
+    def _make_room(self) -> None:
         # A save that fails on another rank does not come back here; its place is still taken.
-        earlier = _OPEN.get(self._target)
+        earlier = None if self._apart else _OPEN.get(self._target)
         if earlier:
             earlier._close()
-        stack = ExitStack()
-        room = staging(target, overwrite=self._options.overwrite, is_checkpoint=replaceable)
-        self._stage = stack.enter_context(room)
-        self._stack = stack
-        _OPEN[self._target] = self
-        weakref.finalize(self, _close, stack)
+        with ExitStack() as stack:
+            self._place_set.make_room(stack)
+            self._stack = stack.pop_all()
+        if not self._apart:
+            _OPEN[self._target] = self
+        weakref.finalize(self, _close, self._stack)
 
     def _require_files(self, places: Iterable[StorageInfo]) -> None:
         """Make sure that the coordinator sees what the others wrote."""
@@ -231,7 +204,7 @@ class Writer(StorageWriter):
             end = place.offset + place.length
             ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
         for name, end in ends.items():
-            size = self._size(name)
+            size = self._place_set.size(name)
             if size < end:
                 raise StorageError(
                     "what a rank wrote is not there",
@@ -240,25 +213,15 @@ class Writer(StorageWriter):
                     hint="save to a file system that all ranks share",
                 )
 
-    def _size(self, name: str) -> int:
-        if self._url:
-            return direct.size(self._url, name)
-        path = self._data / name
-        return path.stat().st_size if path.is_file() else -1
-
     def _close(self) -> None:
         if self._stack:
             _close(self._stack)
-        self._stack = self._stage = None
+        self._stack = None
 
 
 def _close(stack: ExitStack) -> None:
     with suppress(ValueError):  # signal handlers are given back by the main thread alone
         stack.close()
-
-
-def _destination(path: str | os.PathLike[str]) -> Path:
-    return destination(Path(local_path(path)).expanduser().absolute())
 
 
 def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:

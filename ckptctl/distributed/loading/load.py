@@ -13,9 +13,9 @@ from ckptctl import families
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.agreement import Broadcast, How
 from ckptctl.distributed.loading.collective import CollectiveLoad
+from ckptctl.distributed.loading.options import load_options
 from ckptctl.errors import UsageError
-from ckptctl.ops import option_checks
-from ckptctl.ops.loading.options import LoadOptions, LoadReport
+from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Alone
 
 
@@ -81,7 +81,7 @@ def load(
     Raises:
         CkptError: On every rank, whichever failed.
     """
-    options = LoadOptions(
+    options = load_options(
         format=format,
         model_type=model_type,
         layout=layout,
@@ -89,15 +89,15 @@ def load(
         root=root,
         weights=weights,
         tag=tag,
-        rules=option_checks.path(rules),
-        sizes=sizes or {},
-        assets=option_checks.path(assets),
-        dequantize=option_checks.floating(dequantize, "dequantize"),
+        rules=rules,
+        sizes=sizes,
+        assets=assets,
+        dequantize=dequantize,
         strict=strict,
         cast=cast,
         trusted=trusted,
         checksum=checksum,
-        jobs=jobs or 0,
+        jobs=jobs,
     )
     if broadcast not in (True, False, "auto"):
         raise UsageError("`broadcast` is True, False or 'auto'", why=f"it is {broadcast!r}")

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl.catalog import Blob
-from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
+from ckptctl.distributed.plan_cache import PlanCache
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.place import Place, place_at
-from ckptctl.distributed.saving.rank_output import Held, SaveOptions, held
+from ckptctl.distributed.saving.plans import SavedPlan
+from ckptctl.distributed.saving.rank_output import Held, held
 from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
 from ckptctl.formats.dcp.metadata import Item

@@ -18,6 +18,7 @@ from ckptctl.storage import trash
 from ckptctl.storage.destinations import check_target, destination
 
 MODEL = "model"
+"""The key of the model in a state of training."""
 
 _log = logging.getLogger("ckptctl")
 
@@ -45,7 +46,7 @@ def save_converted(
     ranks = coordinator(group)
     target = destination(Path(out).expanduser().absolute())
     stage = target.parent / f".{target.name}.ckptctl-final"
-    alone = MODEL in state and options.only == MODEL
+    alone = MODEL in state and options.only == "model"
     kept: StateDict = {MODEL: state[MODEL]} if alone else state
 
     def make_room() -> None:

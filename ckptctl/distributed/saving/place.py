@@ -10,20 +10,22 @@ from typing import Protocol
 
 import torch
 
-from ckptctl.distributed.saving.rank_output import SaveOptions, add_file, fill
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.rank_output import fill
 from ckptctl.distributed.saving.streams import stream
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.dcp.metadata import METADATA
-from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.destinations import destination, staging_directory
-from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.destinations import destination
+from ckptctl.storage.publish import Staging, data_directory, staging
 from ckptctl.storage.remote import direct, mounts
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import system_of
 from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
 from ckptctl.storage.remote.writing import NAME, Writing
+from ckptctl.storage.sync import add_file
 
 DATA = re.compile(r"__\d+_\d+\.distcp")
 """The files of ranks."""
@@ -68,21 +70,21 @@ class Folder:
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`Place`."""
-        fill(plan, pieces, self._data, self._options)
+        fill(plan, pieces, data_directory(self.target), self._options)
 
     def size(self, name: str) -> int:
         """See :class:`Place`."""
-        path = self._data / name
-        return path.stat().st_size if path.is_file() else -1
+        return size_of(data_directory(self.target) / name)
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`Place`."""
-        add_file(self._data / METADATA, metadata, sync=self._options.sync)
+        add_file(self._stage.data / METADATA, metadata, sync=self._options.sync)
         self._stage.publish()
 
-    @property
-    def _data(self) -> Path:
-        return staging_directory(self.target) / "data"
+
+def size_of(path: Path) -> int:
+    """Return the size of a file; -1: there is none."""
+    return path.stat().st_size if path.is_file() else -1
 
 
 class Url:

@@ -6,24 +6,108 @@ when all are done: the directory is complete when every rank's metadata has its 
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+
 from ckptctl.catalog import Blob
-from ckptctl.distributed.saving.rank_output import Held, SaveOptions, add_file, fill, held
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.place import size_of
+from ckptctl.distributed.saving.rank_output import Held, fill, held, require_local
 from ckptctl.distributed.state import State
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.saving.decision import all_of
 from ckptctl.ops.saving.files import RankItems, metadata, rank_files
 from ckptctl.ops.saving.holdings import pack
+from ckptctl.planner.plan import Plan
 from ckptctl.storage import rename
 from ckptctl.storage.destinations import destination
-from ckptctl.storage.sync import sync_directory
+from ckptctl.storage.sync import add_file, sync_directory
 
 NOTHING = RankItems((), (), (), ())
+
+
+class RankFolder:
+    """A directory to which each rank adds its own part of a checkpoint.
+
+    It is a :class:`~ckptctl.distributed.saving.place.Place` of one rank.
+
+    Args:
+        path: The directory.
+        rank: This rank.
+        options: How.
+
+    Raises:
+        RefusedError: A checkpoint would have to be replaced, or it would go to a URL.
+    """
+
+    def __init__(self, path: Path, rank: int, options: SaveOptions) -> None:
+        require_local(path)
+        if options.overwrite:
+            raise RefusedError(
+                "a save without collectives cannot replace a checkpoint",
+                where=str(path),
+                why="no rank knows when the others are done with theirs: two saves would be mixed",
+                hint="save under a new name and prune the old one",
+            )
+        self.target = destination(path.expanduser().absolute())
+        self._rank = rank
+        self._options = options
+
+    def make_room(self, _: ExitStack) -> None:
+        """Make the directory, and remove what this rank left there when it was killed.
+
+        Raises:
+            RefusedError: This rank has saved there already, or another checkpoint is there.
+            StorageError: It cannot be made.
+        """
+        target, own = self.target, metadata_name(self._rank)
+        taken = [name for name in (METADATA, own) if (target / name).exists()]
+        if taken or (target.exists() and not target.is_dir()):
+            raise RefusedError(
+                "the destination exists",
+                where=str(target / taken[0] if taken else target),
+                hint="save under a name of its own",
+            )
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            for leftover in self._leftovers():
+                leftover.unlink()
+        except OSError as error:
+            raise StorageError.from_os_error(error, "make", str(target)) from error
+
+    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+        """Write this rank's files."""
+        fill(plan, pieces, self.target, self._options)
+
+    def size(self, name: str) -> int:
+        """Return the size of a file; -1: it is not there."""
+        return size_of(self.target / name)
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """Give this rank's metadata its name; then what it wrote is a part of the checkpoint.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        final = self.target / metadata_name(self._rank)
+        unfinished = final.with_name(f"{final.name}.tmp")
+        add_file(unfinished, metadata, sync=self._options.sync)
+        try:
+            rename.move(unfinished, final)
+            if self._options.sync:
+                sync_directory(self.target)
+                sync_directory(self.target.parent)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "publish", str(final)) from error
+
+    def _leftovers(self) -> Iterator[Path]:
+        mine = re.compile(rf"__{self._rank}(_\d+\.distcp|\.metadata\.tmp)")
+        return (path for path in self.target.glob("__*") if mine.fullmatch(path.name))
 
 
 def write_alone(
@@ -45,75 +129,16 @@ def write_alone(
         RefusedError: This rank has saved there already.
         StorageError: A file cannot be written.
     """
-    if options.overwrite:
-        raise RefusedError(
-            "a save without collectives cannot replace a checkpoint",
-            where=str(path),
-            why="no rank knows when the others are done with theirs: two saves would be mixed",
-            hint="save under a new name and prune the old one",
-        )
-    target = destination(path.expanduser().absolute())
+    place = RankFolder(path, rank, options)
     own = held(state)
     decision = all_of(rank, world, pack(own.holding))
     files = rank_files(
         rank, own.holding, decision.shares[rank], own.steps, own.values, options.files
     )
-    make_room(target, rank)
-    fill(files.plan, own.pieces, target, options)
-    items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
-    values = [(Blob(name, own.holding.paths[name]), item) for name, item in files.items.items()]
-    content = metadata(decision, items).complete(values)
-    publish(target, rank, content, sync=options.sync)
-    return target
-
-
-def make_room(target: Path, rank: int) -> None:
-    """Make the directory, and remove what this rank left there when it was killed.
-
-    Raises:
-        RefusedError: This rank has saved there already, or another checkpoint is there.
-        StorageError: It cannot be made.
-    """
-    taken = [name for name in (METADATA, metadata_name(rank)) if (target / name).exists()]
-    if taken or (target.exists() and not target.is_dir()):
-        raise RefusedError(
-            "the destination exists",
-            where=str(target / taken[0] if taken else target),
-            hint="save under a name of its own",
-        )
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for leftover in _leftovers(target, rank):
-            leftover.unlink()
-    except OSError as error:
-        raise StorageError.from_os_error(error, "make", str(target)) from error
-
-
-def _leftovers(target: Path, rank: int) -> Iterator[Path]:
-    mine = re.compile(rf"__{rank}(_\d+\.distcp|\.metadata\.tmp)")
-    return (path for path in target.glob("__*") if mine.fullmatch(path.name))
-
-
-def publish(target: Path, rank: int, content: tuple[bytes, ...], *, sync: bool) -> None:
-    """Give the metadata of *rank* its name; then what it wrote is a part of the checkpoint.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    final = target / metadata_name(rank)
-    unfinished = final.with_name(f"{final.name}.tmp")
-    add_file(unfinished, content, sync=sync)
-    try:
-        _rename(unfinished, final)
-        if sync:
-            sync_directory(target)
-            sync_directory(target.parent)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "publish", str(final)) from error
-
-
-def _rename(unfinished: Path, final: Path) -> None:
-    try:
-        rename.rename(unfinished, final, rename.NOREPLACE)
-    except rename.UnsupportedRenameError:
-        os.rename(unfinished, final)  # noqa: PTH104
+    with ExitStack() as stack:
+        place.make_room(stack)
+        place.fill(files.plan, own.pieces)
+        items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
+        values = [(Blob(name, own.holding.paths[name]), item) for name, item in files.items.items()]
+        place.publish(metadata(decision, items).complete(values))
+    return place.target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,41 +13,13 @@ import torch
 
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.saving.host_memory import host_views
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.saving.holdings import DIGEST, Chunk, Holding
-from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.remote.urls import is_url, masked
-from ckptctl.storage.sync import sync_directory, write_file
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How a checkpoint is written.
-
-    Attributes:
-        overwrite: Whether to replace a checkpoint of that name, in one step.
-        files: Files per rank; threads do not wait for each other when they write several.
-        jobs: Threads per rank; 0: its part of the host's cores, at most four.
-        memory: Bytes of buffers per rank, for tensors that have to be reordered or copied from a
-            device on their way.
-        sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
-            can leave a checkpoint whose data is not there.
-        checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
-        execute: What carries out a rank's plan: the function of
-            :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
-    """
-
-    overwrite: bool = False
-    files: int = 1
-    jobs: int = 0
-    memory: int = 64 * MIB
-    sync: bool = True
-    checksum: bool = True
-    execute: Callable[..., Execution] = execute
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +121,3 @@ def require_local(path: str | Path) -> None:
             where=masked(os.fspath(path)),
             hint="save with collectives, or to a file system",
         )
-
-
-def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
-    """Write a new file.
-
-    Args:
-        path: Its path.
-        content: Its parts.
-        sync: Whether it and its name have to be on disk.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    write_file(path, *content, sync=sync)
-    if sync:
-        sync_directory(path.parent)

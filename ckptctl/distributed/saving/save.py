@@ -8,19 +8,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.plan_cache import PlanCache, SavedPlan
+from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.collective import CollectiveSave
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.plans import PLANS, SavedPlan
 from ckptctl.distributed.saving.rank_local import write_alone
-from ckptctl.distributed.saving.rank_output import Held, SaveOptions, require_local
+from ckptctl.distributed.saving.rank_output import Held, require_local
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.storage.remote.path import named
-
-__all__ = ["SaveOptions", "save", "write"]
-
-PLANS = PlanCache[SavedPlan]()
-"""The plans of this process."""
 
 
 def save(

@@ -50,9 +50,9 @@ def _of_megatron(files: SourceFiles, catalog: Catalog, partial: bool) -> Catalog
     common, finished = ((files.root / name).is_file() for name in (MEGATRON, FINISHED))
     if common and not finished:
         raise DamagedError(
-            "the save was interrupted",
+            f"the save was interrupted: `{FINISHED}` is missing",
             where=str(files.root),
-            why=f"Megatron writes {FINISHED} last, and it is missing",
+            why="Megatron writes it last",
             hint="use the save before it",
         )
     if common:

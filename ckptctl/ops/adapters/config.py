@@ -14,10 +14,9 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.adapters.expressions import check_expressions, matching
+from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.mapping.adapters import PREFIX, is_adapter, is_factor, module_of
 from ckptctl.storage.remote.path import path_at
-
-Json = Mapping[str, object]
 
 REFUSED = {
     "lora_bias": "biases of B",

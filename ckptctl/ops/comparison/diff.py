@@ -8,15 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
+from ckptctl.errors import MappingError
 from ckptctl.ops.comparison.leaves import compare_leaves
 from ckptctl.ops.comparison.options import DiffOptions, Weights
-from ckptctl.ops.comparison.pairing import Pair, Pairing, pair
-from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
+from ckptctl.ops.comparison.pairing import Pair, Pairing, Unpaired, pair
+from ckptctl.ops.comparison.result import Difference, LeafDifference, Side, TensorDifference
 from ckptctl.ops.comparison.scope import Scope, map_other, read_leaves
-from ckptctl.ops.comparison.sides import open_sides
-from ckptctl.ops.comparison.values import Windows, located, same_checksums
+from ckptctl.ops.comparison.sides import open_sides, option_names
+from ckptctl.ops.comparison.values import Windows, same_checksums
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.located import located
+from ckptctl.ops.option_names import renaming
 from ckptctl.ops.recognition.selection import checked_root
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.compare import all_zero, equal
@@ -24,7 +27,7 @@ from ckptctl.storage.computed import open_reader
 from ckptctl.storage.errors_between import Errors
 from ckptctl.storage.remote.path import shown
 
-__all__ = ["DiffOptions", "Difference", "Weights", "diff"]
+__all__ = ["DiffOptions", "Weights", "diff"]
 
 
 @dataclass(slots=True)
@@ -55,7 +58,8 @@ def diff(
     start = time.monotonic()
     first, second = map(read_leaves, open_sides(a, b, options))
     if options.root_a is not None:
-        checked_root(first, options.root_a)
+        with renaming(option_names("a")):
+            checked_root(first, options.root_a)
     asked = LoadOptions(
         model_type=options.model_type,
         layout=options.layout_a,
@@ -65,11 +69,26 @@ def diff(
         dequantize=options.dequantize,
         sizes=options.sizes,
     )
-    mapping = map_other(first, second, asked)
+    with renaming(option_names("b")):
+        mapping = map_other(first, second, asked)
     found = pair(first, second, mapping, Scope(options.include, options.exclude, options.only))
+    _require_something(found, options)
     values = _Values() if options.structure else _values(first, found, options, progress)
-    paths = shown(a), shown(b)
-    return _difference(paths, (first, second), found, values, options, time.monotonic() - start)
+    sides = (
+        _side(shown(a), first, found.mapping.layout, found.a),
+        _side(shown(b), second, found.mapping.from_layout, found.b, values.only_b),
+    )
+    leaves = () if options.structure else compare_leaves(first, second, found.leaves)
+    return _difference(*sides, found, values, leaves, options, time.monotonic() - start)
+
+
+def _require_something(found: Pairing, options: DiffOptions) -> None:
+    """Refuse globs that leave nothing: two checkpoints would be called the same for it."""
+    alone = (*found.a.only, *found.a.only_leaves, *found.b.only, *found.b.only_leaves)
+    if (options.include or options.exclude) and not (found.pairs or found.leaves or alone):
+        raise MappingError(
+            "nothing is left to compare", why="what is included and excluded leaves no name"
+        )
 
 
 def _values(first: Catalog, found: Pairing, options: DiffOptions, progress: Watch) -> _Values:
@@ -112,50 +131,40 @@ def _lost(mapping: StateMapping) -> list[str]:
     return lost
 
 
+def _side(
+    path: str, catalog: Catalog, layout: str | None, rest: Unpaired, lost: Sequence[str] = ()
+) -> Side:
+    """Return what is told of one of the two; *lost* was left out, and nothing else holds it."""
+    left = {name: why for name, why in rest.left_out.items() if name not in lost}
+    return Side(path, catalog.format, layout, (*rest.only, *lost), rest.only_leaves, left)
+
+
 def _difference(
-    paths: tuple[str, str],
-    both: tuple[Catalog, Catalog],
+    a: Side,
+    b: Side,
     found: Pairing,
     values: _Values,
+    leaves: tuple[LeafDifference, ...],
     options: DiffOptions,
     seconds: float,
 ) -> Difference:
-    mapping = found.mapping
     tensors = [_tensor(one, values.errors.get(one.entry.name)) for one in found.pairs]
-    left = {name: why for name, why in found.left_out[1].items() if name not in values.only_b}
-    sides = (
-        Side(
-            paths[0],
-            both[0].format,
-            mapping.layout,
-            found.only[0],
-            found.only_leaves[0],
-            found.left_out[0],
-        ),
-        Side(
-            paths[1],
-            both[1].format,
-            mapping.from_layout,
-            (*found.only[1], *values.only_b),
-            found.only_leaves[1],
-            left,
-        ),
-    )
     within = [
         one for one in values.errors.values() if not one.differing and one.max_abs is not None
     ]
     return Difference(
-        *sides,
-        model_type=mapping.model_type,
+        a,
+        b,
+        model_type=found.mapping.model_type,
         structure=options.structure,
         compared=len(found.pairs),
         by_checksum=values.by_checksum,
         within=len(within),
         tensors=_sorted(tensors, options),
         compared_leaves=len(found.leaves),
-        leaves=() if options.structure else compare_leaves(*both, found.leaves),
+        leaves=leaves,
         bytes_read=values.bytes_read,
-        notes=_notes(mapping, tensors),
+        notes=_notes(found.mapping, tensors),
         seconds=seconds,
     )
 

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Sequence
 
 from ckptctl.catalog import Catalog
+from ckptctl.ops.comparison.pairing import LeafPair
 from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 
@@ -13,15 +14,13 @@ SHOWN = 60
 FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
 
 
-def compare_leaves(
-    a: Catalog, b: Catalog, pairs: Sequence[tuple[str, str]]
-) -> tuple[LeafDifference, ...]:
+def compare_leaves(a: Catalog, b: Catalog, pairs: Sequence[LeafPair]) -> tuple[LeafDifference, ...]:
     """Return which of the leaves differ.
 
     Args:
         a: A checkpoint whose leaves were read.
         b: Another one.
-        pairs: Names in *a* and in *b*.
+        pairs: The leaves.
     """
     found = []
     for name, other in pairs:

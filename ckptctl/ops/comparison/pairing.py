@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.ops.comparison.scope import Scope
@@ -41,6 +42,33 @@ class Pair:
         return len(self.mapped) == 1 and one.renames and one.sources[0].sizes == self.entry.shape
 
 
+class LeafPair(NamedTuple):
+    """A leaf that is no tensor, in both.
+
+    Attributes:
+        a: Its name in A.
+        b: Its name in B.
+    """
+
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpaired:
+    """What one of the two holds that has no partner in the other one.
+
+    Attributes:
+        only: Names of tensors that it has alone.
+        only_leaves: Likewise of other leaves.
+        left_out: Names that are not compared, and why.
+    """
+
+    only: tuple[str, ...]
+    only_leaves: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Pairing:
     """What is to be compared.
@@ -48,18 +76,16 @@ class Pairing:
     Attributes:
         mapping: How B becomes A.
         pairs: Tensors that both have.
-        leaves: Names of other leaves that both have, in A and in B.
-        only: Names of tensors that one of them has alone, of A and of B.
-        only_leaves: Likewise of other leaves.
-        left_out: Names that are not compared, and why, of A and of B.
+        leaves: Other leaves that both have.
+        a: What is left of A.
+        b: What is left of B.
     """
 
     mapping: StateMapping
     pairs: tuple[Pair, ...]
-    leaves: tuple[tuple[str, str], ...]
-    only: tuple[tuple[str, ...], tuple[str, ...]]
-    only_leaves: tuple[tuple[str, ...], tuple[str, ...]]
-    left_out: tuple[dict[str, str], dict[str, str]]
+    leaves: tuple[LeafPair, ...]
+    a: Unpaired
+    b: Unpaired
 
 
 def pair(a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope) -> Pairing:
@@ -87,23 +113,30 @@ def pair(a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope) -> Pairing
     )
     held = {one.entry.name for one in pairs}
     used = {name for one in pairs for name in one.sources}
-    leaves = tuple(
-        (moved(name, mapping.root, mapping.prefix), name) for name in b.blobs if name not in left_b
+    leaves = (
+        LeafPair(moved(name, mapping.root, mapping.prefix), name)
+        for name in b.blobs
+        if name not in left_b
     )
-    both = tuple(one for one in leaves if one[0] in a.blobs and one[0] not in left_a)
-    met_a, met_b = {one[0] for one in both}, {one[1] for one in both}
+    both = tuple(one for one in leaves if one.a in a.blobs and one.a not in left_a)
     return Pairing(
         mapping,
         pairs,
         both,
-        (_rest(a.tensors, held, left_a), _rest(b.tensors, used, left_b)),
-        (_rest(a.blobs, met_a, left_a), _rest(b.blobs, met_b, left_b)),
-        (left_a, left_b),
+        _unpaired(a, held, {one.a for one in both}, left_a),
+        _unpaired(b, used, {one.b for one in both}, left_b),
     )
 
 
-def _rest(names: Collection[str], used: Collection[str], left: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in used and name not in left)
+def _unpaired(
+    catalog: Catalog, tensors: Collection[str], leaves: Collection[str], left: Mapping[str, str]
+) -> Unpaired:
+    """Return what is neither among the paired *tensors* and *leaves* nor *left* out."""
+    return Unpaired(
+        tuple(name for name in catalog.tensors if name not in tensors and name not in left),
+        tuple(name for name in catalog.blobs if name not in leaves and name not in left),
+        left,
+    )
 
 
 @dataclass(frozen=True, slots=True)

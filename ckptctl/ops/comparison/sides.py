@@ -15,13 +15,26 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.ops.comparison.options import DiffOptions, Weights
+from ckptctl.ops.option_names import renaming
 from ckptctl.ops.recognition.dequantise import dequantised
 
 T = TypeVar("T")
+_OPTIONS = ("from", "weights", "tag", "root", "from-layout")
+_ELSEWHERE = {"from": "format", "from-layout": "layout"}
+
+
+def option_names(side: str) -> dict[str, str]:
+    """Return what options that are about one checkpoint are called for one of two.
+
+    Args:
+        side: ``a`` or ``b``.
+    """
+    return {f"--{name}": f"--{_ELSEWHERE.get(name, name)}-{side}" for name in _OPTIONS}
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
+    side: str
     path: str | Path
     format: str | None
     model_type: str | None
@@ -29,14 +42,15 @@ class _Chosen:
     tag: str | None
 
     def open(self, rules: Path | None) -> Catalog:
-        return formats.open_checkpoint(
-            self.path,
-            self.format,
-            self.model_type,
-            weights=self.weights,
-            tag=self.tag,
-            rules=rules,
-        )
+        with renaming(option_names(self.side)):
+            return formats.open_checkpoint(
+                self.path,
+                self.format,
+                self.model_type,
+                weights=self.weights,
+                tag=self.tag,
+                rules=rules,
+            )
 
 
 def open_sides(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catalog]:
@@ -48,8 +62,8 @@ def open_sides(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catal
     """
     kind = options.model_type
     chosen = (
-        _Chosen(a, options.format_a, kind, options.weights_a, options.tag_a),
-        _Chosen(b, options.format_b, kind, options.weights_b, options.tag_b),
+        _Chosen("a", a, options.format_a, kind, options.weights_a, options.tag_a),
+        _Chosen("b", b, options.format_b, kind, options.weights_b, options.tag_b),
     )
     opened = _by_rules(chosen, options.rules) if options.rules else [c.open(None) for c in chosen]
     return _plain(opened, options.dequantize) if options.dequantize else opened

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from ckptctl import dtypes, formats
+from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
-from ckptctl.ops.watch import Advance
-from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, parts
 from ckptctl.storage.execution.executor import execute
@@ -33,19 +32,6 @@ BATCH = 16 << 20
 """Bytes that are read of each side at a time."""
 MANY = 256
 """Windows that are read at a time."""
-
-
-def located(catalog: Catalog, names: Sequence[str]) -> Catalog:
-    """Prove that the tensors called *names* are whole, and find their bytes.
-
-    Raises:
-        CoverageError: One is not.
-        DamagedError: What lies in a file is not what the index says.
-    """
-    entries = {name: catalog.tensors[name] for name in dict.fromkeys(names)}
-    for entry in entries.values():
-        check_coverage(entry)
-    return formats.resolve(replace(catalog, tensors=entries, blobs={}, replicas={}))
 
 
 def same_checksums(a: TensorEntry, b: TensorEntry) -> bool:

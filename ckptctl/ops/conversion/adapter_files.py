@@ -12,9 +12,10 @@ from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.formats.assets import documents
 from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.peft import CONFIG
-from ckptctl.ops.adapters.config import Json, Settings, described, settings
+from ckptctl.ops.adapters.config import Settings, described, settings
 from ckptctl.ops.conversion.documents import Assets, Papers, dumped
 from ckptctl.ops.recognition.layout_change import Change
+from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.families.templates import skeleton
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter, module_of
 from ckptctl.planner.plan import RawCopy
@@ -54,7 +55,7 @@ def adapter_papers(
             f"layout {change.target_layout} has one rank and one alpha for all modules",
             where=CONFIG,
             why="this adapter has rank or alpha patterns, or rank-stabilised scaling",
-            hint="`ckptctl merge` merges it into its model",
+            hint="`ckptctl merge BASE ADAPTER DST` merges it into its model",
         )
     if target.single_file:
         return Papers((), (), {}, (_advice(known, ranks),))

@@ -16,21 +16,25 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.ops.adapters.config import factors_only, require_adapter
-from ckptctl.ops.conversion import checks, proofs, upload
+from ckptctl.ops.conversion import proofs, upload
 from ckptctl.ops.conversion.adapter_files import beside
+from ckptctl.ops.conversion.checks import require_sense
 from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.missing import Missing, find_missing
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.conversion.reading_back import require_published
+from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.quantised import advised
-from ckptctl.ops.recognition.recognise import Json, Recognition, recognise
+from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.verification.replicas import replicated
-from ckptctl.storage.destinations import require_space
+from ckptctl.planner.configs.stated import Json
+from ckptctl.storage.advance import Advance
+from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.publish import Staging, staging
 from ckptctl.storage.remote.path import named, path_at
 from ckptctl.storage.remote.urls import is_url
@@ -43,7 +47,6 @@ __all__ = [
     "run_conversion",
 ]
 
-Progress = Callable[[int], None]
 Change = Callable[[Catalog, Recognition, Mapping[str, Json]], Catalog]
 
 
@@ -77,9 +80,10 @@ def plan_changed(
         CkptError: See :func:`plan_conversion`.
     """
     target = formats.target(options.to)
-    checks.options(options, target)
+    require_sense(options, target)
     source = formats.existing(src)
-    destination = checks.destination(source, named(dst), options.overwrite, replaceable)
+    kind = Replaceable(replaceable, file=target.single_file)
+    destination = require_destination(source, named(dst), options.overwrite, kind)
     catalog = formats.open_checkpoint(
         source,
         options.from_format,
@@ -112,7 +116,7 @@ def plan_changed(
 
 
 def run_conversion(
-    plan: ConversionPlan, progress: Progress | None = None, ranks: Coordinator | None = None
+    plan: ConversionPlan, progress: Advance | None = None, ranks: Coordinator | None = None
 ) -> ConversionResult:
     """Carry out *plan* and publish the output, whole or not at all.
 
@@ -152,7 +156,7 @@ def run_conversion(
 
 
 def _run_upload(
-    plan: ConversionPlan, progress: Progress | None, ranks: Coordinator, start: float
+    plan: ConversionPlan, progress: Advance | None, ranks: Coordinator, start: float
 ) -> ConversionResult:
     """Carry out *plan*, whose destination is a URL."""
     options = plan.options
@@ -160,7 +164,7 @@ def _run_upload(
 
     def proven(crcs: Sequence[int]) -> None:
         if options.verify:
-            checks.published(plan.plan, crcs)
+            require_published(plan.plan, crcs)
 
     done = upload.upload(
         plan.plan,
@@ -204,7 +208,7 @@ def _staging(plan: ConversionPlan) -> AbstractContextManager[Staging]:
         resume=options.resume,
         keep_on_error=options.resume,
         single_file=plan.plan.single_file,
-        is_checkpoint=replaceable,
+        is_checkpoint=Replaceable(replaceable, file=plan.plan.single_file),
     )
 
 
@@ -225,7 +229,7 @@ def _verify(
 
     def read_again() -> None:
         sharing.wait_for(Path(plan.plan.target))
-        checks.published(plan.plan, crcs, ranks)
+        require_published(plan.plan, crcs, ranks)
 
     try:
         together(ranks, read_again)

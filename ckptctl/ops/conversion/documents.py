@@ -15,7 +15,7 @@ from ckptctl.formats.base import copied, document
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.config_to_params import config_to_params
 from ckptctl.planner.configs.params_to_config import assumed, params_to_config
-from ckptctl.planner.configs.stated import plain
+from ckptctl.planner.configs.stated import Json, plain
 from ckptctl.planner.families.statements import spelled
 from ckptctl.planner.plan import OutputFile, RawCopy
 from ckptctl.storage.nearby import nearby
@@ -26,7 +26,6 @@ NO_CONFIG = (
     "there is no config.json: transformers cannot load this without one; `--assets DIR` takes it,"
     " and the tokenizer, from the model that was trained"
 )
-Json = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog
-from ckptctl.errors import DamagedError, MappingError
+from ckptctl.errors import DamagedError, MappingError, command
 from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
 from ckptctl.formats.shared.unknown_classes import require_known
-from ckptctl.ops.conversion import checks, ties
+from ckptctl.ops.conversion import ties
 from ckptctl.ops.conversion.adapter_files import adapter_papers
 from ckptctl.ops.conversion.documents import Assets, Papers, papers
-from ckptctl.ops.conversion.executable import executable, provenance
+from ckptctl.ops.conversion.executable import LaidOut, executable, provenance
 from ckptctl.ops.conversion.missing import Missing, leave_out, without
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.output_tensors import (
@@ -29,12 +29,13 @@ from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.conversion.reference import reference, require_same_keys
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
-from ckptctl.ops.recognition.layout_change import Change, change_layout
+from ckptctl.ops.destinations import free_bytes_at
+from ckptctl.ops.located import located
+from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
 from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.selection import Selection, chosen, select
 from ckptctl.planner.axes import Sizes
-from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.parallel.cuts import Share
@@ -80,9 +81,23 @@ class Draft:
     def plan(self) -> ConversionPlan:
         """Go through the steps."""
         selection = self._selected()
-        change = change_layout(
-            self.known,
-            selection.tensors,
+        change = self._change(selection)
+        rest = self._rest(selection, change)
+        mapped = self._mapped(change)
+        read = [*mapped, *rest.tensors]
+        equal = self._equal(change, rest)
+        self._locate(read, change, equal)
+        tensors = self._tensors(mapped, change, rest)
+        blobs = self._blobs(selection, change, rest)
+        output = self.target.lay_out(self._request(tensors, blobs, change))
+        beside = self._papers(change, tensors)
+        single_file = self.target.single_file
+        laid = LaidOut(read, tensors, output, beside, self.destination, single_file)
+        return self._finished(laid, change, equal)
+
+    def _change(self, selection: Selection) -> Change:
+        """Say what the model's tensors become, and note what the user should know of it."""
+        asked = LayoutRequest(
             self.options.to_layout or self.target.layout,
             self.catalog.path,
             source_layout=formats.get(self.catalog.format).layout,
@@ -93,6 +108,7 @@ class Draft:
             vocab=self.options.vocab_size,
             whole=self.whole,
         )
+        change = change_layout(self.known, selection.tensors, asked)
         self.notes += change.notes
         keep_together(
             self.catalog,
@@ -100,34 +116,31 @@ class Draft:
             renamed=not change.identity,
             dtype=self.options.dtype,
         )
-        rest = self._rest(selection, change)
-        mapped = in_checkpoint(change.tensors, self.known.root, self.keep_root)
-        prefix = self.known.root if self.keep_root else ""
-        self.catalog, zeros = made(self.catalog, change.zeros, self.known.root, prefix)
-        mapped += zeros
-        equal = self._equal(change, rest)
-        self._locate([*mapped, *rest.tensors], change, equal)
-        tensors = self._tensors(mapped, change, rest)
-        blobs = self._blobs(selection, change, rest)
-        output = self.target.lay_out(self._request(tensors, blobs, change))
-        self.left_out |= output.left_out
-        self.notes += output.notes
-        beside = self._papers(change, tensors)
-        self.notes += beside.notes
+        return change
+
+    def _mapped(self, change: Change) -> list[MappedTensor]:
+        """Return the model's tensors by their names in both checkpoints; those made up, too."""
+        root = self.known.root
+        mapped = in_checkpoint(change.tensors, root, self.keep_root)
+        prefix = root if self.keep_root else ""
+        self.catalog, zeros = made(self.catalog, change.zeros, root, prefix)
+        return [*mapped, *zeros]
+
+    def _finished(
+        self, laid: LaidOut, change: Change, equal: tuple[tuple[str, str], ...]
+    ) -> ConversionPlan:
+        """Return the plan, with all that was noted on the way."""
+        self.left_out |= laid.output.left_out
+        self.notes += [*laid.output.notes, *laid.beside.notes]
         return ConversionPlan(
             source=self.catalog,
             recognition=self.known,
             options=self.options,
             change=change,
-            output=tensors,
+            output=laid.tensors,
             plan=executable(
                 self.catalog,
-                [*mapped, *rest.tensors],
-                tensors,
-                output,
-                beside,
-                target=self.target,
-                destination=self.destination,
+                laid,
                 checksum=self.options.checksum,
                 provenance=provenance(self.catalog, self.known, self.missing),
             ),
@@ -135,7 +148,7 @@ class Draft:
             dropped={**change.dropped, **self.tied},
             left_out=self.left_out,
             notes=tuple(dict.fromkeys(self.notes)),
-            free_bytes=checks.free(self.destination),
+            free_bytes=free_bytes_at(self.destination),
             missing=self.missing,
         )
 
@@ -179,7 +192,7 @@ class Draft:
                 "nothing whole is left to convert",
                 where=self.catalog.path,
                 why=f"`{name}`: {why}; in all {len(lacking):,} are missing",
-                hint="`ckptctl verify` lists what is missing",
+                hint=f"{command('verify', self.catalog.path)} lists what is missing",
             )
         return selection
 
@@ -223,10 +236,7 @@ class Draft:
         needed = {view.key for item in mapped for view in item.sources}
         needed |= {name for pair in equal for name in pair}
         needed |= {root + name for name in change.must_be_zero}
-        tensors = {name: t for name, t in self.catalog.tensors.items() if name in needed}
-        for entry in tensors.values():
-            check_coverage(entry)
-        found = formats.resolve(replace(self.catalog, tensors=tensors, blobs={}, replicas={}))
+        found = located(self.catalog, [name for name in self.catalog.tensors if name in needed])
         self.catalog = replace(self.catalog, tensors=found.tensors)
 
     def _tensors(

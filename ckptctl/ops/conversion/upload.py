@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import CkptError, RefusedError, UsageError
-from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
@@ -47,7 +48,7 @@ def room_needed(plan: Plan) -> int:
 def upload(
     plan: Plan,
     options: ExecutionOptions,
-    progress: Callable[[int], None],
+    progress: Advance,
     *,
     overwrite: bool,
     proven: Callable[[Sequence[int]], None],

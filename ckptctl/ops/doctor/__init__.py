@@ -13,6 +13,7 @@ from ckptctl.errors import SourceNotFoundError
 from ckptctl.ops.doctor.check import Check
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.nearby import nearby
+from ckptctl.storage.remote.urls import is_url
 
 
 def doctor(directory: Path) -> tuple[Check, ...]:
@@ -25,6 +26,8 @@ def doctor(directory: Path) -> tuple[Check, ...]:
         SourceNotFoundError: It is no directory.
         UsageError: It is a URL.
     """
+    if is_url(directory):
+        require_path(directory)
     place = directory.expanduser().absolute()
     if not place.is_dir():
         require_path(directory)

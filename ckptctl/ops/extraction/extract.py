@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -10,27 +9,28 @@ from pathlib import Path
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, listed, nearest
-from ckptctl.ops.comparison.values import located
-from ckptctl.ops.conversion import checks
+from ckptctl.errors import UsageError
 from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.output_tensors import in_checkpoint
+from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.extraction.file import plan_file, write_file
 from ckptctl.ops.extraction.options import ExtractOptions, Taken
 from ckptctl.ops.extraction.preview import preview
 from ckptctl.ops.extraction.result import Extracted, Extraction
 from ckptctl.ops.extraction.slices import split_name, take
-from ckptctl.ops.extraction.tensor_files import overwritable
+from ckptctl.ops.extraction.tensor_files import OVERWRITABLE
+from ckptctl.ops.extraction.unknown import no_tensor
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.located import located
 from ckptctl.ops.recognition.dequantise import dequantised
-from ckptctl.ops.recognition.layout_change import change_layout
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import recognise
-from ckptctl.ops.recognition.selection import roots, select
+from ckptctl.ops.recognition.selection import checked_root, roots, select
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.remote.path import shown
 
@@ -73,7 +73,7 @@ def extract(
     reading = _reading(mapping, taken)
     if output is None:
         return _shown(shown(path), reading, taken)
-    target = checks.destination(source, output, options.overwrite, overwritable)
+    target = require_destination(source, output, options.overwrite, OVERWRITABLE)
     plan = plan_file(reading, taken, target)
     read = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
@@ -87,18 +87,17 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
         return StateMapping(catalog, tuple(same))
     assets = gather(catalog, None)
     documents = (unquantised(assets) if options.dequantize else assets).documents
-    known = recognise(catalog, options.model_type, options.from_layout, None, documents)
+    known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
     tensors = select(catalog, known.root).tensors
+    asked = LayoutRequest(
+        options.layout,
+        catalog.path,
+        source_layout=formats.get(catalog.format).layout,
+        given=options.sizes,
+        whole=tuple(tensors),
+    )
     with advised(catalog, known.root):
-        change = change_layout(
-            known,
-            tensors,
-            options.layout,
-            catalog.path,
-            source_layout=formats.get(catalog.format).layout,
-            given=options.sizes,
-            whole=tuple(tensors),
-        )
+        change = change_layout(known, tensors, asked)
     catalog, zeros = made(catalog, change.zeros, known.root, "")
     mapped = (*in_checkpoint(change.tensors, known.root, False), *zeros)
     return StateMapping(catalog, mapped, known.root, notes=change.notes)
@@ -108,6 +107,7 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
     shapes = stored_shapes(mapping.tensors)
     name, part = (tensor, None) if tensor in shapes else split_name(tensor)
     if options.slice is not None:
+        _require_one_slice(tensor, part)
         name, part = tensor, options.slice
     kinds = {
         view.key: mapping.catalog.tensors[one.sources[0].key].dtype
@@ -116,8 +116,18 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
     }
     return [
         Taken(key, _cast(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
-        for key in _matching(mapping, shapes, name)
+        for key in _matching(mapping, shapes, name, options)
     ]
+
+
+def _require_one_slice(tensor: str, part: str | None) -> None:
+    if part is not None:
+        raise UsageError(
+            "a slice is given twice",
+            where=f"`{tensor}`",
+            why=f"`{part}` after the name, and --slice",
+            hint="leave one of the two out",
+        )
 
 
 def _short(taken: Sequence[Taken]) -> Iterator[str]:
@@ -137,22 +147,23 @@ def _cast(dtype: str, wanted: str | None) -> str:
     return wanted if wanted and dtypes.BY_NAME[dtype].floating else dtype
 
 
-def _matching(mapping: StateMapping, names: Mapping[str, object], glob: str) -> list[str]:
-    for root in ("", *roots(mapping.catalog)):
+def _matching(
+    mapping: StateMapping, names: Mapping[str, object], glob: str, options: ExtractOptions
+) -> list[str]:
+    for root in _prefixes(mapping.catalog, options):
         if root + glob in names:
             return [root + glob]
         found = [name for name in names if fnmatchcase(name, root + glob)]
         if found:
             return found
-    holding = [name for name in names if glob.strip("*") and glob.strip("*") in name]
-    close = min(holding, key=len, default=None) or nearest(glob, list(names))
-    listing = shlex.join(["ckptctl", "inspect", mapping.catalog.path, "--tensors"])
-    raise MappingError(
-        f"no tensor is called `{glob}`",
-        where=mapping.catalog.path,
-        why=f"it has {len(names):,}, such as {listed(list(names), 2)}",
-        hint=f"did you mean `{close}`?" if close else f"`{listing}` lists them",
-    )
+    raise no_tensor(mapping.catalog, list(names), glob, options)
+
+
+def _prefixes(catalog: Catalog, options: ExtractOptions) -> Sequence[str]:
+    """Return what may stand before the name that the user says."""
+    if options.root is None:
+        return ("", *roots(catalog))
+    return (checked_root(catalog, options.root) if options.layout is None else "",)
 
 
 def _reading(mapping: StateMapping, taken: Sequence[Taken]) -> Reading:

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.catalog import Catalog, is_computed, made_of, reached
+from ckptctl.ops.conversion.sources import sources_of
 from ckptctl.ops.conversion.transfers import transfers
 from ckptctl.ops.extraction.options import ExtractOptions, Taken
-from ckptctl.ops.extraction.tensor_files import lay_out, overwritable
+from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, lay_out
 from ckptctl.ops.loading.reading import Reading
-from ckptctl.planner.plan import FileIdentity, Plan
+from ckptctl.planner.plan import Plan
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging
 
 
@@ -41,13 +40,10 @@ def plan_file(reading: Reading, taken: Sequence[Taken], target: Path) -> Plan:
     kinds = {one.name: one.dtype for one in taken}
     found = transfers(reading.tensors, catalog.tensors, replace(output, boxes=boxes), kinds)
     copies = tuple(copy for copy in found if copy.target.operands)
-    read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
-    computed = reached(catalog.computed, read)
-    files = {file for root, file in made_of(computed) if root == catalog.root}
-    files |= {file for file in read if not is_computed(file)}
+    computed, sources = sources_of(catalog.root, copies, catalog.computed)
     return Plan(
         source_root=catalog.root,
-        sources=_identities(catalog, files),
+        sources=sources,
         target=str(target),
         single_file=True,
         files=output.files,
@@ -57,11 +53,6 @@ def plan_file(reading: Reading, taken: Sequence[Taken], target: Path) -> Plan:
         digest="",
         computed=computed,
     )
-
-
-def _identities(catalog: Catalog, files: set[str]) -> dict[str, FileIdentity]:
-    with SourceFiles(catalog.root) as opened:
-        return {file: opened.identity(file) for file in sorted(files)}
 
 
 def write_file(plan: Plan, target: Path, options: ExtractOptions) -> int:
@@ -74,7 +65,7 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> int:
     """
     how = ExecutionOptions(jobs=options.jobs)
     with staging(
-        target, overwrite=options.overwrite, single_file=True, is_checkpoint=overwritable
+        target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE
     ) as stage:
         require_space(stage.data, plan.nbytes)
         read = execute(plan, stage.data, how, lambda _: None).bytes_read

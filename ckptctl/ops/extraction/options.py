@@ -26,6 +26,7 @@ class ExtractOptions:
         rules: A file that says how ranks divide tensors, where theirs do not.
         dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
         model_type: Family; None: detect.
+        root: The model's prefix in the checkpoint; None: find it.
         sizes: Axis sizes that no configuration states.
         overwrite: Replace a file of tensors.
         jobs: Threads; 0: its part of the cores, at most four.
@@ -41,6 +42,7 @@ class ExtractOptions:
     rules: Path | None = None
     dequantize: str | None = None
     model_type: str | None = None
+    root: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     overwrite: bool = False
     jobs: int = 0

@@ -10,8 +10,9 @@ from ckptctl.errors import UsageError
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, constant
 from ckptctl.formats.hf import Writer
 from ckptctl.formats.torch_file import FORMAT
-from ckptctl.ops.overwrite import replaceable
+from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import OutputFile, Record
+from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.npy_header import MAGIC, encode_header
 
 LayOut = Callable[[str, list[OutputTensor]], Output]
@@ -33,12 +34,15 @@ def lay_out(target: Path, tensors: list[OutputTensor]) -> Output:
     return kind(target.name, tensors)
 
 
-def overwritable(path: Path) -> bool:
+def is_tensor_file(path: Path) -> bool:
     """Return whether *path* is a file of tensors."""
     if not path.is_file() or path.suffix not in KINDS:
         return False
     with path.open("rb") as file:
         return file.read(len(MAGIC) - 2) == MAGIC[:-2] or replaceable(path)
+
+
+OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)
 
 
 def _safetensors(file: str, tensors: list[OutputTensor]) -> Output:

@@ -18,6 +18,7 @@ from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, listed
 from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
+from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.recognition.quantised import quantised, understood
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
@@ -26,6 +27,7 @@ from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
+    from ckptctl.formats.base import Weights
     from ckptctl.ops.recognition.recognise import Recognition
     from ckptctl.storage.statistics import Statistics
 
@@ -38,6 +40,8 @@ def inspect(
     progress: Watch = unwatched,
     model_type: str | None = None,
     rules: Path | None = None,
+    weights: Weights | None = None,
+    tag: str | None = None,
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
@@ -52,6 +56,8 @@ def inspect(
         progress: Called with the bytes that *stats* is going to read; see :data:`Watch`.
         model_type: Its family, where it cannot be detected.
         rules: See :class:`~ckptctl.formats.base.ReadOptions`.
+        weights: See there.
+        tag: See there.
 
     Raises:
         SourceNotFoundError: There is no such path.
@@ -59,20 +65,28 @@ def inspect(
         DamagedError: Its index cannot be read.
         StorageError: What is behind a URL did not answer.
     """
-
     # Checksums are not shown: behind a URL they are not worth a request.
     read = partial(
-        formats.open_checkpoint, path, format, model_type, rules=rules, manifest=not is_url(path)
+        formats.open_checkpoint,
+        path,
+        format,
+        model_type,
+        weights=weights,
+        tag=tag,
+        rules=rules,
+        manifest=not is_url(path),
     )
     try:
         catalog = _readable(read)
     except FormatError:
-        members = [] if format else formats.list_run(formats.existing(path))
+        chosen = format or weights or tag
+        members = [] if chosen else formats.list_run(formats.existing(path))
         if not members:
             raise
         return _run(shown(path), tuple(_member(member, path) for member in members))
     measured = _measure(catalog, include, progress) if stats else {}
-    return describe(shown(path), catalog, measured, model_type)
+    found = describe(shown(path), catalog, measured, model_type)
+    return replace(found, values=leaf_values(catalog))
 
 
 def _readable(read: Callable[..., Catalog]) -> Catalog:

@@ -117,6 +117,7 @@ class Inspection:
         problems: Why it is not complete; empty: it is.
         tensors: In the checkpoint's own order.
         blobs: Names of the leaves that are not tensors.
+        values: What those of them are that are numbers or short text, as Python writes it.
         assets: Side files with their sizes in bytes.
         metadata: Free-form strings that the format carries.
         notes: What a reader should know.
@@ -138,6 +139,7 @@ class Inspection:
     problems: tuple[str, ...] = ()
     tensors: tuple[TensorInfo, ...] = ()
     blobs: tuple[str, ...] = ()
+    values: Mapping[str, str] = field(default_factory=dict)
     assets: Mapping[str, int] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -175,6 +177,7 @@ class Inspection:
             "dequantisable": self.dequantisable,
             "tensors": [tensor.to_json() for tensor in self.tensors],
             "blobs": list(self.blobs),
+            "values": dict(self.values),
             "checkpoints": [member.to_json() for member in self.checkpoints],
         }
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ckptctl import formats
 from ckptctl.errors import MappingError
 from ckptctl.ops.conversion.tile_embeddings import require_regular
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.planner.boxes import check_coverage
+from ckptctl.ops.located import located
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 
@@ -25,10 +22,7 @@ def require_nothing_lost(mapping: StateMapping) -> None:
     for tiling in mapping.tilings:
         regions = (*tiling.empty, *(part for pair in tiling.equal for part in pair))
         names |= {root + region.key for region in regions}
-    tensors = {name: entry for name, entry in catalog.tensors.items() if name in names}
-    for entry in tensors.values():
-        check_coverage(entry)
-    catalog = formats.resolve(replace(catalog, tensors=tensors, blobs={}, replicas={}))
+    catalog = located(catalog, [name for name in catalog.tensors if name in names])
     with open_reader(catalog) as files:
         for name in mapping.must_be_zero:
             if not all_zero(files, catalog.tensors[name]):

@@ -8,30 +8,21 @@ has another layout. No torch here: memory has names.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl import dtypes, formats
-from ckptctl.catalog import (
-    Box,
-    Catalog,
-    Extent,
-    TensorEntry,
-    is_computed,
-    is_memory,
-    made_of,
-    memory_name,
-    reached,
-)
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, memory_name
 from ckptctl.formats.base import Output, Place
+from ckptctl.ops.conversion.sources import identities, sources_of
 from ckptctl.ops.conversion.transfers import transfers
 from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.located import with_bytes
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.plan import FileIdentity, Plan, Record, Transfer
-from ckptctl.storage.files import SourceFiles
+from ckptctl.planner.plan import Plan, Record, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +69,10 @@ class Reading:
         kinds = {name: one.dtype for name, one in held.items()}
         found = transfers(chosen, entries, output, kinds)
         copies = sorted((copy for copy in found if copy.target.operands), key=_position)
-        read = dict.fromkeys(o.file for copy in copies for o in copy.source.operands)
-        computed = reached(catalog.computed, read)
-        files = {file for root, file in made_of(computed) if root == catalog.root}
-        files |= {file for file in read if not (is_computed(file) or is_memory(file))}
+        computed, sources = sources_of(catalog.root, copies, catalog.computed)
         return Plan(
             source_root=catalog.root,
-            sources=_identities(catalog.root, files),
+            sources=sources,
             target="",
             single_file=False,
             files=(),
@@ -150,12 +138,7 @@ def _place(extent: Extent) -> Extent:
 
 def plan_elsewhere(plan: Plan, root: str) -> Plan:
     """Return *plan* for files that hold the same in the same places below another directory."""
-    return replace(plan, source_root=root, sources=_identities(root, plan.sources))
-
-
-def _identities(root: str, files: Iterable[str]) -> dict[str, FileIdentity]:
-    with SourceFiles(root) as opened:
-        return {file: opened.identity(file) for file in sorted(files)}
+    return replace(plan, source_root=root, sources=identities(root, plan.sources))
 
 
 def prepare(
@@ -204,7 +187,7 @@ def _located(
                 kept = tuple(one for one in entries[view.key].extents if one in both)
                 entry = replace(entry, extents=kept)
             found[view.key] = entry
-    return formats.resolve(replace(mapping.catalog, tensors=found, blobs={}, replicas={})).tensors
+    return with_bytes(mapping.catalog, found).tensors
 
 
 def _meeting(entry: TensorEntry, boxes: Sequence[Box]) -> tuple[Extent, ...]:

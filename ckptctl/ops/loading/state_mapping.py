@@ -19,7 +19,7 @@ from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.payloads import keep_together
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.recognition.layout_change import Change, change_layout
+from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
 from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
@@ -243,9 +243,7 @@ def _mapped(
     *,
     untie: bool,
 ) -> Change:
-    return change_layout(
-        known,
-        tensors,
+    asked = LayoutRequest(
         wanted.layout,
         catalog.path,
         source_layout=formats.get(catalog.format).layout,
@@ -254,6 +252,7 @@ def _mapped(
         given=options.sizes,
         whole=tuple(tensors),
     )
+    return change_layout(known, tensors, asked)
 
 
 def _require_scales(

@@ -6,20 +6,18 @@ and rounded once, so that everything else is an ordinary conversion.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.errors import UsageError
 from ckptctl.formats.base import WritableFormat
-from ckptctl.ops.conversion import checks
 from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
+from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.merging.tensors import Merging
-from ckptctl.ops.overwrite import replaceable
-from ckptctl.ops.ranks.coordinator import Coordinator
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.remote.path import named
 
 
@@ -81,7 +79,7 @@ def plan_merge(
             raise UsageError("a model of which something is missing cannot be merged")
         options = options if options.to else replace(options, to=_same_format(base, options))
         origin = formats.existing(adapter)
-        checks.destination(origin, named(dst), options.overwrite, replaceable)
+        require_destination(origin, named(dst), options.overwrite, replaceable)
         merging = Merging(origin, options, scaling)
         plan = plan_changed(base, dst, options, merging.change)
     return MergePlan(
@@ -95,22 +93,17 @@ def plan_merge(
     )
 
 
-def run_merge(
-    plan: MergePlan,
-    progress: Callable[[int], None] | None = None,
-    ranks: Coordinator | None = None,
-) -> ConversionResult:
+def run_merge(plan: MergePlan, progress: Advance | None = None) -> ConversionResult:
     """Carry out *plan* and publish the merged model, whole or not at all.
 
     Args:
         plan: What :func:`plan_merge` returned.
         progress: Called with the bytes done since its last call, from this thread.
-        ranks: See :func:`ckptctl.ops.conversion.convert.run_conversion`.
 
     Raises:
         CkptError: Nothing was published; see :func:`ckptctl.ops.conversion.convert.run_conversion`.
     """
-    return run_conversion(plan.conversion, progress, ranks)
+    return run_conversion(plan.conversion, progress)
 
 
 def _same_format(base: str | Path, options: ConversionOptions) -> str:

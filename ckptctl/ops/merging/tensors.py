@@ -20,11 +20,11 @@ from ckptctl.ops.adapters.config import (
 )
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.output_tensors import cast_to
+from ckptctl.ops.located import located
 from ckptctl.ops.recognition.layout_change import chosen_family
-from ckptctl.ops.recognition.recognise import Json, Recognition, recognise, require_one
+from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
 from ckptctl.ops.recognition.selection import select
-from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.deltas import Delta, Deltas, Factor, deltas
@@ -80,7 +80,7 @@ class Merging:
         require_saved(described(self.adapter), self.found.replaced)
         factors = self._factors()
         names = [delta.key for delta in self.found.changed] + list(self.found.replaced)
-        base = _resolved(catalog, {held[name].name: held[name] for name in names})
+        base = located(catalog, [held[name].name for name in names]).tensors
         self._refuse_tied(catalog, set(base))
         self._refuse_untied(catalog, family, known)
         made = {
@@ -123,7 +123,7 @@ class Merging:
         for name, entry in self.adapter.tensors.items():
             if entry.dtype not in KINDS:
                 raise MappingError(f"an adapter of {entry.dtype}", where=f"tensor `{name}`")
-        found = _resolved(self.adapter, self.adapter.tensors)
+        found = located(self.adapter, self.adapter.tensors).tensors
         return {name: Input(self.adapter.root, entry) for name, entry in found.items()}
 
     def _by_tensor(self) -> dict[str, list[Delta]]:
@@ -208,12 +208,6 @@ def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int 
 
 def _spelled(factor: Factor) -> str:
     return ":".join(",".join(map(str, numbers)) for numbers in (factor.axes, factor.order))
-
-
-def _resolved(catalog: Catalog, tensors: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
-    for entry in tensors.values():
-        check_coverage(entry)
-    return formats.resolve(replace(catalog, tensors=dict(tensors), blobs={})).tensors
 
 
 def _computed_entry(entry: TensorEntry, computed: Computed) -> TensorEntry:

@@ -19,9 +19,10 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, through_first, 
 from ckptctl.planner.balance import assign
 from ckptctl.planner.copying.shares import Share, share_of
 from ckptctl.planner.plan import Plan
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.ledger import Books
-from ckptctl.storage.execution.options import Execution, ExecutionOptions, Progress
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.run import Run
 from ckptctl.storage.publish import Staging
 
@@ -75,7 +76,7 @@ def execute_together(
     plan: Plan,
     stage: Staging | None,
     options: ExecutionOptions,
-    progress: Progress,
+    progress: Advance,
     ranks: Coordinator,
 ) -> Execution:
     """Carry out *plan* with all ranks.
@@ -201,7 +202,7 @@ class _Alarm:
             self._path.touch()
         return False
 
-    def watching(self, progress: Progress) -> Progress:
+    def watching(self, progress: Advance) -> Advance:
         """Return *progress* that looks for the file, too."""
 
         def advance(nbytes: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ckptctl import dtypes, formats
+from ckptctl import dtypes
 from ckptctl.catalog import (
     Box,
     Catalog,
@@ -22,11 +22,9 @@ from ckptctl.catalog import (
     computed_name,
 )
 from ckptctl.errors import MappingError, UsageError, listed
-from ckptctl.ops.recognition.quantised import QUANTIZATION, Pair, orphans, pairs, quantised, unknown
-from ckptctl.planner.boxes import check_coverage
+from ckptctl.ops.located import located
+from ckptctl.ops.recognition.quantised import QUANTIZATION, Pair, orphans, pairs, unknown
 from ckptctl.storage.compare import row_major
-
-__all__ = ["dequantised", "quantised"]
 
 CONFIG = "config.json"
 
@@ -93,12 +91,9 @@ def _understood(catalog: Catalog) -> list[Pair]:
 
 
 def _inputs(catalog: Catalog, found: Iterable[Pair]) -> dict[str, Input]:
-    names = dict.fromkeys(name for pair in found for name in (pair.weight, pair.scale))
-    tensors = {name: catalog.tensors[name] for name in names}
-    for entry in tensors.values():
-        check_coverage(entry)
-    resolved = formats.resolve(replace(catalog, tensors=tensors, blobs={})).tensors
-    return {name: Input(catalog.root, entry) for name, entry in resolved.items()}
+    names = (name for pair in found for name in (pair.weight, pair.scale))
+    entries = located(catalog, names).tensors
+    return {name: Input(catalog.root, entry) for name, entry in entries.items()}
 
 
 def _computed(pair: Pair, inputs: Mapping[str, Input], dtype: str) -> Computed:

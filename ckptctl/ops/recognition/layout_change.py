@@ -61,25 +61,11 @@ class Change:
         return self.source_layout == self.target_layout
 
 
-def change_layout(
-    known: Recognition,
-    tensors: Mapping[str, TensorEntry],
-    target_layout: str | None,
-    where: str,
-    *,
-    source_layout: str | None = None,
-    described: bool = False,
-    untie: bool = False,
-    partial: bool = False,
-    given: Mapping[str, int] | None = None,
-    vocab: int | None = None,
-    whole: Collection[str] | None = None,
-) -> Change:
-    """Map the model's tensors to *target_layout*.
+@dataclass(frozen=True, slots=True)
+class LayoutRequest:
+    """What is asked of a change of layout.
 
-    Args:
-        known: What the checkpoint is.
-        tensors: The model's tensors by their names in the model.
+    Attributes:
         target_layout: What the user or the target format asks for; None: keep the source's.
         where: The checkpoint, for errors.
         source_layout: The layout that the source's format always has; None: any.
@@ -89,41 +75,54 @@ def change_layout(
         partial: Only a part of the model was chosen.
         given: Axis sizes that the user states.
         vocab: Size that the vocabulary is padded or cut to; None: keep it.
-        whole: Names of all of the model's tensors, where *tensors* are a part of them.
+        whole: Names of all of the model's tensors, where those to be changed are a part of them.
+    """
+
+    target_layout: str | None
+    where: str
+    source_layout: str | None = None
+    described: bool = False
+    untie: bool = False
+    partial: bool = False
+    given: Mapping[str, int] | None = None
+    vocab: int | None = None
+    whole: Collection[str] | None = None
+
+    @property
+    def needs_family(self) -> bool:
+        """Return whether it means nothing without a family, even where no name changes."""
+        return bool(self.untie or self.given or self.vocab)
+
+
+def change_layout(
+    known: Recognition, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+) -> Change:
+    """Map the model's tensors to another layout, or to the one that they have.
+
+    Args:
+        known: What the checkpoint is.
+        tensors: The model's tensors by their names in the model.
+        asked: What they are to become.
 
     Raises:
         MappingError: The family is not known without doubt, or keys, shapes and configuration do
             not fit it.
         UsageError: A given size has no such name, or contradicts the configuration.
     """
-    target = target_layout or known.layout
-    unknown = not known.candidates and target in (None, source_layout or "hf")
+    target = asked.target_layout or known.layout
+    unknown = not known.candidates and target in (None, asked.source_layout or "hf")
     same = unknown or target is None or target == known.layout or target in known.alike
-    if not same or (described and known.candidates):
-        family = chosen_family(known, target, where)
-    elif known.model_type and (known.exact or (known.layout and (untie or given or vocab))):
+    if not same or (asked.described and known.candidates):
+        family = chosen_family(known, target, asked.where)
+    elif known.model_type and (known.exact or (known.layout and asked.needs_family)):
         family = families.family(known.model_type)
     else:
-        _require_no_family(tensors, where, given=given, vocab=vocab, untie=untie)
+        _require_no_family(tensors, asked)
         return _unchanged(known, tensors, target)
-    _agree(family, known, where)
-    shapes = {name: entry.shape for name, entry in tensors.items()}
+    _agree(family, known, asked.where)
     source = known.layout or ""
     written = source if same else target or source
-    found = map_tensors(
-        family,
-        source,
-        written,
-        shapes,
-        read_sizes(family, known.config, known.params, given, implied=_configured(known)),
-        tied=is_tied(family, known.config, known.params),
-        untie=untie,
-        partial=partial,
-        lists=read_lists(family, known.config),
-        whole=whole,
-    )
-    if vocab is not None:
-        found = _with_vocabulary(found, family, (source, written), vocab)
+    found = _mapped(family, (source, written), known, tensors, asked)
     ordered = _in_source_order(found.tensors, tensors) if same else found.tensors
     return Change(
         family,
@@ -138,30 +137,45 @@ def change_layout(
         found.tied,
         tuple(tiling.note for tiling in found.tilings),
         found.tilings,
-        vocab,
+        asked.vocab,
     )
 
 
-def _require_no_family(
+def _mapped(
+    family: Family,
+    layouts: tuple[str, str],
+    known: Recognition,
     tensors: Mapping[str, TensorEntry],
-    where: str,
-    *,
-    given: Mapping[str, int] | None,
-    vocab: int | None,
-    untie: bool,
-) -> None:
-    """Refuse options that mean nothing without a family; see :func:`change_layout` for them."""
-    if given:
+    asked: LayoutRequest,
+) -> TensorMap:
+    """Return how *tensors* go from the first of two *layouts* to the second."""
+    found = map_tensors(
+        family,
+        *layouts,
+        {name: entry.shape for name, entry in tensors.items()},
+        read_sizes(family, known.config, known.params, asked.given, implied=_configured(known)),
+        tied=is_tied(family, known.config, known.params),
+        untie=asked.untie,
+        partial=asked.partial,
+        lists=read_lists(family, known.config),
+        whole=asked.whole,
+    )
+    return found if asked.vocab is None else _with_vocabulary(found, family, layouts, asked.vocab)
+
+
+def _require_no_family(tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> None:
+    """Refuse what means nothing without a family."""
+    if asked.given:
         raise UsageError(
-            f"`--set {next(iter(given))}` needs a known model type",
-            where=where,
+            f"`--set {next(iter(asked.given))}` needs a known model type",
+            where=asked.where,
             why="names and axes are kept: no size is needed",
         )
-    if vocab is not None:
-        raise UsageError("`--vocab-size` needs a known model type", where=where)
-    if untie and not any(entry.alias_of for entry in tensors.values()):
+    if asked.vocab is not None:
+        raise UsageError("`--vocab-size` needs a known model type", where=asked.where)
+    if asked.untie and not any(entry.alias_of for entry in tensors.values()):
         raise UsageError(
-            "`--untie` needs a known model type, or tensors that share memory", where=where
+            "`--untie` needs a known model type, or tensors that share memory", where=asked.where
         )
 
 

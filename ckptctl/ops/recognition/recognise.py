@@ -18,11 +18,11 @@ from ckptctl.errors import (
     possible,
 )
 from ckptctl.ops.recognition.selection import Selection, checked_root, containers, roots, select
+from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, Detection, detect
 
-Json = Mapping[str, object]
 SHOWN_CANDIDATES = 12
 
 
@@ -83,8 +83,7 @@ def recognise(
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
     known = {model_type: families.family(model_type)} if model_type else families.families()
-    adapted = is_adapter(catalog.tensors)
-    if adapted:
+    if is_adapter(catalog.tensors):
         known = families.adapters(known.values())
         model_type = next(iter(known), None) if model_type else None
     _check_layout(layout, known)
@@ -93,28 +92,44 @@ def recognise(
     named = containers(catalog)
     tried: dict[str, Detection] = {}
     for prefix in prefixes:
-        if prefix not in named and any(found.exact for found in tried.values()):
+        if prefix not in named and any(one.exact for one in tried.values()):
             break
         selection = select(catalog, prefix)
-        found = _detect(selection, known, config, params, prefer, bool(model_type))
-        tried[prefix] = found if layout else _of_format(found, catalog.format)
+        seen = _detect(selection, known, config, params, prefer, bool(model_type))
+        tried[prefix] = seen if layout else _of_format(seen, catalog.format)
     best = max(tried.items(), key=lambda item: _rank(item[1]))
     _require_one_root(best, {p: d for p, d in tried.items() if p in named}, catalog.path)
-    recognition = _recognition(best[0], best[1], model_type, layout, config, params)
-    if adapted and recognition.layout is None and best[1].exact:
+    found = _recognition(*best, model_type, layout, config, params)
+    return _settled(found, best[1], catalog, known, layout)
+
+
+def _settled(
+    found: Recognition,
+    seen: Detection,
+    catalog: Catalog,
+    known: Mapping[str, Family],
+    layout: str | None,
+) -> Recognition:
+    """Return *found* with what names and shapes leave open.
+
+    Raises:
+        MappingError: The user named a *layout* that the tensors are not in.
+    """
+    if found.layout is None and found.exact and is_adapter(catalog.tensors):
         # Layouts that differ only in layers that are not adapted: any of them is right.
-        recognition = replace(recognition, layout=best[1].candidates[0].layout)
-    if model_type is None and config is None:
-        recognition = _perhaps_tied(recognition, select(catalog, best[0]), known)
-    if layout is not None and not recognition.candidates:
+        found = replace(found, layout=seen.candidates[0].layout)
+    if found.asked is None and found.config is None:
+        found = _perhaps_tied(found, select(catalog, found.root), known)
+    if layout is not None and not found.candidates:
+        names = " or ".join(map(_said, seen.candidates))
         raise MappingError(
             f"the tensors are not in layout `{layout}`",
             where=catalog.path,
-            why=f"their names are those of {' or '.join(map(_said, best[1].candidates))}"
-            if best[1].candidates
+            why=f"their names are those of {names}"
+            if names
             else "no known family has these keys in it",
         )
-    return recognition
+    return found
 
 
 def _check_layout(layout: str | None, known: Mapping[str, Family]) -> None:

@@ -6,12 +6,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptError, FormatError, SourceNotFoundError, UsageError
+from ckptctl.ops.option_names import renaming
 from ckptctl.ops.report.data import Report
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.watch import Watch
 
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference
+
+_OPTIONS = {
+    "--format-a": "--from",
+    "--weights-a": "--weights",
+    "--tag-a": "--tag",
+    "--format-b": "--from-other",
+    "--weights-b": "--weights-other",
+    "--tag-b": "--tag-other",
+}
+"""What `report` calls the options of `diff`."""
 
 
 def compared(found: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
@@ -28,6 +39,7 @@ def compared(found: Report, other: str, options: ReportOptions, progress: Watch)
         tolerance=options.tolerance,
         ignore_dtype=options.ignore_dtype,
         include=options.include,
+        only=options.only,
         format_a=options.format,
         format_b=options.format_other,
         weights_a=options.weights,
@@ -38,7 +50,8 @@ def compared(found: Report, other: str, options: ReportOptions, progress: Watch)
         model_type=options.model_type,
     )
     try:
-        difference = diff(found.path, other, asked, progress)
+        with renaming(_OPTIONS):
+            difference = diff(found.path, other, asked, progress)
     except (UsageError, SourceNotFoundError, FormatError):
         raise
     except CkptError as error:

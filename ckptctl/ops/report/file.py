@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.ops.conversion import checks
+from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.report.data import Report
 from ckptctl.ops.report.page import GENERATOR, page
-from ckptctl.storage.destinations import require_space
+from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.publish import staging
 from ckptctl.storage.sync import write_file
 
@@ -36,8 +36,8 @@ def written(output: Path | None, sources: Sequence[str | Path], overwrite: bool)
         return
     target = output
     for source in sources:
-        target = checks.destination(formats.existing(source), output, overwrite, is_report)
-    with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=is_report) as stage:
+        target = require_destination(formats.existing(source), output, overwrite, PAGE)
+    with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
 
         def write(found: Report) -> None:
             content = page(found.to_json()).encode()
@@ -54,3 +54,6 @@ def is_report(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return GENERATOR.encode() in file.read(HEAD)
+
+
+PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)

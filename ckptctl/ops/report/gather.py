@@ -17,8 +17,9 @@ from ckptctl.ops.report.difference import compared
 from ckptctl.ops.report.file import written
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.report.values import values
+from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
-from ckptctl.ops.verification.verify import VerifyOptions, examine
+from ckptctl.ops.verification.verify import examine
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.remote.path import shown
 from ckptctl.units import natural
@@ -70,6 +71,7 @@ def _require_no_comparison(options: ReportOptions) -> None:
     said = {
         "--structure": options.structure,
         "--atol or --rtol": options.tolerance,
+        "--only": options.only != "all",
         "--ignore-dtype": options.ignore_dtype,
         "--from-other": options.format_other,
         "--weights-other": options.weights_other,

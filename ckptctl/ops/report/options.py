@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Weights
@@ -23,6 +23,7 @@ class ReportOptions:
         tolerance: Which values of the two count as equal; None: equal bits.
         ignore_dtype: Whether equal numbers of another dtype are the same.
         include: Globs of names; none: all tensors.
+        only: ``model``, or ``all`` that the two hold: what is compared.
         max_tensors: How many tensors are listed at most.
         format: Format of the checkpoint; None: detect.
         format_other: Format of the other one; None: detect.
@@ -40,6 +41,7 @@ class ReportOptions:
     tolerance: Tolerance | None = None
     ignore_dtype: bool = False
     include: tuple[str, ...] = ()
+    only: Literal["model", "all"] = "all"
     max_tensors: int = MAX_TENSORS
     format: str | None = None
     format_other: str | None = None

@@ -100,6 +100,11 @@ class PrunePlan:
         return sum(one.nbytes for one in self.verdicts)
 
     @property
+    def thinned(self) -> int:
+        """Return how many of those that are removed keep their weights."""
+        return sum(one.thinning is not None for one in self.verdicts)
+
+    @property
     def idle(self) -> bool:
         """Return whether there is nothing to do."""
         return not self.of("remove") and not self.leftovers
@@ -112,6 +117,7 @@ class PrunePlan:
             "decisions": [one.to_json() for one in self.verdicts],
             "kept": len(self.of("keep")),
             "removed": len(self.of("remove")),
+            "thinned": self.thinned,
             "skipped": len(self.of("skip")),
             "bytes": self.nbytes,
             "leftovers": list(self.leftovers),
@@ -134,6 +140,12 @@ class PruneResult:
     done: tuple[str, ...]
     failed: Mapping[str, CkptError]
     freed: int
+
+    @property
+    def thinned(self) -> int:
+        """Return how many of what was done kept their weights."""
+        done = {*self.done}
+        return sum(one.thinning is not None and one.name in done for one in self.plan.verdicts)
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
@@ -176,7 +188,7 @@ def plan_prune(
     run = read_run(real, now, series)
     candidates = [one.candidate for one in run.checkpoints]
     if not force:
-        require_order(candidates)
+        require_order(run.checkpoints)
     policy = with_known_metrics(policy, candidates)
     if not replaced:
         require_match(candidates, policy)
@@ -231,21 +243,20 @@ def run_prune(plan: PrunePlan) -> PruneResult:
 
 def _pins(plan: PrunePlan) -> Pins:
     require_pointers(plan.root)
-    whole = [one.name for one in plan.verdicts if one.checkpoint.complete]
-    return pins(plan.root, [one.name for one in plan.verdicts], whole)
+    own = [one for one in plan.verdicts if not one.checkpoint.entry.link]
+    whole = [one.name for one in own if one.checkpoint.complete]
+    return pins(plan.root, [one.name for one in own], whole)
 
 
 def _remove(retirement: Retirement, one: Verdict) -> int:
     """Remove or thin one checkpoint; return the bytes that are freed."""
-    before = one.checkpoint.entry
     if not one.thinning:
-        retirement.retire(one.name, before.identity)
+        retirement.retire(one.name, one.checkpoint.entry.identity)
         return one.nbytes
     from ckptctl.ops.retention.thin import run_thinning
 
     run_thinning(one.thinning, retirement)
-    after = entry_at(before.path)
-    return max(0, before.nbytes - after.nbytes) if after else one.nbytes
+    return one.nbytes
 
 
 def _stuck(retirement: Retirement) -> CkptError:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed, nearest
-from ckptctl.ops.runs.listing import rfc3339
+from ckptctl.errors import (
+    RefusedError,
+    SourceNotFoundError,
+    UsageError,
+    command,
+    listed,
+    nearest,
+)
+from ckptctl.ops.runs.completeness import health
+from ckptctl.ops.runs.entries import entry_at, is_run
+from ckptctl.ops.runs.listing import Checkpoint, rfc3339
 from ckptctl.ops.runs.names import parse
-from ckptctl.ops.runs.pointers import pins, unreadable
+from ckptctl.ops.runs.pointers import points_inside, unclear
 from ckptctl.planner.retention import Best, Candidate, Policy, disorder
 from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.retirement import TRASH
 
 ENDS = {"min": True, "max": False}
 LOW, HIGH = ("loss",), ("accuracy",)
+TEXT = 80
+"""How many characters of a pointer are shown."""
 
 
 def parse_best(text: str) -> Best:
@@ -66,14 +79,16 @@ def require_root(root: Path, *, force: bool = False) -> Path:
 
     Raises:
         SourceNotFoundError: There is no such directory.
-        RefusedError: It is a link, ``/``, the home directory or above it, or a checkpoint.
+        RefusedError: It is a link, ``/``, the home directory or above it, a checkpoint; or a file
+            is where what is removed goes.
     """
     if is_url(root):
         raise RefusedError(
             "checkpoints behind a URL are not removed",
             where=str(root),
             why="there is no lock and no trash there: a removal that fails half-way stays so",
-            hint="object stores have rules for old objects; `ckptctl ls` says what is there",
+            hint="object stores have rules for old objects; "
+            f"{command('ls', root)} says what is there",
         )
     if root.is_symlink():
         raise RefusedError(
@@ -84,14 +99,33 @@ def require_root(root: Path, *, force: bool = False) -> Path:
     real = root.resolve()
     if any(home.resolve().is_relative_to(real) for home in _homes()):
         raise RefusedError("this folder is not one of checkpoints", where=str(real))
+    _require_trash(real)
     if not force and _is_checkpoint(real):
         raise RefusedError(
             "this is a checkpoint itself, not a folder of checkpoints",
             where=str(root),
             why=", ".join(f"{n}: {s.evidence}" for n, s in formats.sniff(real).items()),
-            hint=f"did you mean `{real.parent}`? `--force` removes checkpoints inside of it",
+            hint=_instead(real),
         )
     return real
+
+
+def _require_trash(real: Path) -> None:
+    folder = real / TRASH
+    if os.path.lexists(folder) and not folder.is_symlink() and not folder.is_dir():
+        raise RefusedError(
+            f"`{TRASH}` is not a folder",
+            where=str(folder),
+            why="what is removed is moved into a folder of that name first",
+            hint="move it away, or remove it: it is none of ckptctl's",
+        )
+
+
+def _instead(real: Path) -> str | None:
+    """Return what may have been meant with a checkpoint, as a hint; None: nothing that is safe."""
+    run = f"did you mean the run `{real.parent}`? " if entry_at(real) else ""
+    inside = f"`--force` removes checkpoints inside of `{real}` itself" if is_run(real) else ""
+    return (run + inside).rstrip() or None
 
 
 def _homes() -> list[Path]:
@@ -107,52 +141,78 @@ def _is_checkpoint(root: Path) -> bool:
     if not formats.sniff(root):
         return False
     names = [item.name for item in root.iterdir() if item.is_dir() and parse(item.name)]
-    return not pins(root, names)
+    return not points_inside(root, names)
 
 
 def require_pointers(root: Path) -> None:
-    """Refuse a run of which a pointer cannot be read.
+    """Refuse a run of which a pointer cannot be read, or not be understood.
 
     Raises:
         RefusedError: Nobody knows what it names.
     """
-    found = unreadable(root)
+    found = unclear(root, lambda path: not health(path).problem)
+    if found and not found.why:
+        raise RefusedError(
+            "a pointer cannot be understood",
+            where=str(found.path),
+            why=f"it says {found.text[:TEXT]!r}: the checkpoint that it means might be removed",
+            hint="write the name of a checkpoint into it, or remove it",
+        )
     if found:
-        path, why = found
+        damaged = "put back a copy of it, or remove the checkpoint that it lies in yourself"
         raise RefusedError(
             "a pointer cannot be read",
-            where=str(path),
-            why=f"{why}: the checkpoint that it names might be removed",
-            hint="run it as somebody who may read it",
+            where=str(found.path),
+            why=f"{found.why}: the checkpoint that it names might be removed",
+            hint=damaged if found.damaged else "run it as somebody who may read it",
         )
 
 
-def require_order(candidates: Iterable[Candidate]) -> None:
+def require_order(checkpoints: Sequence[Checkpoint]) -> None:
     """Refuse where the highest step is not the newest checkpoint.
+
+    Args:
+        checkpoints: Those of a run.
 
     Raises:
         RefusedError: Two of them are in disorder.
     """
-    found = disorder(candidates)
+    found = disorder(one.candidate for one in checkpoints)
     if found:
         newer, older = found
+        entry = next(one.entry for one in checkpoints if one.candidate is newer)
         raise RefusedError(
             "the order of steps is not the order in which the checkpoints were written",
             where=f"`{older.name}` and `{newer.name}`",
-            why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}: two runs in one folder?",
+            why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}: two runs in one folder, "
+            f"or was `{entry.newest}`, the newest file of `{newer.name}`, added later?",
             hint="`--force` goes by the steps",
         )
 
 
-def require_match(candidates: Iterable[Candidate], policy: Policy) -> None:
-    """Refuse a policy of patterns and metrics alone of which none matches anything.
+def require_match(candidates: Sequence[Candidate], policy: Policy) -> None:
+    """Refuse a policy with a pattern that matches nothing, or of which no rule keeps anything.
 
     Raises:
-        RefusedError: No rule keeps anything, and there is more than the newest one.
+        RefusedError: A pattern matches no name at all, or patterns and metrics alone are asked for
+            and none of them keeps anything, and there is more than the newest one.
     """
-    if any(rule is not None for rule in (policy.last, policy.every, policy.within)):
-        return
-    whole = [one for one in candidates if one.state == "complete"]
+    names = [one.name for one in candidates]
+    counted = (policy.last, policy.every, policy.within)
+    if all(rule is None for rule in counted):
+        _require_any(candidates, policy)
+    for pattern in policy.patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = nearest(pattern, names)
+            raise RefusedError(
+                f"`--keep {pattern}` matches nothing",
+                why=f"the names are {listed(names, 3)}",
+                hint=f"did you mean `{close}`?" if close else "leave it out, or correct it",
+            )
+
+
+def _require_any(candidates: Sequence[Candidate], policy: Policy) -> None:
+    whole = [one for one in candidates if one.counts]
     named = any(fnmatchcase(one.name, glob) for one in whole for glob in policy.patterns)
     rated = any(best.value(one) is not None for one in whole for best in policy.best)
     if len(whole) > 1 and not named and not rated:
@@ -160,19 +220,32 @@ def require_match(candidates: Iterable[Candidate], policy: Policy) -> None:
         raise RefusedError(
             f"{listed(asked)} keeps nothing",
             why="no complete checkpoint has such a name, or a number for such a metric",
-            hint="`ckptctl ls` shows the names; `--keep-last 1` keeps the newest one",
+            hint=f"their names are {listed([one.name for one in whole], 3)}; "
+            "`--keep-last 1` keeps the newest one",
         )
 
 
 def with_known_metrics(policy: Policy, candidates: Sequence[Candidate]) -> Policy:
-    """Return *policy* with the names that the checkpoints have for its metrics.
+    """Return *policy* with the names that the checkpoints have for its metrics and patterns.
 
     Raises:
-        UsageError: No complete checkpoint has one of them.
+        UsageError: No complete checkpoint has one of the metrics.
     """
-    whole = (one for one in candidates if one.state == "complete")
+    whole = (one for one in candidates if one.counts)
     known = sorted({name for one in whole for name in one.metrics})
-    return replace(policy, best=tuple(_known(best, known) for best in policy.best))
+    names = [one.name for one in candidates]
+    return replace(
+        policy,
+        best=tuple(_known(best, known) for best in policy.best),
+        patterns=tuple(_of_names(pattern, names) for pattern in policy.patterns),
+    )
+
+
+def _of_names(pattern: str, names: Sequence[str]) -> str:
+    """Return what a path says of names: ``runs/a/step-2/``, as shells complete it, ``step-2``."""
+    if any(fnmatchcase(name, pattern) for name in names):
+        return pattern
+    return pattern.rstrip("/").rpartition("/")[2] or pattern
 
 
 def _known(best: Best, known: Sequence[str]) -> Best:

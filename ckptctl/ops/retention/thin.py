@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.dcp.companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.conversion.convert import plan_changed, run_conversion
@@ -33,7 +33,30 @@ from ckptctl.storage.sync import sync_directory
 REWRITTEN = ("dcp", "torch")
 OUTDATED = ADDED - {SIDECAR}
 """What is no longer true of a checkpoint that was written anew."""
-_LEAVES = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
+_CONTAINERS = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
+_STATE = frozenset({"state", "states", "param_groups"})
+"""What an optimizer's state dict consists of (``torch/optim/optimizer.py``)."""
+_SLOTS = frozenset(
+    (
+        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"),
+        *(
+            "exp_inf",
+            "exp_avg_diff",
+            "momentum_buffer",
+            "square_avg",
+            "acc_delta",
+            "grad_avg",
+            "sum",
+        ),
+        *("state1", "state2", "m", "v", "mu", "nu"),
+    )
+)
+"""What optimizers keep for a parameter: those of torch, Adafactor, bitsandbytes, JAX."""
+_VAGUE = frozenset({"step", "sum", "m", "v", "mu", "nu"})
+"""Those of them that parts of models are called, too."""
+_NEAR = 3
+"""Within how many words below its container the state dict begins: ``optimizers.0.state``."""
+SHOWN = 3
 _FILES = re.compile(
     r"optimizer(_\d+)?(\.(pt|pth|bin|safetensors))?|optim_world_size_\d+_rank_\d+\.pt", re.ASCII
 )
@@ -48,12 +71,14 @@ class Thinning:
         format: Its format.
         files: Files and folders of the optimizer alone; none: it is written anew without.
         freed: Bytes, about.
+        dropped: Names of the leaves that are left out of what is written anew.
     """
 
     entry: Entry
     format: str
     files: tuple[Path, ...]
     freed: int
+    dropped: tuple[str, ...] = ()
 
 
 def plan_thinning(found: Checkpoint) -> Thinning | str:
@@ -63,18 +88,26 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
         catalogs = [formats.open_checkpoint(part, name) for part in _models(found)]
     except CkptError as error:
         return f"its optimizer state cannot be told apart: {error.what}"
-    held = [tensor for catalog in catalogs for tensor in catalog.tensors.values()]
-    if all(_of_optimizer(tensor.path) for tensor in held):
+    held = [(tensor, _optimizers(one)) for one in catalogs for tensor in one.tensors.values()]
+    out = [tensor for tensor, known in held if _head(tensor.path) in known]
+    if len(out) == len(held):
         return "there are no weights in it"
     files = tuple(_own_files(found, catalogs))
     if files:
         return Thinning(found.entry, name, files, sum(map(_size, files)))
-    freed = sum(tensor.nbytes for tensor in held if _of_optimizer(tensor.path))
+    freed = sum(tensor.nbytes for tensor in out)
     if not freed:
-        return "there is no optimizer state in it"
+        kept = (tensor for tensor, known in held if _head(tensor.path) not in known)
+        return _none_of_it([tensor.name for tensor in kept if _named_so(tensor.path)])
     if name in REWRITTEN and found.parts == (path,):
-        return Thinning(found.entry, name, (), freed)
+        return Thinning(found.entry, name, (), freed, tuple(tensor.name for tensor in out))
     return f"optimizer state cannot be taken out of `{name}`"
+
+
+def _none_of_it(named: Sequence[str]) -> str:
+    if not named:
+        return "there is no optimizer state in it"
+    return f"{listed(named, SHOWN)} may be weights: they are called as an optimizer is, no more"
 
 
 def run_thinning(thinning: Thinning, retirement: Retirement) -> None:
@@ -127,10 +160,10 @@ def _rewrite(thinning: Thinning, retirement: Retirement) -> None:
 
 def without(catalog: Catalog) -> Catalog:
     """Return *catalog* without the leaves of optimizers, and of files that stay as they are."""
-    beside = _beside(catalog)
+    beside, optimizers = _beside(catalog), _optimizers(catalog)
 
     def stays(name: str, path: KeyPath) -> bool:
-        return name not in beside and not _of_optimizer(path)
+        return name not in beside and _head(path) not in optimizers
 
     return replace(
         catalog,
@@ -150,9 +183,45 @@ def _beside(catalog: Catalog) -> set[str]:
     return found
 
 
-def _of_optimizer(path: KeyPath) -> bool:
-    first = path[0] if path else ""
-    return isinstance(first, str) and bool(_LEAVES.fullmatch(first.partition(".")[0]))
+def _optimizers(catalog: Catalog) -> frozenset[str]:
+    """Return the first words of names under which the state of an optimizer lies.
+
+    The word alone does not tell: parts of models are called ``opt`` and ``optim``. Under those
+    every tensor has to look as an optimizer's does; under one that says ``optimizer``, one.
+    """
+    tensors = [_words(one.path) for one in catalog.tensors.values() if _named_so(one.path)]
+    blobs = [_words(one.path) for one in catalog.blobs.values() if _named_so(one.path)]
+    evident = {head for head, *rest in (*tensors, *blobs) if _evident(head, rest)}
+    others = {head for head, *rest in tensors if not (_says_so(head) or _likely(rest))}
+    return frozenset(evident - others)
+
+
+def _evident(head: str, rest: Sequence[str]) -> bool:
+    """Return whether a leaf is one that nothing but an optimizer has."""
+    clear = rest[-1:] and rest[-1] in _SLOTS and (_says_so(head) or rest[-1] not in _VAGUE)
+    groups = {"param_groups"} | (_STATE if _says_so(head) else set())
+    return bool(clear) or not groups.isdisjoint(rest[:_NEAR])
+
+
+def _likely(rest: Sequence[str]) -> bool:
+    """Return whether a leaf may be an optimizer's."""
+    return not _STATE.isdisjoint(rest[:_NEAR]) or (bool(rest) and rest[-1] in _SLOTS)
+
+
+def _says_so(head: str) -> bool:
+    return head.startswith("optimizer")
+
+
+def _named_so(path: KeyPath) -> bool:
+    return _CONTAINERS.fullmatch(_head(path)) is not None
+
+
+def _head(path: KeyPath) -> str:
+    return _words(path)[0] if path and isinstance(path[0], str) else ""
+
+
+def _words(path: KeyPath) -> list[str]:
+    return [word for part in path for word in str(part).split(".")]
 
 
 def _models(found: Checkpoint) -> list[Path]:
@@ -174,7 +243,7 @@ def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
 def _carry(source: Path, target: Path, catalog: Catalog) -> None:
     """Give *target* what else lies in *source*: as links where they can be had."""
     rewritten = catalog.files.keys() - {*COMPANIONS}
-    for item in sorted(source.rglob("*")):
+    for item in sorted(_below(source)):
         name = item.relative_to(source)
         there = target / name
         if str(name) in rewritten or item.name in OUTDATED or os.path.lexists(there):
@@ -198,10 +267,20 @@ def _copy(item: Path, there: Path) -> None:
 
 def _keep_time(target: Path, time: float) -> None:
     """Give what is new the time of what it replaces: its age goes on to count."""
-    for item in (target, *target.rglob("*")):
+    for item in (target, *_below(target)):
         os.utime(item, (time, time), follow_symlinks=False)
 
 
 def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else (path,)
+    files = (path, *_below(path))
     return sum(file.lstat().st_size for file in files if file.is_file())
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield all that is in a folder, however deep; nothing for a file. Links are not followed."""
+    waiting = [folder] if folder.is_dir() else []
+    while waiting:
+        for item in waiting.pop().iterdir():
+            yield item
+            if item.is_dir() and not item.is_symlink():
+                waiting.append(item)

@@ -17,8 +17,12 @@ from ckptctl.errors import (
     UnsafePickleError,
 )
 from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification
-from ckptctl.ops.verification.verify import VerifyOptions, verify
+from ckptctl.ops.verification.structure import root_of
+from ckptctl.ops.verification.verify import verify
+from ckptctl.storage.contained import OutsideError
+from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.remote.path import require_answers
 from ckptctl.storage.remote.unfinished import unfinished
 
@@ -45,7 +49,8 @@ class Health:
         parts: What it consists of: itself, or checkpoints inside of it; nothing: it is none.
         problem: Why it is not complete; empty: it is.
         known: Whether it is known to be incomplete, or complete. What cannot be read here (a disk
-            that fails, permissions, a pickle of somebody's own classes) may be whole elsewhere.
+            that fails, permissions, a link that leads out of it, a pickle of somebody's own
+            classes) may be whole elsewhere.
     """
 
     format: str | None
@@ -94,7 +99,8 @@ def _unfinished(path: Path) -> Path | None:
     """Return a folder with what ranks save in DCP's format and without what is saved last."""
     for folder in (path, *(item for item in _inside(path) if item.is_dir())):
         saved = any(item.name.endswith(DATA) for item in _inside(folder))
-        if saved and not (folder / METADATA).exists() and not formats.sniff(folder):
+        last = folder / METADATA
+        if saved and not (last.exists() or last.is_symlink()) and not formats.sniff(folder):
             return folder
     return None
 
@@ -115,19 +121,24 @@ class Company:
     """
 
     def __init__(self, members: Mapping[Path, str]) -> None:
-        self._series = dict(members)
         self._have = {path: [name for name in COMPANIONS if _has(path, name)] for path in members}
         self._count = Counter(members.values())
         self._having = Counter(
             (members[p], name) for p, names in self._have.items() for name in names
         )
 
-    def lacking(self, path: Path) -> str:
-        """Return which file a member lacks that most others have, as a sentence; empty: none."""
-        series = self._series[path]
-        others = self._count[series] - 1
+    def lacking(self, path: Path, series: str) -> str:
+        """Return which file *path* lacks that most others have, as a sentence; empty: none.
+
+        Args:
+            path: A member of *series*, or a link to something like one, which does not count.
+            series: Those that it is compared with.
+        """
+        member = path in self._have
+        have = self._have[path] if member else [name for name in COMPANIONS if _has(path, name)]
+        others = self._count[series] - member
         for name in COMPANIONS:
-            if name not in self._have[path] and self._having[series, name] * 2 > others:
+            if name not in have and self._having[series, name] * 2 > others:
                 return f"`{name}`, which the others have, is missing"
         return ""
 
@@ -156,12 +167,29 @@ def _problem(path: Path, name: str | None) -> tuple[str, bool]:
         found = verify(path, asked)
     except MappingError as error:
         # The files do not say how ranks divide tensors; whether all are there can be told.
-        found_by_rules = _by_rules(path, asked)
-        return (error.what, False) if found_by_rules is None else (_first(found_by_rules), True)
+        by_rules = _by_rules(path, asked)
+        if by_rules is None:
+            return error.what, False
+        return _first(by_rules, path), not _leads_outside(path, by_rules)
     except CkptError as error:
         return error.what, _tells(error)
-    problem = _first(found)
-    return problem, not problem or _can_be_read(path, name)
+    problem = _first(found, path)
+    certain = not problem or (_can_be_read(path, name) and not _leads_outside(path, found))
+    return problem, certain
+
+
+def _leads_outside(path: Path, found: Verification) -> bool:
+    """Return whether a file that something is wrong with leads out of the checkpoint."""
+    files = {one.file for one in found.errors if one.file and not Path(one.file).is_absolute()}
+    with SourceFiles(root_of(path)) as source:
+        for file in files if source.local else ():
+            try:
+                source.path(file)
+            except OutsideError:
+                return True
+            except CkptError:
+                continue
+    return False
 
 
 def _can_be_read(path: Path, name: str | None) -> bool:
@@ -176,7 +204,7 @@ def _can_be_read(path: Path, name: str | None) -> bool:
 def _tells(error: CkptError) -> bool:
     """Return whether *error* says that a checkpoint is not whole, and not that it is not ours."""
     damage = isinstance(error, DamagedError | SourceNotFoundError)
-    return damage and not isinstance(error, UnsafePickleError)
+    return damage and not isinstance(error, UnsafePickleError | OutsideError)
 
 
 def _by_rules(path: Path, asked: VerifyOptions) -> Verification | None:
@@ -186,10 +214,12 @@ def _by_rules(path: Path, asked: VerifyOptions) -> Verification | None:
         return None
 
 
-def _first(found: Verification) -> str:
+def _first(found: Verification, path: Path) -> str:
+    """Return what is wrong first, and where inside of *path*."""
     more = len(found.errors) - 1
     if not found.errors:
         return ""
     first = found.errors[0]
-    where = f" ({first.where})" if first.where and first.where not in first.what else ""
+    told = first.where in ("", str(path.absolute())) or first.where in first.what
+    where = "" if told else f" ({first.where})"
     return f"{first.what}{where}" + (f" and {more:,} more" if more else "")

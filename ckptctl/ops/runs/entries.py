@@ -11,15 +11,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl import formats
-from ckptctl.errors import FormatError, SourceNotFoundError
-from ckptctl.ops.runs.names import Named, parse, staged
+from ckptctl.errors import FormatError, SourceNotFoundError, listed
+from ckptctl.ops.runs.callbacks import stated_step
+from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.pointers import SIDECAR
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.writing import NAME as LOCK
 from ckptctl.storage.retirement import Identity, identity_of
 
 ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR, LOCK})
-"""What is put beside a checkpoint later, or taken away; it does not say when that was written."""
+"""What is put beside a checkpoint later, or taken away."""
+STATE = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),
+    *(".index.json", "metadata"),
+)
+"""Ends of the names of what a trainer saves: weights, their index, optimizers, its own state."""
+RUNS = 3
+"""How many runs below a folder are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +39,14 @@ class Entry:
         named: What its name says.
         nbytes: Bytes of all its files.
         files: How many these are.
-        time: When the newest of them was written, seconds since the epoch.
-        touched: Likewise, those that were added later included.
+        time: When the newest file of weights or a trainer's state was written, seconds since the
+            epoch; of other files where there are none of these.
+        touched: When the newest of all files was written, or the folder changed.
         staging: Whether it is made here under another name and not finished.
         identity: Device, inode, and when the inode last changed.
         shared: Bytes of those files that have another hard link, here or elsewhere.
+        newest: The name of the file that *time* is of; empty: of none.
+        link: Where it leads, if it is a symbolic link; empty: it is none.
     """
 
     path: Path
@@ -47,6 +58,15 @@ class Entry:
     staging: bool
     identity: Identity
     shared: int = 0
+    newest: str = ""
+    link: str = ""
+
+    @property
+    def exempt(self) -> str:
+        """Return why it is never removed, and does not count; empty: it may be."""
+        if self.link:
+            return "a symbolic link"
+        return "the newest, by its trainer" if is_last(self.path.name) else ""
 
     def same(self, other: Entry) -> bool:
         """Return whether nothing was written, added or taken away between the two looks."""
@@ -67,7 +87,7 @@ def is_run(root: Path) -> bool:
 
 
 def entries(root: Path) -> list[Entry]:
-    """Return what is named as a checkpoint directly in *root*, links apart, in natural order.
+    """Return what is named as a checkpoint directly in *root*, links included, in natural order.
 
     Raises:
         SourceNotFoundError: There is no such directory.
@@ -82,14 +102,23 @@ def entries(root: Path) -> list[Entry]:
 
 
 def entry_at(item: Path) -> Entry | None:
-    """Return what lies at *item*; None: nothing that is named as a checkpoint, or a link."""
+    """Return what lies at *item*; None: nothing that is named as a checkpoint."""
     target = staged(item.name)
-    named = parse(target or item.name)
-    status = _status(item) if named else None
-    if named is None or status is None:
+    if not parse(target or item.name) and not is_last(item.name):
+        return None
+    try:
+        own = item.lstat()
+        link = str(item.readlink()) if stat.S_ISLNK(own.st_mode) else ""
+        status = item.stat() if link else own
+    except OSError:
+        return None
+    if link and _leads_to_another(item):
         return None
     folder = stat.S_ISDIR(status.st_mode)
     if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
+        return None
+    named = parse(target or item.name) or _last(item)
+    if named is None:
         return None
     sums = _measured(_files(item) if folder else [(item.name, status)])
     return Entry(
@@ -100,66 +129,86 @@ def entry_at(item: Path) -> Entry | None:
         sums.time or status.st_mtime,
         max(sums.touched, status.st_mtime),
         target is not None,
-        identity_of(status),
+        identity_of(own),
         sums.shared,
+        sums.newest,
+        link,
     )
 
 
-def _status(item: Path) -> os.stat_result | None:
-    try:
-        return item.lstat()
-    except OSError:
-        return None
+def _leads_to_another(link: Path) -> bool:
+    """Return whether *link* leads to another checkpoint of its folder, and so is none itself."""
+    target = link.resolve()
+    known = parse(target.name) is not None or is_last(target.name)
+    return known and target.parent == link.parent.resolve()
+
+
+def _last(item: Path) -> Named | None:
+    """Return what Lightning's last checkpoint says itself; None: it does not."""
+    step = stated_step(item)
+    return None if step is None else Named("last", (step,))
+
+
+def unstated(root: Path) -> tuple[str, ...]:
+    """Return the names of Lightning's last checkpoints that do not say at which step they are."""
+    lasts = (item for item in root.iterdir() if is_last(item.name) and not item.is_symlink())
+    return tuple(sorted(item.name for item in lasts if stated_step(item) is None))
 
 
 class _Measured(NamedTuple):
-    """What all files of a checkpoint come to; times without and with additions."""
+    """What all files of a checkpoint come to; the time of its state, and that of anything."""
 
     nbytes: int = 0
     files: int = 0
     shared: int = 0
     time: float = 0.0
     touched: float = 0.0
+    newest: str = ""
 
 
 def _measured(found: Iterable[tuple[str, os.stat_result]]) -> _Measured:
-    sums = _Measured()
+    nbytes = files = shared = 0
+    touched = 0.0
+    dated: tuple[bool, float, str] = (False, 0.0, "")
     for name, status in found:
-        written = name not in ADDED and stat.S_ISREG(status.st_mode)
-        sums = _Measured(
-            sums.nbytes + status.st_size,
-            sums.files + 1,
-            sums.shared + (status.st_size if status.st_nlink > 1 else 0),
-            max(sums.time, status.st_mtime) if written else sums.time,
-            max(sums.touched, status.st_mtime),
-        )
-    return sums
+        nbytes += status.st_size
+        files += 1
+        shared += status.st_size if status.st_nlink > 1 else 0
+        touched = max(touched, status.st_mtime)
+        if name not in ADDED and stat.S_ISREG(status.st_mode):
+            dated = max(dated, (name.endswith(STATE), status.st_mtime, name))
+    return _Measured(nbytes, files, shared, dated[1], touched, dated[2])
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files below *folder*; links are not followed, what vanishes is passed over."""
-    try:
-        for item in folder.iterdir():
-            status = item.lstat()
-            if stat.S_ISDIR(status.st_mode):
-                yield from _files(item)
-            else:
-                yield item.name, status
-    except OSError:
-        return
+    waiting = [folder]
+    while waiting:
+        try:
+            for item in waiting.pop().iterdir():
+                status = item.lstat()
+                if stat.S_ISDIR(status.st_mode):
+                    waiting.append(item)
+                else:
+                    yield item.name, status
+        except OSError:
+            continue
 
 
 def _no_run(root: Path) -> FormatError:
     folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
     runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
-    if formats.sniff(root):
+    if formats.sniff(root) and not runs:
         what = "this is a checkpoint, not a folder of checkpoints"
     else:
         what = "nothing here is named as checkpoints of a run are"
     hint = f"`{shlex.join(['ckptctl', 'inspect', str(root)])}` shows what lies there"
     if runs:
-        hint = f"there are some in `{runs[0]}`"
+        hint = f"there are some in {listed([str(run) for run in runs], RUNS)}"
     why = "names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, epoch=E-step=S.ckpt, ..."
+    without_step = unstated(root)
+    if without_step:
+        why = f"{listed(without_step)} does not say at which step it was saved; {why}"
     return FormatError(what, where=str(root), why=why, hint=hint)
 
 

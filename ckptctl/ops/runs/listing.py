@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.errors import SourceNotFoundError, listed
+from ckptctl.errors import SourceNotFoundError, command
+from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.completeness import Company, Health, health
 from ckptctl.ops.runs.entries import Entry, entries
+from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.pointers import Pins, metrics, pins
 from ckptctl.planner.retention import Candidate, State, ordered
 from ckptctl.storage import lock
@@ -24,6 +26,7 @@ from ckptctl.storage.remote.path import path_of
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
 
+LIGHTNING = ".ckpt"
 LATEST = 253_402_300_799.0
 
 
@@ -48,6 +51,17 @@ class Checkpoint:
         """Return whether nothing is missing."""
         return self.candidate.state == "complete"
 
+    @property
+    def counts(self) -> bool:
+        """Return whether it is complete and rules apply to it: it is no link, for one."""
+        return self.candidate.counts
+
+    @property
+    def protection(self) -> tuple[str, ...]:
+        """Return what keeps it from being pruned: what names it, and what it is."""
+        one = self.candidate
+        return (*one.pinned, *([one.exempt] if one.exempt else ()))
+
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
         one = self.candidate
@@ -59,8 +73,9 @@ class Checkpoint:
             "format": self.format,
             "state": one.state,
             "problem": one.problem or None,
-            "protected_by": list(one.pinned),
+            "protected_by": list(self.protection),
             "metrics": {name: _finite(value) for name, value in sorted(one.metrics.items())},
+            "link": self.entry.link or None,
         }
 
 
@@ -82,6 +97,27 @@ class Run:
     def series(self) -> tuple[str, ...]:
         """Return the series that it has."""
         return tuple(dict.fromkeys(one.candidate.series for one in self.checkpoints))
+
+    @property
+    def newest(self) -> frozenset[str]:
+        """Return the names of the newest complete one of each series, which are always kept."""
+        found = {one.candidate.series: one.candidate for one in self.checkpoints if one.counts}
+        return frozenset(one.name for one in found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest complete checkpoint of a run, and what else might have been.
+
+    Attributes:
+        chosen: The checkpoint.
+        skipped: Those that are newer and not complete.
+        others: The newest complete ones of other series, among which it was chosen.
+    """
+
+    chosen: Checkpoint
+    skipped: tuple[Checkpoint, ...] = ()
+    others: tuple[Checkpoint, ...] = ()
 
 
 def rfc3339(seconds: float) -> str:
@@ -120,7 +156,20 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
 def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, list[Checkpoint]]:
     """Return the newest complete checkpoint, and the newer ones that are not.
 
-    Of several series the one that was written last counts. Older checkpoints are not looked at.
+    Raises:
+        SourceNotFoundError: There is none.
+        FormatError: See :func:`read_run`.
+    """
+    found = newest(root, now)
+    return found.chosen, list(found.skipped)
+
+
+def newest(root: Path, now: float | None = None) -> Newest:
+    """Return the newest complete checkpoint of a run.
+
+    Of several series the one that was written last counts; what Lightning saves last is compared
+    with its numbered ones by the step, and named where none of them has it. Older checkpoints are
+    not looked at.
 
     Raises:
         SourceNotFoundError: There is none.
@@ -137,20 +186,63 @@ def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, l
         seen = _accompanied(examine(one, now), company, now)
         (found if seen.complete else skipped).append(seen)
     if not found:
-        raise SourceNotFoundError(
-            "no checkpoint here is complete",
-            where=str(root),
-            why=listed([f"{one.entry.path.name}: {one.candidate.problem}" for one in skipped]),
-        )
-    chosen = max(found, key=lambda one: one.entry.time)
-    newer = [one for one in skipped if one.candidate.series == chosen.candidate.series]
-    return chosen, newer
+        raise _none_complete(root, skipped)
+    furthest = _furthest(found)
+    chosen = max(furthest, key=lambda one: one.entry.time)
+    others = (one for one in found if one in furthest or _written_later(one, chosen))
+    return Newest(
+        chosen,
+        tuple(one for one in skipped if _newer(one, chosen)),
+        tuple(one for one in others if one is not chosen and not _same(one, chosen)),
+    )
+
+
+def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+    """Leave out what Lightning saved last, or the numbered ones that are not as far as that."""
+    last = next((one for one in found if is_last(one.candidate.name)), None)
+    numbered = [one for one in found if one is not last and one.entry.path.suffix == LIGHTNING]
+    if last is None or not numbered:
+        return found
+    step = last.candidate.step
+    behind = [one for one in numbered if _saved_at(one) < step]
+    return [one for one in found if one not in (behind if behind == numbered else [last])]
+
+
+def _saved_at(one: Checkpoint) -> int:
+    """Return the step at which it was saved, which a name with an epoch alone does not tell."""
+    stated = stated_step(one.entry.path)
+    return one.candidate.step if stated is None else stated
+
+
+def _same(one: Checkpoint, chosen: Checkpoint) -> bool:
+    """Return whether it is what Lightning saved last, under its other name."""
+    return is_last(one.candidate.name) and _saved_at(one) == _saved_at(chosen)
+
+
+def _newer(one: Checkpoint, chosen: Checkpoint) -> bool:
+    return one.candidate.series == chosen.candidate.series or _written_later(one, chosen)
+
+
+def _written_later(one: Checkpoint, chosen: Checkpoint) -> bool:
+    return one.entry.time > chosen.entry.time
+
+
+def _none_complete(root: Path, skipped: Sequence[Checkpoint]) -> SourceNotFoundError:
+    newest = max(skipped, key=lambda one: one.entry.time)
+    more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
+    return SourceNotFoundError(
+        "no checkpoint here is complete",
+        where=str(root),
+        why=f"{newest.candidate.name}: {newest.candidate.problem}{more}",
+        hint=f"{command('verify', newest.entry.path)} says what it lacks",
+    )
 
 
 def _members(found: Sequence[Checkpoint]) -> tuple[list[str], set[str]]:
     """Return the names of what is not being made under another one, and those that are whole."""
-    names = [one.entry.path.name for one in found if not one.entry.staging]
-    return names, {one.entry.path.name for one in found if one.complete}
+    own = [one for one in found if not one.entry.link]
+    names = [one.entry.path.name for one in own if not one.entry.staging]
+    return names, {one.entry.path.name for one in own if one.complete}
 
 
 def _pinned(found: Checkpoint, pinned: Pins) -> Checkpoint:
@@ -172,6 +264,7 @@ def examine(entry: Entry, now: float) -> Checkpoint:
         order=entry.named.order,
         time=entry.time,
         metrics={**entry.named.metrics, **metrics(entry.path)},
+        exempt=entry.exempt,
     )
     found = Checkpoint(entry, one, seen.format, seen.parts if seen.known else ())
     return _broken(found, seen.problem, now) if seen.problem else found
@@ -205,14 +298,16 @@ def _holder(entry: Entry) -> str | None:
 
 
 def _company(found: Sequence[Entry]) -> Company:
-    return Company({one.path: one.named.series for one in found if not one.staging})
+    """Return what most checkpoints have: links do not count, nor what Lightning saves last."""
+    own = (one for one in found if not one.staging and not one.exempt)
+    return Company({one.path: one.named.series for one in own})
 
 
 def _accompanied(found: Checkpoint, company: Company, now: float) -> Checkpoint:
     """Take it for incomplete if it lacks a file that the others of its series have."""
     if not found.complete:
         return found
-    problem = company.lacking(found.entry.path)
+    problem = company.lacking(found.entry.path, found.candidate.series)
     return _broken(found, problem, now) if problem else found
 
 

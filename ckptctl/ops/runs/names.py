@@ -2,8 +2,9 @@
 
 Sources: torchtitan ``step-N``, torchtune ``epoch_N`` and ``step_N``, transformers
 ``checkpoint-N``, accelerate ``checkpoint_N``, Megatron ``iter_NNNNNNN``, DeepSpeed
-``global_stepN``, verl and VeOmni ``global_step_N``, torchtnt ``epoch_E_step_S``, Lightning
-``epoch=E-step=S.ckpt`` with metrics and ``-vN`` behind.
+``global_stepN``, verl and VeOmni ``global_step_N``, OLMo ``stepN`` and ``stepN-unsharded``,
+Composer ``epE-baB``, torchtnt ``epoch_E_step_S``, Lightning ``epoch=E-step=S.ckpt`` with metrics
+and ``-vN`` behind, and ``last.ckpt``, of which the step is inside.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from dataclasses import dataclass, field
 _COUNTED = re.compile(
     r"(step[-_]|checkpoint[-_]|iter_|global_step_?|epoch[-_])(\d{1,18})", re.ASCII
 )
+_OLMO = re.compile(r"(step)(\d{1,18})(-unsharded)?", re.ASCII)
+_COMPOSER = re.compile(r"ep(\d{1,18})-ba(\d{1,18})", re.ASCII)
+_LAST = re.compile(r"last(?:-v\d{1,9})?\.ckpt", re.ASCII)
 _VALUE = r"-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|(?:nan|inf)(?!\w))"
 _TORCHTNT = re.compile(
     r"epoch_(\d{1,18})((?:_(?:train_|eval_|predict_)?step_\d{1,18})+)"
@@ -51,11 +55,20 @@ def parse(name: str) -> Named | None:
     """Return what the name of a checkpoint says; None: it is no such name."""
     if match := _COUNTED.fullmatch(name):
         return Named(match[1], (int(match[2]),))
+    if match := _OLMO.fullmatch(name):
+        return Named(match[1] + (match[3] or ""), (int(match[2]),))
+    if match := _COMPOSER.fullmatch(name):
+        return Named("epE-baB", (int(match[2]), int(match[1])))
     if match := _TORCHTNT.fullmatch(name):
         steps = tuple(int(digits) for digits in re.findall(r"\d+", match[2]))
         metrics = {match[3]: float(match[4])} if match[3] else {}
         return Named("epoch_E_step_S", (sum(steps), int(match[1])), metrics)
     return _lightning(name)
+
+
+def is_last(name: str) -> bool:
+    """Return whether Lightning calls what it saves last so (``save_last=True``)."""
+    return _LAST.fullmatch(name) is not None
 
 
 def staged(name: str) -> str | None:

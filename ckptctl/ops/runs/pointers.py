@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -18,16 +19,35 @@ from ckptctl.formats.megatron.files import POINTER as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.ops.runs.callbacks import LAST, noted
 from ckptctl.ops.runs.links import linked
-from ckptctl.ops.runs.names import parse
+from ckptctl.ops.runs.names import is_last, parse
+from ckptctl.ops.runs.spellings import decoded, mentioned, understood
+from ckptctl.ops.runs.trainer_state import NAME as TRAINER
+from ckptctl.ops.runs.trainer_state import trainer_state
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 
 NAMES = (LATEST, LATEST_UNIVERSAL, "last_checkpoint")
-TRAINER = "trainer_state.json"
 SIDECAR = "ckptctl.run.json"
-MAX_TEXT = 4096
+MAX_TEXT = 1 << 16
 
 Pins = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Unclear:
+    """A pointer of which nobody knows what it names.
+
+    Attributes:
+        path: The file.
+        why: What keeps it from being read; empty: it can be.
+        text: What it says, which is not understood.
+        damaged: Whether it is its content that keeps it from being read.
+    """
+
+    path: Path
+    why: str = ""
+    text: str = ""
+    damaged: bool = False
 
 
 def pins(root: Path, members: Sequence[str], whole: Collection[str] = ()) -> Pins:
@@ -35,38 +55,86 @@ def pins(root: Path, members: Sequence[str], whole: Collection[str] = ()) -> Pin
 
     Args:
         root: The run.
-        members: The names of its checkpoints, the newest last.
+        members: The names of its checkpoints that are no links, the newest last.
         whole: Those that are complete. Training goes on from the newest of them, and holds for best
             what that one says, whatever a newer one says that is torn.
     """
     found: Pins = {}
     alike = _alike(root, members)
-    sources = (_pointers(root, members), linked(root, members), _noted(root, members, whole))
-    for named, said in chain(*sources, _best(root, members, whole)):
+    texts = chain(_pointers(root), _best(root, members, whole), _noted(root, members, whole))
+    in_texts = ((name, said) for text, said in texts for name in mentioned(text, members, alike))
+    for named, said in chain(in_texts, linked(root, members)):
         name = named if named in members else alike(named)
         if name and said not in found.get(name, ()):
             found[name] = (*found.get(name, ()), said)
     return found
 
 
-def unreadable(root: Path) -> tuple[Path, str] | None:
-    """Return a pointer that is there and cannot be read, and why; None: there is none."""
-    for name in (*NAMES, ITERATION):
-        try:
-            _text(root, name)
-        except OSError as error:
-            return root / name, str(error.strerror or error)
-    return None
+def unclear(root: Path, complete: Callable[[Path], bool]) -> Unclear | None:
+    """Return a pointer that is there and does not tell what it names; None: there is none.
+
+    What a torn checkpoint calls the best counts only while it can be read: training goes on from
+    the newest complete one.
+
+    Args:
+        root: The run.
+        complete: Returns whether a checkpoint is complete.
+    """
+    members = _members(root)
+    pointers = (_unclear(root, name, members) for name in (*NAMES, ITERATION))
+    states = (_unclear_best(root, name, complete) for name in members)
+    return next((one for one in (*pointers, _unclear_state(root), *states) if one), None)
+
+
+def _members(root: Path) -> list[str]:
+    """Return the names of the checkpoints in *root* that are no links."""
+    found = (item for item in root.iterdir() if parse(item.name) or is_last(item.name))
+    return sorted(item.name for item in found if not item.is_symlink())
+
+
+def _unclear(root: Path, name: str, members: Sequence[str]) -> Unclear | None:
+    try:
+        text, whole = _text(root, name)
+    except OSError as error:
+        return Unclear(root / name, str(error.strerror or error))
+    known = mentioned(text, members, _alike(root, members)) or understood(text, root)
+    return None if whole and (not text or known) else Unclear(root / name, text=text)
+
+
+def _unclear_state(folder: Path) -> Unclear | None:
+    state = trainer_state(folder)
+    path = folder / TRAINER
+    return Unclear(path, state.problem, damaged=state.damaged) if state.problem else None
+
+
+def _unclear_best(root: Path, name: str, complete: Callable[[Path], bool]) -> Unclear | None:
+    """Return what notes the best one in a checkpoint and cannot be read."""
+    path, note = root / name, noted(root / name)
+    if note.problem and (complete(path) or (is_last(name) and not note.damaged)):
+        return Unclear(path, note.problem, damaged=note.damaged)
+    state = _unclear_state(path)
+    return state if state and complete(path) else None
+
+
+def points_inside(root: Path, names: Sequence[str]) -> bool:
+    """Return whether a pointer or a link directly in *root*, or beside it, leads to one of *names*.
+
+    Args:
+        root: A folder that may be a run, or a checkpoint itself.
+        names: Folders in it that are named as checkpoints of a run.
+    """
+    alike = _alike(root, names)
+    for text, said in chain(_pointers(root), _best(root, names, ()), _noted(root, names, ())):
+        name = Path(text).name
+        steps = mentioned(text, names, alike) if said == f"`{ITERATION}`" else ()
+        if name in names or steps or (name and alike(name)):
+            return True
+    return any(name in names for name, _ in linked(root, names, near=True))
 
 
 def metrics(folder: Path) -> dict[str, float]:
     """Return what a checkpoint was rated with, as it says itself."""
-    state = _document(folder, TRAINER)
-    history = state.get("log_history")
-    rated: dict[str, object] = {**noted(folder).scores}
-    for entry in history if isinstance(history, list) else ():
-        if isinstance(entry, dict) and entry.get("step") == state.get("global_step"):
-            rated |= entry
+    rated: dict[str, object] = {**noted(folder).scores, **trainer_state(folder).rated}
     own = _document(folder, SIDECAR).get("metrics")
     rated |= own if isinstance(own, dict) else {}
     rated.pop("step", None)
@@ -77,39 +145,56 @@ def metrics(folder: Path) -> dict[str, float]:
     }
 
 
-def _pointers(root: Path, members: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for pointer in NAMES:
-        yield Path(_said(root, pointer)).name, f"`{pointer}`"
-    text = _said(root, ITERATION)
-    if text.isascii() and text.isdigit() and len(text) <= 18:
-        for name in members:
-            known = parse(name)
-            if known and known.step == int(text):
-                yield name, f"`{ITERATION}`"
+def _pointers(root: Path) -> Iterator[tuple[str, str]]:
+    for pointer in (*NAMES, ITERATION):
+        with suppress(OSError):
+            yield _text(root, pointer)[0], f"`{pointer}`"
 
 
 def _best(root: Path, members: Sequence[str], whole: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield what the Trainer holds for its best checkpoint, as of its newest states."""
-    stating = [name for name in members if _document(root / name, TRAINER)]
-    for folder in (root, *(root / name for name in _newest(stating, whole))):
-        best = _document(folder, TRAINER).get("best_model_checkpoint")
-        if isinstance(best, str):
-            yield Path(best).name, f"`{TRAINER}` as the best"
+    """Yield what the Trainer holds for its best checkpoint, as of its newest states.
+
+    Of one that is cut off, what stands before the cut; then also what the newest one says that can
+    be read to its end.
+    """
+    states = {name: trainer_state(root / name) for name in members}
+    stating = [name for name in members if states[name].there]
+    newest = _newest(stating, whole)
+    clear = _newest([name for name in stating if not states[name].problem], whole)
+    yield trainer_state(root).best, f"`{TRAINER}` as the best"
+    for name in dict.fromkeys((*newest, *clear)):
+        cut = [
+            one
+            for one in newest
+            if states[one].problem and _kind(one) == _kind(name) and one != name
+        ]
+        of = (
+            f" of `{name}` as the best: that of `{cut[0]}` cannot be read"
+            if cut
+            else " as the best"
+        )
+        yield states[name].best, f"`{TRAINER}`{of}"
 
 
 def _noted(root: Path, members: Sequence[str], whole: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield what Lightning holds for best, as the newest checkpoints of each kind of name say."""
-    for name in (LAST, *_newest(members, whole)):
+    lasts = (name for name in members if is_last(name))
+    for name in dict.fromkeys((LAST, *lasts, *_newest(members, whole))):
         for best in noted(root / name).best:
             yield best, f"`{name}` as the best"
 
 
 def _newest(members: Sequence[str], whole: Collection[str]) -> list[str]:
     """Return the newest member of each kind of name, and the newest complete one."""
-    series = {name: known.series for name in members if (known := parse(name))}
-    newest = {kind: name for name, kind in series.items()}
-    newest_whole = {kind: name for name, kind in series.items() if name in whole}
+    kinds = {name: kind for name in members if (kind := _kind(name))}
+    newest = {kind: name for name, kind in kinds.items()}
+    newest_whole = {kind: name for name, kind in kinds.items() if name in whole}
     return list(dict.fromkeys((*newest.values(), *newest_whole.values())))
+
+
+def _kind(name: str) -> str:
+    known = parse(name)
+    return known.series if known else ""
 
 
 def _alike(root: Path, members: Sequence[str]) -> Callable[[str], str | None]:
@@ -136,23 +221,18 @@ def _place(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _said(root: Path, name: str) -> str:
-    with suppress(OSError):
-        return _text(root, name)
-    return ""
-
-
-def _text(root: Path, name: str) -> str:
-    """Return what a pointer says; nothing where there is none.
+def _text(root: Path, name: str) -> tuple[str, bool]:
+    """Return what a pointer says, and whether that is all; nothing where there is none.
 
     Raises:
         OSError: It is there and cannot be read.
     """
     path = root / name
     if not path.is_file():
-        return ""
+        return "", True
     with path.open("rb") as file:
-        return file.read(MAX_TEXT).decode(errors="replace").removeprefix("\ufeff").strip()
+        data = file.read(MAX_TEXT + 1)
+    return decoded(data[:MAX_TEXT]), len(data) <= MAX_TEXT
 
 
 def _document(folder: Path, name: str) -> Mapping[str, object]:

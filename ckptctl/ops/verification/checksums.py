@@ -5,7 +5,6 @@ Where a file carries none, only its structure can be checked: those bytes are co
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,17 +17,16 @@ from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import may_be_zip
-from ckptctl.ops.watch import Advance
-from ckptctl.storage.crc import combine, crc32
+from ckptctl.storage.advance import Advance
+from ckptctl.storage.crc import combine
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.ranges import crc_of
 from ckptctl.storage.threads import default_threads
 from ckptctl.storage.zips.directory import FileRange, read_directory
 
 BLOCK = 64 << 20
 BATCH = 4096
 """Blocks that are queued at a time."""
-WINDOW = 1 << 20
-_local = threading.local()
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -138,9 +136,9 @@ def crcs(
         advance: Called with bytes done, from any thread.
     """
 
-    def crc_of(block: Block) -> int | CkptError:
+    def sum_of(block: Block) -> int | CkptError:
         try:
-            return _crc(files, ranges[block.number].file, block.offset, block.nbytes, advance)
+            return crc_of(files, ranges[block.number].file, block.offset, block.nbytes, advance)
         except CkptError as error:
             return error
 
@@ -148,7 +146,7 @@ def crcs(
     with ThreadPoolExecutor(threads(jobs)) as pool:
         for first in range(0, len(some), BATCH):
             batch = some[first : first + BATCH]
-            found += zip(batch, pool.map(crc_of, batch), strict=True)
+            found += zip(batch, pool.map(sum_of, batch), strict=True)
     return found
 
 
@@ -192,27 +190,6 @@ def _wrong(
         f"recorded is {one.crc32:08x}"
     )
     return Finding("a checksum does not match", why, file=one.file, tensor=one.name)
-
-
-def _crc(files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None) -> int:
-    crc = 0
-    for view in windows(files, file, offset, nbytes, advance):
-        crc = crc32(view, crc)
-    return crc
-
-
-def windows(
-    files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None
-) -> Iterator[memoryview]:
-    """Yield a range of a file piece by piece, in one buffer per thread that is used again."""
-    if not hasattr(_local, "buffer"):
-        _local.buffer = memoryview(bytearray(WINDOW))
-    for start in range(0, nbytes, WINDOW):
-        view: memoryview = _local.buffer[: min(WINDOW, nbytes - start)]
-        files.readv(file, [view], offset + start)
-        yield view
-        if advance:
-            advance(len(view))
 
 
 def proven(ranges: Sequence[Recorded]) -> dict[str, int]:

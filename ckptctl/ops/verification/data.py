@@ -24,8 +24,9 @@ from ckptctl.ops.verification.checksums import (
 )
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import root_of
-from ckptctl.ops.watch import Advance, Watch, one_of_many
+from ckptctl.ops.watch import Watch, one_of_many
 from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.files import SourceFiles
 
 

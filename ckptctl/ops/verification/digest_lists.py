@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Finding, Severity
-from ckptctl.errors import CkptError, RefusedError
+from ckptctl.errors import CkptError, RefusedError, command
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.ranks.sharing import portion
-from ckptctl.ops.verification.checksums import threads, windows
+from ckptctl.ops.verification.checksums import threads
 from ckptctl.ops.verification.result import of_error
-from ckptctl.ops.watch import Advance
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.digests import hasher
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging
+from ckptctl.storage.ranges import windows
 from ckptctl.storage.sync import write_file
 
 SUMS = "SHA256SUMS"
@@ -127,11 +128,12 @@ def require_room(target: Path) -> None:
         RefusedError: There is one.
     """
     if os.path.lexists(target):
+        compare = command("verify", target.parent, options=("--level", "full"))
         raise RefusedError(
             f"`{target.name}` exists already",
             where=str(target),
             why="a list of checksums is added, never replaced",
-            hint="`ckptctl verify --level full` compares the files with it",
+            hint=f"{compare} compares the files with it",
         )
 
 

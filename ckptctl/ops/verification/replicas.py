@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.errors import CkptError, DamagedError
+from ckptctl.errors import CkptError, DamagedError, command
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.ranks.sharing import portion
-from ckptctl.ops.watch import Advance
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import Readable, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.remote.path import path_at
@@ -58,7 +58,8 @@ def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
             f"replicas of `{found.tensor}` hold different values",
             where=f"{catalog.path}, {found.where}",
             why=found.why,
-            hint="one is damaged, or of another save; `ckptctl verify --level full` lists them all",
+            hint="one is damaged, or of another save; "
+            f"{command('verify', catalog.path, options=('--level', 'full'))} lists them all",
         )
 
 

@@ -12,16 +12,12 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
-from ckptctl.errors import (
-    CkptError,
-    UsageError,
-    listed,
-)
-from ckptctl.formats.base import Weights
+from ckptctl.errors import CkptError, UsageError, listed
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
-from ckptctl.ops.verification.result import LEVELS, Level, Verification, of_error, unsaid
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.result import LEVELS, Verification, of_error, unsaid
 from ckptctl.ops.verification.structure import root_of, structure
 from ckptctl.ops.verification.surroundings import surroundings
 from ckptctl.ops.watch import Watch, unwatched
@@ -29,33 +25,6 @@ from ckptctl.storage.remote.path import path_at, require_answers, shown
 from ckptctl.storage.remote.urls import is_url
 
 UNUSED = f"{MANIFEST} describes other tensors"
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """What to verify, and how much of it.
-
-    Attributes:
-        format: The format, where it cannot be detected.
-        level: ``fast``, ``headers`` or ``full``.
-        nan: Search floating values for NaN and Inf.
-        manifest: Write the SHA-256 sums of all files when nothing is wrong.
-        model_type: The family, for shards that only a family can join.
-        weights: See :class:`~ckptctl.formats.base.ReadOptions`.
-        tag: Likewise.
-        rules: Likewise.
-        jobs: Threads; None: its part of the cores, at most four.
-    """
-
-    format: str | None = None
-    level: Level = "headers"
-    nan: bool = False
-    manifest: bool = False
-    model_type: str | None = None
-    weights: Weights | None = None
-    tag: str | None = None
-    rules: Path | None = None
-    jobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +60,7 @@ def verify(
         SourceNotFoundError: There is no such path.
         FormatError: It is not a checkpoint that ckptctl reads.
         RefusedError: There is a list of SHA-256 sums already, and one was asked for.
+        StorageError: What is behind a URL did not answer.
     """
     return examine(path, options or VerifyOptions(), progress, ranks)[0]
 
@@ -101,12 +71,21 @@ def examine(
     progress: Watch = unwatched,
     ranks: Coordinator | None = None,
 ) -> tuple[Verification, Catalog | None]:
-    """Verify as :func:`verify` does, and return also what could be read of the index, if any.
+    """Verify as :func:`verify` does, and return also what could be read of the index.
+
+    Args:
+        path: A directory or a file.
+        options: What to verify.
+        progress: Called with the bytes that are going to be read.
+        ranks: Those that share the reading of the data; None: this process alone.
+
+    Returns:
+        The result, and the catalog, of a checkpoint that is not whole with what is left of it;
+        None: nothing of the index could be read.
 
     Raises:
         StorageError: What is behind a URL did not answer.
-
-    The catalog of a checkpoint that is not whole holds what is left of it.
+        CkptError: See :func:`verify`.
     """
     start = time.monotonic()
     ranks = ranks or Alone()

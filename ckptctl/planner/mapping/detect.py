@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from ckptctl.planner.configs.stated import facts, is_tied
+from ckptctl.planner.configs.stated import Json, facts, is_tied
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import absent, torn
@@ -18,7 +18,6 @@ from ckptctl.planner.parallel.joining import ranks_fit
 ENOUGH = 0.5
 SHOWN = 5
 """So many unknown or missing keys are named."""
-Json = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

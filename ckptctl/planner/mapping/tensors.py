@@ -11,7 +11,7 @@ from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
 from ckptctl.planner.mapping.geometry import Geometry, geometry
-from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros, require_covered, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros, require_covered
 from ckptctl.planner.mapping.matching import Lead, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.origins import Origins
@@ -45,11 +45,6 @@ class TensorMap:
     sizes: Mapping[str, int]
     tied: bool
     tilings: tuple[Tiling, ...] = ()
-
-    @property
-    def target_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of each stored tensor of the target, in the order of the keys."""
-        return stored_shapes(self.tensors)
 
 
 def map_tensors(

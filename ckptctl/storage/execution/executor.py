@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.execution.options import Execution, ExecutionOptions, Progress
+from ckptctl.storage.advance import Advance
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.run import Run
 from ckptctl.storage.remote.outbox import Outbox
 
@@ -21,7 +22,7 @@ def execute(
     plan: Plan,
     root: Path,
     options: ExecutionOptions,
-    progress: Progress,
+    progress: Advance,
     journal: Path | None = None,
     memory: Mapping[str, memoryview] | None = None,
     outbox: Outbox | None = None,

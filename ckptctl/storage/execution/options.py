@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptctl.planner.copying.tile import MIB, Limits
@@ -12,8 +11,6 @@ ARITHMETIC = 384 * MIB
 """Bytes of buffers in all, for arithmetic."""
 LEAST = 64 << 10
 """Bytes of buffers that a thread has at least."""
-Progress = Callable[[int], None]
-"""Called with the bytes finished since the last call."""
 
 
 @dataclass(frozen=True, slots=True)

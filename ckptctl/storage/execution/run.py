@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache, partial
@@ -15,18 +14,20 @@ from ckptctl.errors import CkptError
 from ckptctl.planner.copying.shares import Share, lanes
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
+from ckptctl.storage.advance import Advance
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.finisher import Finisher
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.lanes import Lane, Lanes, Unit
 from ckptctl.storage.execution.ledger import Books, Ledger, News
-from ckptctl.storage.execution.options import Execution, ExecutionOptions, Progress
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
 from ckptctl.storage.execution.supervisor import Supervisor, join
 from ckptctl.storage.execution.tiles import Tiles
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.remote.outbox import Outbox
 from ckptctl.storage.sources import Sources
+from ckptctl.storage.termination import daemon
 
 if TYPE_CHECKING:
     from ckptctl.storage.computed import ComputedFiles
@@ -103,7 +104,7 @@ class Run:
         self.output.create()
         return {}
 
-    def fill(self, done: dict[tuple[int, int], Done], progress: Progress) -> None:
+    def fill(self, done: dict[tuple[int, int], Done], progress: Advance) -> None:
         """Do all units, in threads, and the frames of files; raise what went wrong first.
 
         Where the plan is shared, the frames of files that others write, too, are left; what this
@@ -120,10 +121,7 @@ class Run:
                 partial(self._outbox.wait, self._supervisor.stop.is_set) if self._outbox else None
             )
             work = Lanes([Lane(units) for units in self._units(done)], room)
-            threads = [
-                threading.Thread(target=self._work, args=(work,), daemon=True)
-                for _ in range(self._options.threads)
-            ]
+            threads = [daemon(self._work, work) for _ in range(self._options.threads)]
             self._working = len(threads)
             try:
                 for thread in threads:
@@ -169,7 +167,7 @@ class Run:
         self.output.sync_directories()
 
     @contextmanager
-    def _finishing(self, progress: Progress) -> Iterator[None]:
+    def _finishing(self, progress: Advance) -> Iterator[None]:
         """Have files finished in the background; in the end wait for that."""
         self._finisher = Finisher(
             self._plan,

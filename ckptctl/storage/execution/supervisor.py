@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ckptctl.storage.execution.options import Progress
+from ckptctl.storage.advance import Advance
 
 PATIENCE = 0.8
 """Seconds."""
@@ -42,7 +42,7 @@ class Supervisor:
             self.changed.notify_all()
 
     def watch(
-        self, finished: Callable[[], bool], total: Callable[[], int], progress: Progress
+        self, finished: Callable[[], bool], total: Callable[[], int], progress: Advance
     ) -> None:
         """Wait until *finished*, and report what was done meanwhile.
 

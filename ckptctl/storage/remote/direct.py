@@ -12,11 +12,6 @@ from ckptctl.storage.remote.store import make_folder, store_errors, system_of
 from ckptctl.storage.remote.urls import is_url, scheme_of
 
 
-def url_of(path: str | os.PathLike[str]) -> str | None:
-    """Return *path* if it is a URL that is no path of this machine."""
-    return os.fspath(path).rstrip("/") if is_url(path) else None
-
-
 def known(path: str | os.PathLike[str]) -> bool:
     """Return whether *path* is a path, or a URL of a kind that fsspec knows."""
     if not is_url(path):

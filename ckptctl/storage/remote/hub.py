@@ -29,6 +29,7 @@ _URL = re.compile(
     rf"(?:@(?P<revision>{_WITH_SLASHES}|[^/]+))?(?:/(?P<path>.*))?"
 )
 CHANGED = 412
+FORM = "write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/FOLDER"
 LOGIN = "`hf auth login`, or a token in HF_TOKEN; private and gated repositories need one"
 
 
@@ -63,15 +64,26 @@ def parse(url: str) -> HubUrl:
         UsageError: It is none of a repository.
     """
     found = _URL.fullmatch(normal(url).rstrip("/"))
-    if found is None:
-        raise UsageError(
-            "this names no repository of the Hub",
-            where=masked(url),
-            hint="write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/FOLDER",
-        )
+    wrong = found and _why_none(found["repository"])
+    if found is None or wrong:
+        what = "this names no repository of the Hub"
+        raise UsageError(what, where=masked(url), why=wrong, hint=FORM)
     revision = found["revision"] and unquote(found["revision"])
     kind = KINDS[found["kind"] or "models"]
     return HubUrl(kind, found["repository"], revision, (found["path"] or "").strip("/"))
+
+
+def _why_none(repository: str) -> str | None:
+    """Return why there can be no repository of a name, as the client sees it; None: there can."""
+    from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
+    from huggingface_hub.errors import HFValidationError
+
+    client: Any = hub
+    try:
+        client.validate_repo_id(repository)
+    except HFValidationError as error:
+        return str(error)
+    return None
 
 
 class HubStore:

@@ -6,23 +6,27 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.remote.blocks import SHARED
 from ckptctl.storage.remote.store import ITSELF, FsspecStore, Store, Stored
 from ckptctl.storage.remote.urls import (
     HUB,
-    WITHOUT_HOST,
+    WEB,
+    address,
+    is_marked,
+    marked,
     masked,
-    normal,
     scheme_of,
+    secrets,
+    tidy,
     without_query,
 )
 
 KNOWN = 64
 SECRETS = 1024
-"""URLs with secrets that are known, and all that are in use."""
+"""URLs that may have secrets that are known, and all that are in use."""
 _numbers = itertools.count()
 """What was read of one mount is never taken for what another one has."""
 
@@ -170,15 +174,36 @@ class Mount:
         return found if folder else {**found, **self._known}
 
 
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """A URL that may have secrets.
+
+    Attributes:
+        url: With them.
+        address: Without them.
+        number: Which of those it is that are the same without them, from 1 on.
+    """
+
+    url: str
+    address: str
+    number: int
+
+
 def mount(url: str) -> str:
     """Look behind *url*, anew, and return the URL as it may be shown.
+
+    Args:
+        url: As :func:`remember` returns it, or with secrets of its own.
 
     Raises:
         SourceNotFoundError: There is nothing.
         UsageError: No file system for it is known or installed.
         StorageError: The place cannot be reached, or does not let us look.
     """
-    store = _open(secret_of(remember(url)))
+    shown = tidy(url)
+    if masked(shown) != shown:
+        shown = remember(url)
+    store = _open(secret_of(shown), shown)
     listed = store.members("")
     if not listed:
         raise SourceNotFoundError("there is nothing at this URL", where=store.url)
@@ -195,12 +220,12 @@ def mount(url: str) -> str:
     return store.url
 
 
-def _open(url: str) -> Store:
+def _open(url: str, shown: str) -> Store:
     if scheme_of(url) == HUB:
         from ckptctl.storage.remote.hub import HubStore
 
         return HubStore(url)
-    return FsspecStore(url)
+    return FsspecStore(url, shown)
 
 
 def _folder_of(store: Store) -> Store:
@@ -213,22 +238,45 @@ def _folder_of(store: Store) -> Store:
 def remember(url: str) -> str:
     """Return *url* as it may be shown; :func:`mount` knows what is secret in it.
 
+    The same URL is always shown the same. No other one is that has other secrets, or none: after
+    the first a number says which it is, as in ``https://***2@host/x``.
+
+    Args:
+        url: As a user names it.
+
     Raises:
-        UsageError: It names no host: a path cannot say so, and would take a folder for one.
+        UsageError: It names nothing, or something that no path can say.
     """
-    shown = masked(url := normal(url).rstrip("/"))
-    scheme = scheme_of(url)
-    if url.startswith(f"{scheme}:///") and scheme not in WITHOUT_HOST:
-        what = f"the URL has no name between `{scheme}://` and the next `/`"
-        raise UsageError(what, where=shown, hint="it wants that of a host, bucket or organisation")
-    if shown != url:
-        with _lock:
-            _secrets.pop(shown, None)
-            _secrets[shown] = url
-            if len(_secrets) > SECRETS:
-                unused = (one for one in _secrets if not any(_inside(m, one) for m in _mounts))
-                del _secrets[next(unused)]
-    return shown
+    shown = masked(url := tidy(url))
+    if is_marked(url) or (shown == url and scheme_of(url) not in WEB):
+        return shown
+    with _lock:
+        number = _number(url)
+        name = marked(shown, number)
+        _secrets.pop(name, None)
+        _secrets[name] = _Remembered(url, address(url), number)
+        if len(_secrets) > SECRETS:
+            unused = (one for one in _secrets if not any(_beside(m, one) for m in _mounts))
+            del _secrets[next(unused, next(iter(_secrets)))]
+    return name
+
+
+def _number(url: str) -> int:
+    """Return the number that *url* is shown with, given what is known.
+
+    What lies beside a file is read with the secrets of that, so a number has but one of them for
+    all that lies in one folder.
+    """
+    own, here = secrets(url), address(url)
+    near = [one for one in _secrets.values() if _beside(one.address, here)]
+    taken = {one.number for one in near if secrets(one.url) != own and _alike(one, url)}
+    same = {one.number for one in near if secrets(one.url) == own} - taken
+    return min(same) if same else max(taken) + 1 if 1 in taken else 1
+
+
+def _alike(one: _Remembered, url: str) -> bool:
+    """Return whether *url* would be shown as *one* is if it had the same number."""
+    return one.number > 1 or bool(secrets(one.url)[0]) == bool(secrets(url)[0])
 
 
 def drop(url: str) -> None:
@@ -245,7 +293,7 @@ def secret_of(url: str) -> str:
         found = next((shown for shown in _secrets if _inside(url, shown)), None)
         if found is None:
             return url
-        plain, query = without_query(_secrets[found])
+        plain, query = without_query(_secrets[found].url)
     return plain + url[len(found) :] + query
 
 
@@ -269,6 +317,17 @@ def _inside(url: str, folder: str) -> bool:
     return url == folder or url.startswith(f"{folder}/")
 
 
+def _beside(url: str, other: str) -> bool:
+    """Return whether a URL lies in the folder of another one, or the other way round."""
+    return _inside(url, _folder(other)) or _inside(other, _folder(url))
+
+
+def _folder(url: str) -> str:
+    """Return the folder of a URL; of one without a path itself."""
+    above = url.rpartition("/")[0]
+    return url if above.endswith("/") else above
+
+
 def _above(url: str) -> list[str]:
     """Return the folder of a URL in use if *url* is in it; it is known from then on."""
     for one in _mounts:
@@ -280,6 +339,6 @@ def _above(url: str) -> list[str]:
     return []
 
 
-_secrets: dict[str, str] = {}
+_secrets: dict[str, _Remembered] = {}
 _mounts: OrderedDict[str, Mount] = OrderedDict()
 _lock = threading.Lock()

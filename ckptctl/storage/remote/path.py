@@ -24,7 +24,13 @@ READ_ONLY = 0o444
 
 
 def named(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a user names, which may be a URL; nothing is looked at yet."""
+    """Return the path that a user names, which may be a URL; nothing is looked at yet.
+
+    Raises:
+        UsageError: The URL names nothing, or what no path can say.
+    """
+    if isinstance(path, RemotePath):
+        return path
     if is_url(path):
         return RemotePath(mounts.remember(os.fspath(path)))
     return path if isinstance(path, Path) else Path(local_path(path))
@@ -43,12 +49,10 @@ def path_of(path: str | os.PathLike[str]) -> Path:
         UsageError: No file system for it is known or installed.
         StorageError: The place cannot be reached, or does not let us look.
     """
-    if not is_url(path):
-        return path if isinstance(path, Path) else Path(local_path(path))
-    text = os.fspath(path)
-    if isinstance(path, RemotePath) and mounts.place(text)[0]:
-        return path
-    return RemotePath(mounts.mount(text))
+    found = named(path)
+    if not isinstance(found, RemotePath) or (found is path and mounts.place(str(found))[0]):
+        return found
+    return RemotePath(mounts.mount(str(found)))
 
 
 def path_at(text: str | os.PathLike[str]) -> Path:

@@ -100,15 +100,16 @@ class FsspecStore:
 
     Args:
         url: With whatever secrets it has.
+        shown: The same, as it may be shown; None: without them.
 
     Attributes:
-        url: The same, as it may be shown.
+        url: As it may be shown.
         system: The file system.
         root: The path in it.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = masked(url)
+    def __init__(self, url: str, shown: str | None = None) -> None:
+        self.url = shown or masked(url)
         self._secret = url = normal(url)
         plain, self._query = without_query(url)
         self.system, self.root = system_of(plain)
@@ -119,7 +120,7 @@ class FsspecStore:
     def members(self, folder: str) -> list[Stored]:
         """See :class:`Store`."""
         path = self._path(folder)
-        with store_errors(self._secret, folder, "list"):
+        with store_errors(self._secret, folder, "list", self.url):
             try:
                 if self._web and not folder and not self._is_listing(path):
                     return [stored(self.system.info(path), ITSELF)]
@@ -132,12 +133,12 @@ class FsspecStore:
 
     def complete(self, name: str, found: Stored) -> Stored:
         """See :class:`Store`."""
-        with store_errors(self._secret, name, "look at"):
+        with store_errors(self._secret, name, "look at", self.url):
             return stored(self.system.info(self._path(name)), found.name)
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`Store`."""
-        with store_errors(self._secret, name, "read"):
+        with store_errors(self._secret, name, "read", self.url):
             if self._refuses and version:
                 return retried(lambda found: self._append_same(found, name, version, start, stop))
             if self._web:
@@ -152,8 +153,9 @@ class FsspecStore:
     def above(self) -> FsspecStore | None:
         """See :class:`Store`."""
         plain, query = without_query(self._secret)
-        url, _, last = plain.rstrip("/").rpartition("/")
-        return FsspecStore(url + query) if last and not url.endswith("/") else None
+        url = plain.rstrip("/").rpartition("/")[0]
+        shown = self.url.rstrip("/").rpartition("/")[0]
+        return None if shown.endswith("/") else FsspecStore(url + query, shown)
 
     def _path(self, name: str) -> str:
         return (f"{self.root}/{name}" if name else str(self.root)) + self._query
@@ -244,13 +246,14 @@ def stored(info: Mapping[str, Any], name: str) -> Stored:
 
 
 @contextmanager
-def store_errors(url: str, name: str, what: str) -> Iterator[None]:
+def store_errors(url: str, name: str, what: str, shown: str | None = None) -> Iterator[None]:
     """Turn whatever file systems raise into errors of ours.
 
     Args:
         url: The place; what is secret in it is in no error.
         name: What is worked on there; empty: the place itself.
         what: What is done with it, as in ``list``.
+        shown: The place, as it is shown; None: without what is secret.
 
     Raises:
         SourceNotFoundError: It is not there.
@@ -262,7 +265,9 @@ def store_errors(url: str, name: str, what: str) -> Iterator[None]:
     except CkptError:
         raise
     except Exception as error:
-        raise failure(error, url, name, what) from error
+        found = failure(error, url, name, what)
+        found.where = shown or found.where
+        raise found from error
 
 
 def _member(entry: Mapping[str, Any], folder: str) -> Stored | None:

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from typing import NamedTuple
+from urllib.parse import quote, unquote, unquote_to_bytes
+
+from ckptctl.errors import UsageError
 
 SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
 """With those that fsspec would chain, which are refused."""
+_CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 LOCAL = ("file://", "local://")
+THIS_MACHINE = ("", "localhost")
 HUB = "hf"
-WITHOUT_HOST = ("memory",)
+WITHOUT_HOST = ("memory://",)
 """Schemes of which fsspec takes `x:///y` for `x://y`."""
+EXAMPLE = "a URL is like `hf://ORG/NAME` or `s3://BUCKET/PATH`"
 HIDDEN = "***"
 WEB = ("http", "https")
-_PASSWORD_WITH_SLASH = re.compile(r"[^/@:]*:(?!\d*/)[^/@]*/.*@")
+ALONE = 6
+"""Characters from which on a secret is recognised by itself; shorter ones are parts of words."""
+_MARK = re.compile(r"\*{3}\d*")
+"""What stands for a secret, and for the second, third, ... behind the same mask."""
+_PASSWORD_WITH_SLASH = re.compile(r"(?!\[)[^/@:]*:(?!\d*/)[^/@]*/.*@", re.DOTALL)
 """A colon that no port follows, and an ``@`` behind a slash that should have been ``%2F``."""
+_WEB_PASSWORD_WITH_SLASH = re.compile(
+    r"(?!\[)[^/?#@:]*:(?!\d*(?:[/?#]|$))[^/?#@]*[/?#].*@", re.DOTALL
+)
+_CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")
+_QUERY = re.compile(r"(://[^\s?]*\?)(?!\*{3})\S*[^\s'\")>\],:;.]")
+"""What is secret in any URL of a text: clients spell it in their own way."""
 PACKAGES = {
     "s3": "ckptctl[s3]",
     "s3a": "ckptctl[s3]",
@@ -39,16 +57,57 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return *path* without the scheme of local files."""
+    """Return *path* without the scheme of local files, as RFC 8089 reads it.
+
+    The host is empty or ``localhost``, the path absolute, and ``%20`` a space.
+
+    Raises:
+        UsageError: It names no path, a relative one, or one of another machine.
+    """
     text = os.fspath(path)
-    found = next((scheme for scheme in LOCAL if normal(text).startswith(scheme)), "")
-    return text[len(found) :]
+    scheme = next((scheme for scheme in LOCAL if normal(text).startswith(scheme)), None)
+    if scheme is None:
+        return text
+    host, slash, _ = rest = text[len(scheme) :].partition("/")
+    if host.lower() in THIS_MACHINE and not slash:
+        what, hint = "the URL names no path", "`.` is the working directory"
+        raise UsageError(what, where=masked(text), hint=hint)
+    if host.lower() not in THIS_MACHINE:
+        what = f"what stands between `{scheme}` and the next `/` is another machine"
+        hint = (
+            f"an absolute path is `{scheme}/folder/name`; write a relative one without `{scheme}`"
+        )
+        raise UsageError(what, where=masked(text), hint=hint)
+    found = unquote_to_bytes(os.fsencode("".join(rest[1:])))
+    if b"\0" in found:
+        raise UsageError("no path has the character `%00`", where=masked(text))
+    return os.fsdecode(found)
 
 
 def normal(url: str) -> str:
     """Return *url* with its scheme in lower case, which RFC 3986 (3.1) has for all spellings."""
     found = SCHEME.match(url)
     return found[0].lower() + url[found.end() :] if found else url
+
+
+def tidy(url: str) -> str:
+    """Return *url* without slashes at its end.
+
+    Raises:
+        UsageError: It names nothing, or something that no path can say: paths have no empty parts.
+    """
+    scheme, _, rest, query = _parts(url)
+    host, *folders = rest.rstrip("/").removeprefix("/" * (scheme in WITHOUT_HOST)).split("/")
+    if not rest.rstrip("/"):
+        raise UsageError(f"nothing is named behind `{scheme}`", where=masked(url), hint=EXAMPLE)
+    if not host:
+        what = f"the URL has no name between `{scheme}` and the next `/`"
+        hint = "it wants that of a host, bucket or organisation"
+        raise UsageError(what, where=masked(url), hint=hint)
+    if "" in folders and not _CHAINED.search(url):  # chained ones are refused where they are opened
+        what, hint = "there is nothing between two `/` of the URL", "write one `/`"
+        raise UsageError(what, where=masked(url), hint=hint)
+    return normal(url.removesuffix(query)).rstrip("/") + query
 
 
 def scheme_of(url: str) -> str:
@@ -58,21 +117,56 @@ def scheme_of(url: str) -> str:
 
 def masked(url: str) -> str:
     """Return *url* without passwords and without the query that signs it, as it may be shown."""
-    return hide(normal(without_query(url)[0]), url)
+    scheme, user, rest, _ = _parts(url)
+    mark = user if _MARK.fullmatch(user) else HIDDEN
+    return f"{scheme}{mark}@{rest}" if user else scheme + rest
+
+
+def address(url: str) -> str:
+    """Return *url* without its secrets, and without the marks that stand for them."""
+    scheme, _, rest, _ = _parts(url)
+    return scheme + rest
+
+
+def marked(shown: str, number: int) -> str:
+    """Return what is shown of a URL that has other secrets than the first one shown so.
+
+    Args:
+        shown: What :func:`masked` returns.
+        number: How many there are then; 1: it is the first, and shown as it is.
+    """
+    if number == 1:
+        return shown
+    scheme, _, rest, _ = _parts(shown)
+    return f"{scheme}{HIDDEN}{number}@{rest}"
+
+
+def is_marked(url: str) -> bool:
+    """Return whether marks stand for the secrets of *url*."""
+    return _MARK.fullmatch(_parts(url).user) is not None
 
 
 def without_query(url: str) -> tuple[str, str]:
     """Return a web address without its query, and that with its mark; others have none."""
-    if scheme_of(url) not in WEB:
-        return url, ""
-    plain, mark, query = url.partition("?")
-    return plain, mark + query
+    query = _parts(url).query
+    return url.removesuffix(query), query
+
+
+def secrets(url: str) -> tuple[str, str]:
+    """Return what is secret in *url*: who asks, and the query; empty where there is none."""
+    _, user, _, query = _parts(url)
+    return user, query
 
 
 def hide(text: str, url: str) -> str:
     """Return *text* without what is secret in *url*: a password, the query that signs it."""
-    for secret in _secrets(url):
-        text = text.replace(secret, HIDDEN)
+    user, query = secrets(url)
+    if user and not _MARK.fullmatch(user):
+        text = _hide_user(text, user)
+    if query.removeprefix("?"):
+        for one in _spellings(query):
+            text = text.replace(one, f"?{HIDDEN}")
+        text = _hide_word(_QUERY.sub(rf"\1{HIDDEN}", text), query[1:])
     return text
 
 
@@ -84,14 +178,58 @@ def install_hint(scheme: str) -> str:
     return f"`pip install '{package}'`"
 
 
-def _secrets(url: str) -> list[str]:
-    rest = url.partition("://")[2]
-    host = rest.partition("/")[0]
-    if _PASSWORD_WITH_SLASH.match(rest):
-        host = rest
-    user, sign, _ = host.rpartition("@")
+class _Parts(NamedTuple):
+    """A URL, cut where its parts begin.
+
+    Attributes:
+        scheme: With its ``://``, in lower case.
+        user: What stands before the ``@``, if that is secret.
+        rest: Host and path.
+        query: That of a web address, with its mark.
+    """
+
+    scheme: str
+    user: str
+    rest: str
+    query: str
+
+
+def _parts(url: str) -> _Parts:
+    found = SCHEME.match(url)
+    if found is None:
+        return _Parts("", "", url, "")
+    rest, web = url[found.end() :], scheme_of(url) in WEB
+    with_slash = _WEB_PASSWORD_WITH_SLASH if web else _PASSWORD_WITH_SLASH
+    authority = re.split("[/?#]" if web else "/", rest, maxsplit=1)[0]
+    user, sign, _ = (rest if with_slash.match(rest) else authority).rpartition("@")
     # Without a password the name may be a token, where it is not the login of a machine.
-    secret = ":" in user or scheme_of(url) in (*WEB, HUB)
-    found = [user.partition(":")[2], user] if sign and secret else []
-    found.append(without_query(url)[1].removeprefix("?"))
-    return sorted(filter(None, found), key=len, reverse=True)
+    secret = ":" in user or web or scheme_of(url) == HUB or _MARK.fullmatch(user)
+    if not user or not secret:
+        user = sign = ""
+    rest = rest[len(user + sign) :]
+    plain = rest.partition("?")[0] if web else rest
+    return _Parts(found[0].lower(), user, plain, rest[len(plain) :])
+
+
+def _hide_user(text: str, user: str) -> str:
+    for one in _spellings(user):
+        text = re.sub(rf"(?<!\w){re.escape(one)}@", f"{HIDDEN}@", text)
+    text = _CREDENTIALS.sub(f"{HIDDEN}@", text)
+    name, colon, password = user.partition(":")
+    if colon:
+        text = _hide_word(text, user, 0)
+    return _hide_word(text, password if colon else name)
+
+
+def _hide_word(text: str, secret: str, least: int = ALONE) -> str:
+    """Return *text* without the words that are *secret*, if that is long enough to be one."""
+    for one in _spellings(secret):
+        if len(one) >= least:
+            before, behind = r"(?<!\w)" * one[0].isalnum(), r"(?!\w)" * one[-1].isalnum()
+            text = re.sub(before + re.escape(one) + behind, HIDDEN, text)
+    return text
+
+
+def _spellings(secret: str) -> Iterator[str]:
+    """Yield *secret* as it is, and as clients spell it."""
+    yield from sorted(filter(None, {secret, unquote(secret), quote(secret)}), key=len, reverse=True)

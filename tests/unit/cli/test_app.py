@@ -76,6 +76,21 @@ def test_unknown_command_is_suggested(run):
     assert "Did you mean 'inspect'?" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (["help", "ls"], "ckptctl ls --help"),
+        (["help"], "ckptctl --help"),
+        (["version"], "ckptctl --version"),
+    ],
+)
+def test_options_that_are_typed_as_commands(run, typed, hint):
+    result = run(*typed)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"hint: `{hint}`\n" in result.stderr
+    assert run(*hint.split()[1:]).exit_code == 0
+
+
 def failing(monkeypatch, error):
     def fail(*_):
         raise error

@@ -29,8 +29,8 @@ def test_a_pipe_gets_every_difference(run, pair):
     rows = [line.split("\t") for line in result.stdout.splitlines()]
     assert ["only_a", "z"] in rows and ["only_leaf_a", "lr"] in rows
     assert ["only_leaf_b", "seed"] in rows and ["leaf", "step", "1", "2"] in rows
-    assert ["tensor", "x", "values", "1 of 12", "0", "2", "0.25", "[1, 2]"] in rows
-    assert ["tensor", "y", "dtype float32 float16", "", "", "", "", ""] in rows
+    assert ["tensor", "x", "values", "1 of 12", "0", "2.0", "0.25", "[1, 2]"] in rows
+    assert ["tensor", "y", "dtype float32 float16", "0 of 2", "", "", "", ""] in rows
     assert ["same", "no"] in rows
     assert "\x1b" not in result.output
 
@@ -150,3 +150,53 @@ def test_extract(run, pair, tmp_path):
     assert run("extract", pair[0], "x", "-o", target, "--overwrite", "-q").stdout == f"{target}\n"
     shown = run("extract", pair[0], "x", "--slice", "[0:1]", "--dtype", "fp16").stdout
     assert shown.splitlines() == ["tensor\tx\tfloat16\t[1, 4] of [3, 4]\t8", "[[0 1 2 3]]"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tag-a", "x"], "`--tag-a` has no meaning"),
+        (["--tag-b", "x"], "`--tag-b` has no meaning"),
+        (["--weights-b", "module"], "`--weights-b` has no meaning"),
+        (["--root-a", "modle"], "did you mean `--root-a model`?"),
+        (["--root-b", "modle"], "did you mean `--root-b model`?"),
+    ],
+)
+def test_errors_name_the_option_of_the_side(run, tmp_path, options, said):
+    path = tmp_path / "a.pt"
+    torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}}, path)
+    result = run("diff", path, path, *options)
+    assert result.exit_code == 2 and said in result.stderr
+
+
+@pytest.mark.parametrize(("place", "option"), [(0, "--format-a"), (1, "--format-b")])
+def test_hints_name_the_option_of_the_side(run, pair, tmp_path, place, option):
+    sides = [pair[0], pair[0]]
+    sides[place] = tmp_path / "empty"
+    sides[place].mkdir()
+    result = run("diff", *sides)
+    assert result.exit_code == 3 and f"give the format with `{option}`" in result.stderr
+    assert "--from" not in result.stderr
+
+
+def test_equal_numbers_of_another_dtype(run, tmp_path, monkeypatch):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"x": torch.ones(3)}, a)
+    save_file({"x": torch.ones(3).half()}, b)
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    result = run("diff", a, b, NO_COLOR="1")
+    assert "0 of 3" in result.stdout
+    assert "equal numbers, another dtype: 1 tensor" in result.stdout
+    assert "hint: `--ignore-dtype`" in result.stderr
+    result = run("diff", a, b, "--structure", NO_COLOR="1")
+    assert "0 of 3" not in result.stdout and "--ignore-dtype" not in result.stderr
+
+
+def test_a_pipe_gets_all_digits(run, tmp_path, monkeypatch):
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"x": torch.tensor([1.0], dtype=torch.float64)}, a)
+    save_file({"x": torch.tensor([1.0 + 1 / 3], dtype=torch.float64)}, b)
+    row = run("diff", a, b).stdout.splitlines()[0].split("\t")
+    assert float(row[5]) == (1.0 + 1 / 3) - 1.0
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    assert "0.333 " in run("diff", a, b, NO_COLOR="1").stdout

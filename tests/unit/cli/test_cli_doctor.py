@@ -246,3 +246,11 @@ def test_the_file_system_of_a_path(monkeypatch, tmp_path):
     assert mounts.mounted_in(Path("/mnt")) == [Path("/mnt/a b")]
     monkeypatch.setattr(mounts, "_TABLE", tmp_path / "none")
     assert mounts.file_system(Path("/")) is None
+
+
+def test_where_it_looks(run, tmp_path):
+    assert found(run, f"file://{tmp_path}")["place"]["found"].startswith(str(tmp_path))
+    result = run("doctor", "")
+    assert result.exit_code == 2 and "`.` is the working directory" in result.stderr
+    result = run("doctor", "s3://bucket/run")
+    assert result.exit_code == 2 and "where: s3://bucket/run\n" in result.stderr

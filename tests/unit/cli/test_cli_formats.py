@@ -48,7 +48,13 @@ def test_all_about_one(run):
 def test_unknown(run):
     result = run("formats", "deepsped")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "did you mean `deepspeed`?" in result.stderr
+    assert "Did you mean 'deepspeed'?" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["HF", "safetensors", "HuggingFace"])
+def test_other_names_and_capitals_are_understood(run, name):
+    result = run("formats", name)
+    assert result.exit_code == 2 and "Did you mean 'hf'?" in result.stderr
 
 
 @pytest.mark.parametrize("name", WRITABLE)

@@ -10,6 +10,8 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.cli.inspect import CANDIDATES
 from ckptctl.cli.tables import bars
+from tests.checkpoints import save_dcp
+from tests.conftest import DATA
 
 LONG = "x" * 200
 EVIL = "e\x1b[31m[bold]\u202e\nv"
@@ -89,7 +91,7 @@ def test_json(run, folder):
     assert set(found) == {
         "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
         "parameters", "bytes", "complete", "problems", "dtypes", "files", "assets", "metadata",
-        "notes", "quantised", "dequantisable", "tensors", "blobs", "checkpoints",
+        "notes", "quantised", "dequantisable", "tensors", "blobs", "values", "checkpoints",
     }  # fmt: skip
 
 
@@ -131,10 +133,17 @@ def test_run_folder(run, fake, folder):
     fake.save(folder.parent / "step-10", {"w": torch.ones(2)})
     fake.save(folder.parent / "step-9", {"w": torch.ones(2)})
     found = rows(run("inspect", folder.parent))
-    assert [row[0] for row in found] == [str(folder.parent / n) for n in ("c", "step-9", "step-10")]
-    assert found[1][1:] == ["fake", "8", "complete"]
+    assert [row[0] for row in found] == ["step-9", "step-10"], "as `ls` has it"
+    assert found[0][4:6] == ["fake", "complete"]
     quiet = run("inspect", folder.parent, "-q").stdout.splitlines()
-    assert quiet == [row[0] for row in found]
+    assert quiet == [str(folder.parent / row[0]) for row in found]
+
+
+def test_folder_of_checkpoints_without_steps(run, fake, folder):
+    fake.save(folder.parent / "d", {"w": torch.ones(2)})
+    found = rows(run("inspect", folder.parent))
+    assert [row[0] for row in found] == [str(folder.parent / n) for n in ("c", "d")]
+    assert found[1][1:] == ["fake", "8", "complete"]
 
 
 def test_run_with_a_member_that_cannot_be_read(run, tiny_llama3_hf, tmp_path):
@@ -143,8 +152,10 @@ def test_run_with_a_member_that_cannot_be_read(run, tiny_llama3_hf, tmp_path):
     (tmp_path / "step-2" / "model-00002-of-00003.safetensors").unlink()
     result = run("inspect", tmp_path)
     whole, broken = rows(result)
-    assert whole[1:] == ["hf", "254592", "complete"]
-    assert broken[1:3] == ["unreadable", ""] and broken[3].startswith("incomplete: 1 of 3 shards")
+    assert (whole[0], *whole[4:]) == ("step-1", "hf", "complete", "newest")
+    assert (broken[0], broken[4]) == ("step-2", "hf")
+    assert broken[5].startswith("writing: `model-00002-of-00003.safetensors` is missing")
+    assert "warning: 1 of 2 checkpoints not complete\n" in result.stderr
     assert f"hint: `ckptctl latest {tmp_path}` names the newest complete one" in result.stderr
 
 
@@ -260,3 +271,47 @@ def test_many_possible_model_types(run, tmp_path, monkeypatch):
     shown = run("inspect", tmp_path / "x.safetensors", NO_COLOR="1").stdout
     assert f" · one of {len(possible)} model types · " in shown
     assert f"  model type: {', '.join(possible)}; `-m NAME` decides\n" in shown
+
+
+def test_values_of_leaves(run, tmp_path, monkeypatch):
+    leaves = {"step": 500, "lr": float("nan"), "list": [1], "text": "x" * 1000, "on": True}
+    path = save_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, **leaves})
+    found = json.loads(run("inspect", path, "--json").stdout)
+    assert found["values"] == {"step": "500", "lr": "nan", "on": "True"}
+    assert ["value", "step = 500"] in rows(run("inspect", path))
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    shown = run("inspect", path, NO_COLOR="1").stdout
+    assert "not tensors: `step` = 500, `lr` = nan, `on` = True, " in shown
+
+
+def test_leaves_that_cannot_be_read_have_no_value(run, tmp_path):
+    path = save_dcp(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "step": 500, "lr": 0.5})
+    blob = formats.open_checkpoint(path).blobs["lr"]
+    data = bytearray((path / blob.file).read_bytes())
+    data[blob.offset : blob.offset + blob.nbytes] = bytes(blob.nbytes)
+    (path / blob.file).write_bytes(data)
+    assert json.loads(run("inspect", path, "--json").stdout)["values"] == {"step": "500"}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--weights", "module"], 0, "module.fc1.weight\tbf16"),
+        (["--weights", "master"], 0, "module.fc1.weight\tf32"),
+        (["--tag", "global_step2"], 0, "module.fc1.weight\tf32"),
+        (["--tag", "nowhere"], 2, "there is no save `nowhere`"),
+        (["--weights", "some"], 2, "neither `master` nor `module`"),
+    ],
+)
+def test_what_readers_offer_arrives(run, options, code, said):
+    result = run("inspect", DATA / "deepspeed" / "z1_bf16" / "ckpt", "--tensors", *options)
+    assert result.exit_code == code, result.output
+    assert said in result.output
+
+
+def test_hints_of_a_run_can_be_typed(run, fake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fake.save(tmp_path / "-dash" / "step-1", {"w": torch.ones(2)})
+    fake.save(tmp_path / "-dash" / "step-2", {"w": torch.ones(2)})
+    said = run("inspect", "--", "-dash").stderr
+    assert "`ckptctl latest -- -dash`" in said

@@ -4,7 +4,7 @@ import pytest
 
 from ckptctl.ops.key_map import map_key
 from ckptctl.planner.mapping.formulas import Amount
-from tests.checkpoints import save_meta, tiny_llama
+from tests.checkpoints import save_hf, save_meta, tiny_llama
 
 Q = "model.layers.7.self_attn.q_proj.weight"
 REORDERED = "reordered"
@@ -125,7 +125,7 @@ def test_layers_that_are_numbered_together(run):
         (Q, ["--to-layout", "meta", "--set", "h"], 2, "NAME=VALUE"),
         (Q, ["--to-layout", "meta", "--set", "h=0"], 2, "NAME=VALUE"),
         (Q, ["--to-layout", "meta", "--set", "h=2", "--set", "h=3"], 2, "given twice"),
-        (Q, ["--to-layout", "meta", "--config", "/nothing"], 3, "no such directory"),
+        (Q, ["--to-layout", "meta", "--config", "/nothing"], 3, "no such file or directory"),
     ],
 )
 def test_refusals(run, key, options, code, said):
@@ -144,3 +144,23 @@ def test_amounts():
     assert str(Amount("h*e", None).plus(Amount("0", 0))) == "h*e"
     assert str(Amount("h", 2).plus(Amount("k", None))) == "h + k"
     assert str(Amount("h", 2).plus(Amount("k", 3))) == "5"
+
+
+def test_config_may_be_the_file_itself(run, tmp_path):
+    base = save_hf(tmp_path / "base", *tiny_llama("llama3"))
+    key = Q.replace("7", "1")
+    words = ("map", key, "-m", "llama3", "--to-layout", "meta", "--json", "--config")
+    whole = json.loads(run(*words, base).stdout)
+    assert whole["sizes"]["i"] == 2
+    assert json.loads(run(*words, base / "config.json").stdout) == whole
+    result = run(*words[:-2], "--config", next(base.glob("*.safetensors")))
+    assert result.exit_code == 3 and "neither config.json nor params.json" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, False), (2, True), (99, True)])
+def test_a_layer_that_the_model_has_not(run, number, said):
+    key = Q.replace("7", str(number))
+    words = ("map", key, "-m", "llama3", "--to-layout", "meta")
+    result = run(*words, "--set", "num_hidden_layers=2")
+    assert result.exit_code == 0 and ("has no such tensor" in result.stderr) == said
+    assert not run(*words).stderr

@@ -17,7 +17,7 @@ import pytest
 from ckptctl.cli.app import RAW_ARGUMENTS
 from ckptctl.cli.retyped import retyped
 from tests.contract.test_docs import documented_fields, fields_of
-from tests.runs import START, save_step, tear
+from tests.runs import START, age, save_step, tear
 from tests.unit.cli.conftest import environment, program
 from tests.unit.ops.retention.test_prune import snapshot
 
@@ -132,6 +132,8 @@ def test_nothing_to_do_is_done_and_no_dry_run(run, root):
         (("--keep", "stpe-*"), 6),
         (("--thin", "weights", "--keep-last", 1), 2),
         (("--min-age", "7", "--keep-last", 1), 2),
+        (("--min-age", "7", "--keep-last", 1, "--include-incomplete"), 2),
+        (("--min-age", "7d", "--keep-last", 1), 2),
     ],
 )
 def test_refused(run, root, arguments, code):
@@ -208,7 +210,62 @@ def test_ls_on_a_terminal(terminal, root):
         "protected",
         "by",
     ]
-    assert len(shown) == 5
+    assert len(shown) == 5, "a pointer is none of the names that are not recognised"
+    assert shown[3].split()[-1] == "newest"
+    (root / "step-9.bak").mkdir()
+    (root / "notes").mkdir()
+    last = terminal("ls", root, NO_COLOR="1").splitlines()[-1]
+    assert last == "2 other names not recognised as checkpoints: `notes`, `step-9.bak`"
+
+
+def test_ls_says_where_links_lead(run, root):
+    save_step(root.parent / "other" / "step-300")
+    (root / "step-300").symlink_to("../other/step-300")
+    rows = [line.split("\t") for line in run("ls", root).stdout.splitlines()]
+    assert rows[4][5:] == ["complete", "a symbolic link to `../other/step-300`"]
+    found = json.loads(run("ls", root, "--json").stdout)["checkpoints"]
+    assert [one["link"] for one in found] == [None] * 4 + ["../other/step-300"]
+    assert [one["newest"] for one in found] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("command", ["ls", "latest"])
+def test_a_last_one_that_does_not_state_its_step_is_noted(run, root, command):
+    (root / "last.ckpt").write_bytes(b"torn")
+    result = run(command, root)
+    assert "note: `last.ckpt` is passed over: it does not say at which step" in result.stderr
+    assert run(command, root, "-q").stderr == ""
+
+
+def test_latest_says_that_others_are_counted_apart(run, root):
+    save_step(root / "epoch_2", START)
+    result = run("latest", root)
+    assert result.stdout == f"{root / 'step-100'}\n"
+    assert "note: passed over epoch_2, which is counted apart: written 2025-" in result.stderr
+
+
+def test_thinning_says_so_and_counts_once(run, tmp_path):
+    for step in (1, 2):
+        (save_step(tmp_path / f"checkpoint-{step}") / "optimizer.pt").write_bytes(b"m" * 5000)
+    for step in (1, 2):
+        age(tmp_path / f"checkpoint-{step}", START + step)
+    asked = ("prune", tmp_path, "--keep-last", 1, "--thin", "optimizer")
+    assert run(*asked, "-n").stdout.splitlines()[-3:] == [
+        "would_remove\t1",
+        "would_thin\t1",
+        "bytes\t5000",
+    ]
+    assert json.loads(run(*asked, "-n", "--json").stdout)["thinned"] == 1
+    assert run(*asked, "-y").stdout.splitlines()[-3:] == ["removed\t1", "thinned\t1", "freed\t5000"]
+
+
+def test_why_an_incomplete_one_stays(run, root):
+    age(root / "step-200", time.time() - 2 * 86400 - 60)
+    asked = ("prune", root, "--keep-last", 9, "--include-incomplete", "-n")
+    result = run(*asked, "--min-age", "30d")
+    assert "changed 2 d ago, younger than --min-age 30d" in result.stdout
+    assert "remove\tstep-200" in run(*asked, "--min-age", "0").stdout
+    assert "remove\tstep-200" in run(*asked).stdout
+    assert "younger" not in run("prune", root, "--keep-last", 9, "-n").stdout
 
 
 def test_ls_json(run, root):

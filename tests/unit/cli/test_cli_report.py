@@ -90,3 +90,48 @@ def test_options_arrive(run, source, tmp_path):
         assert run("report", source, "--json", f"--{option}", value).exit_code == 2
     note = run("report", source, "-o", tmp_path / "p.html", "--max-tensors", "1").stderr
     assert note == "note: 1 tensor is not listed in it\n"
+
+
+def test_what_cannot_be_compared_is_a_failure(run, source, tmp_path):
+    """The page is written, says why, and a script stops."""
+    torn, page = tmp_path / "torn.safetensors", tmp_path / "page.html"
+    torn.write_bytes(source.read_bytes()[:-4])
+    result = run("report", source, torn, "-o", page)
+    assert result.exit_code == 4 and "warning: not compared: " in result.stderr
+    assert page.is_file()
+    result = run("report", source, torn, "--json")
+    assert result.exit_code == 4
+    assert json.loads(result.stdout)["difference_error"]["code"] == "damaged"
+
+
+def test_only(run, tmp_path):
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    for step, path in enumerate((a, b)):
+        torch.save({"model": {"w": torch.ones(2)}, "step": step}, path)
+
+    def difference(*words):
+        return json.loads(run("report", a, b, *words, "--json").stdout)["difference"]
+
+    assert not difference()["same"] and difference("--only", "model")["same"]
+    assert run("report", a, "--json", "--only", "model").exit_code == 2
+
+
+def test_errors_name_the_options_of_report(run, source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    said = run("report", source, tmp_path / "empty", "--json").stderr
+    assert "`--from-other`" in said
+    said = run("report", source, source, "--json", "--tag-other", "x").stderr
+    assert "`--tag-other` has no meaning" in said
+    assert "`--tag` has no meaning" in run("report", source, "--json", "--tag", "x").stderr
+
+
+def test_a_page_is_called_a_page(run, source, tmp_path):
+    other, page = tmp_path / "make.py", tmp_path / "page.html"
+    other.touch()
+    result = run("report", source, "-o", other, "--overwrite")
+    assert result.exit_code == 6
+    assert "the destination is not a page of `ckptctl report`, so" in result.stderr
+    assert run("report", source, "-o", f"file://{page}").exit_code == 0
+    result = run("report", source, "-o", page)
+    assert "pass --overwrite to replace a page of `ckptctl report`" in result.stderr
+    assert run("report", source, "-o", "s3://bucket/page.html").exit_code == 2

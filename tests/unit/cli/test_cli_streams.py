@@ -1,8 +1,14 @@
 """The real program on real streams: pipes, terminals, their environment."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.unit.cli.conftest import environment, program
 
 
 @pytest.mark.parametrize(
@@ -38,3 +44,43 @@ def test_ascii_terminal(piped, tiny_llama3_hf):
     done = piped("inspect", tiny_llama3_hf, "--stats", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("options", [[], ["--json"], ["-q"]])
+def test_a_full_disk_for_the_answer(tmp_path, options, unbuffered):
+    """The work is done all the same: this may be the command that frees the disk."""
+    for step in (1, 2):
+        folder = tmp_path / "run" / f"step-{step}"
+        folder.mkdir(parents=True)
+        save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
+    asked = ("prune", tmp_path / "run", "--keep-last", "1", "--force", "--yes", *options)
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            program(*asked),
+            env=environment(PYTHONUNBUFFERED=unbuffered),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 8, done.stderr
+    assert "standard output" in done.stderr and "carried out" in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert [one.name for one in (tmp_path / "run").iterdir()] == ["step-2"]
+
+
+def test_a_full_disk_for_another_exit_code(tmp_path):
+    for name, value in (("a", 0), ("b", 1)):
+        save_file({"w": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            program("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors"),
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 8
+    assert "standard output" in done.stderr and "Exception ignored" not in done.stderr

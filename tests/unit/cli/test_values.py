@@ -58,14 +58,13 @@ LINES = (
     "p --number 4 --count 007 --factor 1e-3 --text 5 --name n --path q",
     "p --number 3",
     "p --number 4.0",
-    "p --number 4.5",
     "p --count -3 --small 5",
     "p --small 9",
     "p --count 1_000",
-    "p --count ²",
     "p --count 123456789012345678901234567890",
-    "p --count x",
     "p --factor nan",
+    "p --factor .5",
+    "p --factor 1_0.E-3",
     "p --numbers 1 --numbers 2",
     "p --numbers x",
     "p --yes",
@@ -88,3 +87,21 @@ def test_alike(line: str) -> None:
 def test_both_outcomes_are_compared() -> None:
     codes = {answer(CkptCommand, line)[0] for line in LINES}
     assert codes == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("p --count two", "'--count': 'two' is not a whole number"),
+        ("p --count ²", "'--count': '²' is not a whole number"),
+        ("p --count 1e3", "'--count': '1e3' is not a whole number"),
+        ("p --number 4.5", "'--number': '4.5' is not a whole number"),
+        ("p --factor abc", "'--factor': 'abc' is not a number"),
+        ("p --factor 1e", "'--factor': '1e' is not a number"),
+        ("p --factor ...", "'--factor': '...' is not a number"),
+    ],
+)
+def test_what_is_no_number_is_repeated(line: str, said: str) -> None:
+    assert answer(TyperCommand, line)[0] == 2
+    code, text = answer(CkptCommand, line)
+    assert code == 2 and f"Invalid value for {said}\n" in text

@@ -127,7 +127,6 @@ def test_items_are_looked_into(source: Path) -> None:
     (source / "__0_0.distcp").write_bytes(bytes(len(content)))
     with pytest.raises(CkptError):
         plan_metadata(source)
-    assert plan_metadata(source, check_items=False).ranks == 2
 
 
 def test_other_directories_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ckptctl.planner.families.tables import parse_dims, parse_tables, show_dims
 from ckptctl.planner.families.templates import Template, TemplateTable
 from ckptctl.planner.layouts import PRESENT, Family
 from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.parallel.cuts import cuts, divided_dim
 from ckptctl.planner.parallel.division import divide
@@ -44,7 +45,7 @@ def hf(layers=N, lm_head=True):
 
 def meta(layers=N):
     mapped = map_tensors(family("llama3"), "hf", "meta", hf(layers), SIZES | {"i": layers})
-    return dict(mapped.target_shapes)
+    return stored_shapes(mapped.tensors)
 
 
 def applied(mapped, data):
@@ -172,7 +173,9 @@ def test_meta_to_hf_permutes_as_transformers_does():
         np.testing.assert_array_equal(out[mlp + "gate_proj.weight"], w1)
         np.testing.assert_array_equal(out[mlp + "down_proj.weight"], w2)
         np.testing.assert_array_equal(out[mlp + "up_proj.weight"], w3)
-    back = applied(map_tensors(family("llama3"), "hf", "meta", mapped.target_shapes, SIZES), out)
+    back = applied(
+        map_tensors(family("llama3"), "hf", "meta", stored_shapes(mapped.tensors), SIZES), out
+    )
     assert back.keys() == data.keys()
     for key, value in data.items():
         np.testing.assert_array_equal(back[key], value)
@@ -186,21 +189,21 @@ def test_interleaved_layouts_differ_in_names_only_and_need_no_config(target):
 
 
 def test_expected_titan_names():
-    keys = map_tensors(family("llama3"), "meta", "torchtitan@0.3", meta()).target_shapes
+    keys = stored_shapes(map_tensors(family("llama3"), "meta", "torchtitan@0.3", meta()).tensors)
     assert "layers.2.attention.qkv_linear.wk.weight" in keys and "lm_head.weight" in keys
     assert "layers.2.attention.wo.weight" in keys
 
 
 def test_layers_come_in_numeric_order_and_names_match_hf_text():
     mapped = map_tensors(family("llama3"), "meta", "hf", meta(12), SIZES | {"i": 12})
-    assert list(mapped.target_shapes) == list(hf(12))
-    assert dict(mapped.target_shapes) == hf(12)
+    assert list(stored_shapes(mapped.tensors)) == list(hf(12))
+    assert stored_shapes(mapped.tensors) == hf(12)
 
 
 def test_the_same_layout_is_the_identity():
     shapes = hf() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
     mapped = map_tensors(family("llama2"), "hf", "hf", shapes, tied=True)
-    assert dict(mapped.target_shapes) == shapes
+    assert stored_shapes(mapped.tensors) == shapes
     assert not mapped.dropped and not mapped.must_equal
 
 
@@ -293,7 +296,7 @@ def test_an_absurd_layer_number_is_quick():
 def test_biases():
     bias = {f"model.layers.{i}.self_attn.q_proj.bias": (H * E,) for i in range(N)}
     same = map_tensors(family("llama3"), "hf", "hf", hf() | bias)
-    assert "model.layers.0.self_attn.q_proj.bias" in same.target_shapes
+    assert "model.layers.0.self_attn.q_proj.bias" in stored_shapes(same.tensors)
     with pytest.raises(MappingError, match="no place"):
         map_tensors(family("llama3"), "hf", "meta", hf() | bias, SIZES)
     bias.pop("model.layers.1.self_attn.q_proj.bias")
@@ -335,15 +338,15 @@ def test_many_keys_are_quick():
 def test_a_tied_model_gains_and_loses_its_output():
     tied = family("llama3_2")
     there = map_tensors(tied, "hf", "meta", hf(lm_head=False), SIZES)
-    assert there.target_shapes["output.weight"] == (V, D)
+    assert stored_shapes(there.tensors)["output.weight"] == (V, D)
     assert there.tensors[-1].sources[0].key == "model.embed_tokens.weight"
     assert not there.must_equal
-    back = map_tensors(tied, "meta", "hf", there.target_shapes, SIZES)
-    assert dict(back.target_shapes) == hf(lm_head=False)
+    back = map_tensors(tied, "meta", "hf", stored_shapes(there.tensors), SIZES)
+    assert stored_shapes(back.tensors) == hf(lm_head=False)
     assert back.must_equal == (("tok_embeddings.weight", "output.weight"),)
     assert list(back.dropped) == ["output.weight"]
-    tune = map_tensors(tied, "meta", "torchtune", there.target_shapes, SIZES)
-    assert "output.weight" not in tune.target_shapes
+    tune = map_tensors(tied, "meta", "torchtune", stored_shapes(there.tensors), SIZES)
+    assert "output.weight" not in stored_shapes(tune.tensors)
 
 
 def test_the_configuration_ties():
@@ -369,7 +372,7 @@ def test_only_the_output_of_a_tied_pair_was_kept():
 
 def test_untie_keeps_both():
     found = map_tensors(family("llama3_2"), "meta", "hf", meta(), SIZES, untie=True)
-    assert dict(found.target_shapes) == hf() and not found.must_equal and not found.tied
+    assert stored_shapes(found.tensors) == hf() and not found.must_equal and not found.tied
     assert found.tensors[-1].sources[0].key == "output.weight"
     found = map_tensors(family("llama3_2"), "hf", "torchtune", hf(lm_head=False), SIZES, untie=True)
     assert found.tensors[-1].sources[0].key == "model.embed_tokens.weight"
@@ -379,7 +382,7 @@ def test_a_part_does_not_grow_an_output_that_was_left_out():
     shapes = meta()
     del shapes["output.weight"]
     found = map_tensors(family("llama3_2"), "meta", "torchtitan@0.3", shapes, partial=True)
-    assert "lm_head.weight" not in found.target_shapes
+    assert "lm_head.weight" not in stored_shapes(found.tensors)
 
 
 # model-parallel shards

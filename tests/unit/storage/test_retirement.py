@@ -100,9 +100,9 @@ def test_without_renameat2_nothing_is_replaced(root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(rename, "rename", unsupported)
     (root / "free").mkdir()
     with pytest.raises(FileExistsError):
-        retirement.move(root / "one", root / "free")
+        rename.move(root / "one", root / "free")
     assert names(root) == ["free", "one", "two"]
-    retirement.move(root / "one", root / "three")
+    rename.move(root / "one", root / "three")
     assert names(root) == ["free", "three", "two"]
 
 
@@ -111,7 +111,7 @@ def test_a_removal_is_durable_before_the_first_byte_goes(
 ) -> None:
     """Else a power cut could bring half a checkpoint back under its own name."""
     happened: list[str] = []
-    sync, move, remove = os.fsync, retirement.move, trash.remove
+    sync, move, remove = os.fsync, rename.move, trash.remove
 
     def synced(descriptor: int) -> None:
         happened.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
@@ -127,7 +127,7 @@ def test_a_removal_is_durable_before_the_first_byte_goes(
 
     with retiring(root) as found:
         monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(retirement, "move", moved)
+        monkeypatch.setattr(rename, "move", moved)
         monkeypatch.setattr(trash, "remove", removed)
         found.retire("one", identity(root / "one"))
         monkeypatch.undo()

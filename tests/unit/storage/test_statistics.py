@@ -1,5 +1,6 @@
 import math
 import statistics as oracle
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError
+from ckptctl.storage import statistics as measuring
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.statistics import BINS, Statistics, measure, merge, windows
 
@@ -24,8 +26,8 @@ def stored(folder, tensor, prefix=b""):
 
 
 def measured(folder, tensor, window):
-    with SourceFiles(folder) as files:
-        return measure(files, stored(folder, tensor, b"#" * 16), window)
+    with SourceFiles(folder) as files, mock.patch.object(measuring, "WINDOW", window):
+        return measure(files, stored(folder, tensor, b"#" * 16))
 
 
 def agrees(found, values):

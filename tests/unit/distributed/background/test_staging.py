@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptctl.distributed.background import copying
 from ckptctl.distributed.background.copying import BLOCK, HostCopy, copy_host
 from ckptctl.distributed.background.host_pool import PAGE, PATIENCE, HostPool, size_class
 from ckptctl.distributed.background.staging import Staged, stage
@@ -212,7 +213,9 @@ def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:
         HostCopy(target.data_ptr(), source.data_ptr(), source.numel())
         for source, target in zip(sources, targets, strict=True)
     ]
-    copy_host(copies, jobs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "threads", lambda _: jobs)
+        copy_host(copies)
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(target[:-1], source)
         assert target[-1] == 0

@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 
+import ckptctl
 from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer, compat
-from ckptctl.errors import CkptError, StorageError
+from ckptctl.errors import CkptError, StorageError, UsageError
 from ckptctl.storage.remote import direct
 from ckptctl.storage.remote.blocks import BLOCK
+from tests.checkpoints.writers import save_hf
 from tests.remote_reads import counted
 
 
@@ -382,3 +384,28 @@ def test_what_a_writer_takes() -> None:
     assert Writer.validate_checkpoint_id("memory://x")
     assert not Writer.validate_checkpoint_id("nosuch://x")
     assert pickle.loads(pickle.dumps(Writer("x"))).checkpoint_id == "x"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dequantize": "int8"}, {"dequantize": "banana"}, {"weights": "both"}, {"sizes": {"dim": 0}}],
+)
+def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> None:
+    """They are refused as by ``ckptctl.load``, before anything is filled."""
+    (option,) = options
+    save({"w": torch.ones(3)}, tmp_path / "x")
+    with pytest.raises(UsageError) as found:
+        Reader(tmp_path / "x", **options)
+    with pytest.raises(UsageError) as theirs:
+        ckptctl.load({"w": torch.zeros(3)}, tmp_path / "x", **options)
+    assert found.value.to_json() == theirs.value.to_json()
+    assert option in str(found.value.where)
+
+
+def test_quantised_tensors_are_turned_into_what_is_asked_for(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    quantised = {"w": weight.to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)}
+    save_hf(tmp_path / "x", quantised)
+    found = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    load(found, tmp_path / "x", dequantize="bf16")
+    assert torch.equal(found["w"].float(), weight * 2)

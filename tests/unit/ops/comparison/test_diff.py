@@ -232,6 +232,15 @@ def test_where_the_worst_element_is(tmp_path, monkeypatch, window):
     assert worst == {"float": (2, 3), "nan": (1, 2), "scalar": (), "bits": (4,)}
 
 
+@pytest.mark.parametrize(
+    "globs", [{"exclude": ["*"]}, {"include": ["w1"], "exclude": ["w1"]}], ids=["all", "each other"]
+)
+def test_what_compares_nothing_is_not_the_same(tmp_path, state, globs):
+    path = saved(tmp_path, "a.safetensors", state)
+    with pytest.raises(MappingError, match="nothing is left to compare"):
+        ckptctl.diff(path, path, **globs)
+
+
 @pytest.mark.parametrize("option", [{"atol": -1.0}, {"rtol": float("nan")}, {"only": "some"}])
 def test_options_are_checked(tmp_path, state, option):
     path = saved(tmp_path, "a.safetensors", state)

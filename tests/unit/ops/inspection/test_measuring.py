@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from ckptctl.errors import DamagedError
 from ckptctl.ops.inspection.inspect import inspect
-from ckptctl.ops.verification.verify import VerifyOptions, verify
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.verify import verify
 from ckptctl.ops.watch import one_of_many
 
 MIB = 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 import ckptctl
+from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, MappingError, RefusedError, UsageError
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.merging.tensors import Merging
+from ckptctl.ops.recognition.recognise import recognise
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
 from tests.contract.support import to_halves
@@ -322,3 +327,18 @@ def test_an_embedding_that_training_untied(tmp_path):
     found = load_any_reference(tmp_path / "out")
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
     assert torch.equal(found["lm_head.weight"], state["model.embed_tokens.weight"])
+
+
+def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
+    def doubled(catalog):
+        return replace(catalog, replicas={n: t.extents for n, t in catalog.tensors.items()})
+
+    merging = Merging(
+        save_peft(tmp_path / "adapter", random_adapter(STATE)), ConversionOptions("hf"), None
+    )
+    merging.adapter = doubled(merging.adapter)
+    catalog = doubled(formats.open_checkpoint(base))
+    seen, resolve = [], formats.resolve
+    monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or resolve(one))
+    assert merging.change(catalog, recognise(catalog), catalog.documents).computed
+    assert seen == [{}, {}]

@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
+from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
 from ckptctl.errors import DamagedError, MappingError, UsageError
-from ckptctl.ops.recognition.dequantise import dequantised, quantised
+from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.ops.recognition.quantised import quantised
 
 
 def catalog(tensors, quantization=None):
@@ -128,3 +132,12 @@ def test_what_has_no_blocks(shape):
     found = catalog({"a.weight": ("float8_e4m3fn", *shape), "a.weight_scale_inv": ("float32", 1)})
     with pytest.raises(DamagedError, match="does not fit"):
         dequantised(found, "bfloat16")
+
+
+def test_replicas_are_not_looked_into(monkeypatch):
+    source = catalog(WEIGHT | SCALE)
+    source = replace(source, replicas={n: t.extents for n, t in source.tensors.items()})
+    seen = []
+    monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or one)
+    assert list(dequantised(source, "bfloat16").tensors) == ["a.weight"]
+    assert seen == [{}]

@@ -22,7 +22,7 @@ from ckptctl.ops.retention import prune as op
 from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.retention.safety import parse_best
 from ckptctl.planner.retention import Best, Policy
-from ckptctl.storage import retirement, trash
+from ckptctl.storage import rename, retirement, trash
 from tests.runs import START, age, save_step, tear
 from tests.unit.ops.runs.test_listing import trainer
 
@@ -127,6 +127,95 @@ def test_a_folder_with_a_pointer_is_none(tmp_path):
     assert prune(tmp_path / "run").done == ("global_step1",)
 
 
+def test_what_may_have_been_meant_with_a_checkpoint(run, tmp_path):
+    """Another folder is suggested for removal only where the checkpoint is one of its steps."""
+    base = save_step(tmp_path / "base")
+    with pytest.raises(RefusedError, match="checkpoint itself") as caught:
+        plan_prune(base, LAST)
+    assert caught.value.hint is None
+    with pytest.raises(RefusedError) as caught:
+        plan_prune(run / "step-10", LAST)
+    assert caught.value.hint == f"did you mean the run `{run}`?"
+    shutil.copytree(base, run, dirs_exist_ok=True)
+    with pytest.raises(RefusedError) as caught:
+        plan_prune(run, LAST)
+    assert caught.value.hint == f"`--force` removes checkpoints inside of `{run}` itself"
+
+
+@pytest.mark.parametrize("policy", [LAST, Policy(patterns=("step-9",)), Policy(within=1.0)])
+def test_links_are_neither_counted_nor_removed(run, tmp_path, policy):
+    other = save_step(tmp_path / "other" / "step-300")
+    (run / "step-300").symlink_to("../other/step-300")
+    (run / "step-3").symlink_to("../other/step-300")
+    before = snapshot(other)
+    plan = plan_prune(run, policy)
+    assert {one.name: one.reasons for one in plan.of("skip")} == {
+        "step-3": ("a symbolic link",),
+        "step-300": ("a symbolic link",),
+    }
+    run_prune(plan)
+    assert {*names(run)} >= {"step-3", "step-100", "step-300"}
+    assert "step-10" not in names(run)
+    assert snapshot(other) == before
+
+
+def test_a_link_to_a_torn_one_is_not_removed_with_it(run, tmp_path):
+    tear(save_step(tmp_path / "other" / "step-3"))
+    (run / "step-3").symlink_to("../other/step-3")
+    result = prune(run, Policy(last=9, incomplete=True))
+    assert (result.done, (run / "step-3").is_symlink()) == ((), True)
+
+
+def test_links_do_not_say_what_the_others_lack(run, tmp_path):
+    """What others have is learnt from the run's own: else a link would make these incomplete."""
+    for step in (11, 12, 13, 14, 15, 16, 17):
+        path = save_step(tmp_path / "other" / f"step-{step}")
+        (path / "trainer_state.json").write_text("{}")
+        (run / path.name).symlink_to(path)
+    plan = plan_prune(run, Policy(last=1, incomplete=True))
+    assert all(one.checkpoint.complete for one in plan.verdicts)
+
+
+def test_what_lightning_saved_last_stays(tmp_path):
+    """Torn ones of that name are not even listed, as nobody knows their step."""
+    sample = Path(__file__).parents[3] / "data" / "wrappers" / "lightning_plain" / "ckpt"
+    for name in ("last.ckpt", "last-v1.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"):
+        shutil.copy(sample / "last.ckpt", tmp_path / name)
+    (tmp_path / "last-v2.ckpt").write_bytes(b"torn")
+    age(tmp_path, START)
+    plan = plan_prune(tmp_path, Policy(last=1, incomplete=True, min_age=0.0))
+    assert [(one.name, one.action) for one in plan.verdicts] == [
+        ("epoch=0-step=2.ckpt", "remove"),
+        ("epoch=0-step=3.ckpt", "keep"),
+        ("last-v1.ckpt", "skip"),
+        ("last.ckpt", "skip"),
+    ]
+    assert plan.of("skip")[0].reasons[0] == "the newest, by its trainer"
+    run_prune(plan)
+    assert names(tmp_path) == ["epoch=0-step=3.ckpt", "last-v1.ckpt", "last-v2.ckpt", "last.ckpt"]
+
+
+def test_rules_do_not_apply_to_what_lightning_saved_last(tmp_path):
+    """A pattern that matches nothing else keeps nothing."""
+    sample = Path(__file__).parents[3] / "data" / "wrappers" / "lightning_plain" / "ckpt"
+    for name in ("last.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"):
+        shutil.copy(sample / "last.ckpt", tmp_path / name)
+    with pytest.raises(RefusedError, match="keeps nothing"):
+        plan_prune(tmp_path, Policy(patterns=("last*",)))
+
+
+@pytest.mark.parametrize("name", ["eval.json", "tokenizer.model", "notes", "plot.png"])
+def test_a_file_added_later_is_not_the_time_of_a_checkpoint(run, name):
+    (run / "step-2" / name).write_text("x")
+    assert prune(run).done == ("step-1", "step-2", "step-9", "step-10")
+
+
+def test_a_file_added_later_does_not_keep_its_checkpoint(run):
+    (run / "step-2" / "eval.json").write_text("x")
+    plan = plan_prune(run, Policy(within=91 * 60.0))
+    assert [one.name for one in plan.of("remove")] == ["step-1", "step-2"]
+
+
 def test_nothing_there(tmp_path):
     with pytest.raises(SourceNotFoundError):
         plan_prune(tmp_path / "nowhere", LAST)
@@ -137,6 +226,7 @@ def test_orders_that_disagree(run):
     with pytest.raises(RefusedError, match="order") as caught:
         plan_prune(run, LAST)
     assert "--force" in caught.value.hint
+    assert "`model.safetensors`, the newest file of `step-2`, added later?" in caught.value.why
     assert prune(run, force=True).done == ("step-1", "step-2", "step-9", "step-10")
 
 
@@ -241,7 +331,7 @@ def test_patterns_and_metrics_that_choose_nothing(run, policy):
     with pytest.raises(RefusedError, match="keeps nothing"):
         prune(run, policy)
     assert snapshot(run) == before
-    assert prune(run, replace(policy, last=4)).done == ("step-1",)
+    assert prune(run, replace(policy, last=4, patterns=())).done == ("step-1",)
 
 
 def test_a_process_without_a_home(run, monkeypatch):
@@ -425,7 +515,7 @@ def test_a_rename_that_fails_leaves_the_checkpoint(run, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     before = snapshot(run)
-    monkeypatch.setattr(retirement, "move", fail)
+    monkeypatch.setattr(rename, "move", fail)
     result = prune(run)
     assert result.done == ()
     assert "EROFS" in result.failed["step-1"].what

@@ -15,7 +15,8 @@ import pytest
 from ckptctl.errors import FormatError, SourceNotFoundError
 from ckptctl.ops.retention.prune import plan_prune
 from ckptctl.ops.runs import completeness as run_completeness
-from ckptctl.ops.runs.listing import newest_complete, read_run
+from ckptctl.ops.runs.callbacks import stated_step
+from ckptctl.ops.runs.listing import newest, newest_complete, read_run
 from ckptctl.planner.retention import Policy
 from tests.runs import START, age, save_step, tear
 
@@ -53,7 +54,7 @@ def test_by_step_not_by_text(tmp_path):
     ],
 )
 def test_what_trainers_wrote(sample, name, format, pins):
-    (found,) = read_run(DATA / sample / "ckpt").checkpoints
+    (found,) = (one for one in read_run(DATA / sample / "ckpt").checkpoints if one.counts)
     assert (found.candidate.name, found.candidate.state) == (name, "complete")
     assert format in (None, found.format)
     assert pins in (None, found.candidate.pinned)
@@ -351,6 +352,107 @@ def test_none_is_complete(tmp_path):
     with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete") as caught:
         newest_complete(tmp_path)
     assert "step-1" in caught.value.why
+
+
+def test_why_the_newest_is_not_complete(tmp_path):
+    for step in (1, 2):
+        tear(save_step(tmp_path / "a run" / f"step-{step}"))
+    with pytest.raises(SourceNotFoundError) as caught:
+        newest_complete(tmp_path / "a run")
+    assert caught.value.why.startswith("step-2: ") and caught.value.why.endswith("(and 1 more)")
+    assert caught.value.hint.startswith(f"`ckptctl verify '{tmp_path}/a run/step-2'`")
+
+
+def test_links_are_listed_and_may_be_the_newest(tmp_path):
+    root = tmp_path / "run"
+    save_step(root / "step-100")
+    save_step(tmp_path / "other" / "step-300")
+    (root / "step-300").symlink_to("../other/step-300")
+    (root / "step-400").symlink_to("step-100")
+    (root / "step-500").symlink_to("nowhere")
+    own, link = read_run(root).checkpoints
+    assert (own.entry.link, link.entry.link) == ("", "../other/step-300")
+    assert (link.entry.nbytes, link.complete, link.counts) == (own.entry.nbytes, True, False)
+    assert (link.to_json()["link"], link.protection) == ("../other/step-300", ("a symbolic link",))
+    assert read_run(root).others == ("step-400", "step-500")
+    assert read_run(root).newest == {"step-100"}
+    assert newest_complete(root)[0].entry.path == root / "step-300"
+
+
+def test_a_link_to_what_lacks_a_file_of_the_others_is_not_complete(tmp_path):
+    root = tmp_path / "run"
+    for step in (1, 2):
+        (save_step(root / f"checkpoint-{step}") / "trainer_state.json").write_text("{}")
+    save_step(tmp_path / "checkpoint-3")
+    (root / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
+    found, skipped = newest_complete(root)
+    assert found.entry.path.name == "checkpoint-2"
+    assert "trainer_state.json" in skipped[0].candidate.problem
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "last-v1.ckpt"])
+def test_what_lightning_saved_last(tmp_path, name):
+    lightning(tmp_path / "epoch=0-step=3.ckpt", 3, "", None, None)
+    lightning(tmp_path / name, 5, "", None, None)
+    age(tmp_path / name, START)
+    found = newest(tmp_path)
+    assert (found.chosen.entry.path.name, found.chosen.candidate.step) == (name, 5)
+    assert [one.candidate.name for one in found.others] == ["epoch=0-step=3.ckpt"], "a later time"
+    assert states(tmp_path) == {"epoch=0-step=3.ckpt": "complete", name: "complete"}
+
+
+@pytest.mark.parametrize("numbered", ["epoch=0-step=5.ckpt", "epoch=7.ckpt"])
+def test_the_numbered_name_of_what_lightning_saved_last(tmp_path, numbered):
+    """A name may tell the epoch alone; both files state the step."""
+    lightning(tmp_path / numbered, 5, "", None, None)
+    lightning(tmp_path / "last.ckpt", 5, "", None, None)
+    age(tmp_path / "last.ckpt", START + 9000)
+    found = newest(tmp_path)
+    assert (found.chosen.entry.path.name, found.others) == (numbered, ())
+
+
+def test_what_lightning_saved_last_alone(tmp_path):
+    lightning(tmp_path / "last.ckpt", 5, "", None, None)
+    assert newest_complete(tmp_path)[0].entry.path.name == "last.ckpt"
+    (tmp_path / "last.ckpt").write_bytes(b"torn")
+    with pytest.raises(FormatError) as caught:
+        newest_complete(tmp_path)
+    assert "`last.ckpt` does not say at which step" in caught.value.why
+
+
+def test_lightnings_folder_of_deepspeed_states_its_step(tmp_path):
+    torch = pytest.importorskip("torch")
+    (tmp_path / "last.ckpt" / "checkpoint").mkdir(parents=True)
+    state = tmp_path / "last.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt"
+    torch.save({"global_step": 7, "module": {"w": torch.ones(2)}}, state)
+    (found,) = read_run(tmp_path).checkpoints
+    assert found.candidate.step == 7
+
+
+@pytest.mark.parametrize("step", [True, -1, 10**18, "7", None])
+def test_steps_that_are_none(tmp_path, step):
+    torch = pytest.importorskip("torch")
+    torch.save({"global_step": step}, tmp_path / "last.ckpt")
+    assert stated_step(tmp_path / "last.ckpt") is None
+
+
+def test_what_megatron_did_not_finish_says_which_file_is_missing():
+    run = DATA / "wrappers" / "megatron_crashed" / "ckpt"
+    (found,) = read_run(run, now=time.time() + 86_400).checkpoints
+    assert (found.candidate.state, found.candidate.problem) == (
+        "incomplete",
+        "the save was interrupted: `metadata.json` is missing",
+    )
+
+
+def test_runs_below_a_folder_with_a_stray_file(tmp_path):
+    for name in ("a", "b", "c", "d"):
+        save_step(tmp_path / name / "step-1")
+    shutil.copy(tmp_path / "a" / "step-1" / "model.safetensors", tmp_path)
+    with pytest.raises(FormatError, match="nothing here is named") as caught:
+        read_run(tmp_path)
+    shown = ", ".join(f"`{tmp_path / name}`" for name in ("a", "b", "c"))
+    assert caught.value.hint == f"there are some in {shown} and 1 more"
 
 
 def test_no_run(tmp_path):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ckptctl.ops.runs.names import parse, staged
+from ckptctl.ops.runs.names import is_last, parse, staged
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,9 @@ from ckptctl.ops.runs.names import parse, staged
         ("global_step2", "global_step", (2,)),
         ("global_step_2", "global_step_", (2,)),
         ("epoch_0", "epoch_", (0,)),
+        ("step1000", "step", (1000,)),
+        ("step1000-unsharded", "step-unsharded", (1000,)),
+        ("ep0-ba100", "epE-baB", (100, 0)),
         ("epoch_2_step_100", "epoch_E_step_S", (100, 2)),
         ("epoch_2_train_step_90_eval_step_10", "epoch_E_step_S", (100, 2)),
         ("epoch=0-step=3.ckpt", "epoch=N-step=N.ckpt", (3, 0, 0)),
@@ -53,6 +56,11 @@ def test_names(name, series, order):
         "step-١",
         "step-" + "1" * 400,
         "release",
+        "step1000-sharded",
+        "step1000_tokens4B",
+        "ep0-ba100-rank0.pt",
+        "ckpt_100",
+        "model_12.pt",
         "last.ckpt",
         "last-v1.ckpt",
         "100",
@@ -64,6 +72,21 @@ def test_names(name, series, order):
 )
 def test_names_that_are_none(name):
     assert parse(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("last.ckpt", True),
+        ("last-v12.ckpt", True),
+        ("last", False),
+        ("last-v.ckpt", False),
+        ("at-last.ckpt", False),
+        ("last.ckpt.bak", False),
+    ],
+)
+def test_what_lightning_calls_last(name, last):
+    assert is_last(name) is last
 
 
 def test_metrics_in_names():

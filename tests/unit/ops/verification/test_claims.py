@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.ops.verification.verify import VerifyOptions, verify
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.verify import verify
 
 torch = pytest.importorskip("torch")
 

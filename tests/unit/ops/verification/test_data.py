@@ -9,10 +9,10 @@ from typing import cast
 import pytest
 
 from ckptctl.ops.ranks.coordinator import Coordinator
-from ckptctl.ops.verification import checksums as verify_checksums
-from ckptctl.ops.verification import data as verify_data
+from ckptctl.ops.verification import checksums, data
 from ckptctl.ops.verification.checksums import Recorded, blocks, compared, crcs
-from ckptctl.ops.verification.verify import VerifyOptions, verify
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.verify import verify
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
 
@@ -26,16 +26,16 @@ class One:
 def test_one_large_range_is_read_by_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_checksums, "BLOCK", 1 << 20)
+    monkeypatch.setattr(checksums, "BLOCK", 1 << 20)
     content = bytes(range(256)) * (16 << 10)
     (tmp_path / "large").write_bytes(content)
     right = Recorded("large", 0, len(content), crc32(content), "w")
     found = []
     with SourceFiles(tmp_path) as files:
-        todo = verify_data._Todo([right], [], [])
+        todo = data._Todo([right], [], [])
         for rank in range(2):
             ranks = cast(Coordinator, One(rank, 2))
-            some, _ = verify_data._portion(files, todo, ranks)
+            some, _ = data._portion(files, todo, ranks)
             assert sum(block.nbytes for block in some) == len(content) // 2
             found += crcs(files, todo.ranges, some, 1, None)
     assert compared(tmp_path, [right], reversed(found)) == ([], [])
@@ -47,7 +47,7 @@ def test_one_large_range_is_read_by_all_ranks(
 def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path("tests/data/dcp/dcp_2d/ckpt")
     whole = verify(source, VerifyOptions(level="full"))
-    monkeypatch.setattr(verify_checksums, "BLOCK", 100)
+    monkeypatch.setattr(checksums, "BLOCK", 100)
     small = verify(source, VerifyOptions(level="full"))
     assert small.proven == whole.proven
     assert small.whole

@@ -10,7 +10,8 @@ import pytest
 
 from ckptctl import api
 from ckptctl.errors import StorageError
-from ckptctl.ops.verification.verify import VerifyOptions, verify
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.verify import verify
 
 DATA = Path(__file__).parents[3] / "data"
 FILES = [

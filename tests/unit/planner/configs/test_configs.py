@@ -13,6 +13,7 @@ from ckptctl.planner.configs.params_facts import contradictions
 from ckptctl.planner.configs.params_to_config import params_to_config
 from ckptctl.planner.configs.stated import is_tied, read_sizes, rope
 from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.mapped import stored_shapes
 
 PARAMS_KEYS = (
     "dim",
@@ -349,4 +350,5 @@ def test_transformers_has_the_keys_and_shapes_of_the_tables(change):
     name = "llama3_2" if model.config.tie_word_embeddings else "llama3"
     assert [(c.family, c.layout) for c in found.candidates] == [(name, "hf")]
     mapped = map_tensors(family(name), "hf", "hf", shapes, read_sizes(family(name), config))
-    assert dict(mapped.target_shapes) == shapes and list(mapped.target_shapes) == list(shapes)
+    found = stored_shapes(mapped.tensors)
+    assert found == shapes and list(found) == list(shapes)

@@ -8,6 +8,7 @@ from ckptctl.errors import MappingError
 from ckptctl.families import family
 from ckptctl.planner.families.companions import BLOCK_AXES, Companion
 from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract.tables import mapped, tiny
 
@@ -65,7 +66,7 @@ def test_scales_follow_their_weights_under_deepseeks_names():
 
 
 def test_scales_come_right_after_their_weight():
-    keys = list(mapped(V3, "hf", "deepseek", quantised_hf()).target_shapes)
+    keys = list(stored_shapes(mapped(V3, "hf", "deepseek", quantised_hf()).tensors))
     assert keys.index("layers.0.attn.wo.scale") == keys.index("layers.0.attn.wo.weight") + 1
 
 
@@ -127,20 +128,20 @@ def test_only_whole_matrices_in_their_own_order_have_scales():
 
 def test_layers_that_predict_further_tokens_follow_the_others_on_disk():
     found = mapped(MTP, "hf", "torchtitan@0.3", tiny(MTP, "hf"))
-    assert found.target_shapes == tiny(MTP, "torchtitan@0.3")
+    assert stored_shapes(found.tensors) == tiny(MTP, "torchtitan@0.3")
     names = {item.sources[0].key: item.targets[0].key for item in found.tensors}
     assert names["model.layers.1.self_attn.o_proj.weight"] == "layers.1.attention.wo.weight"
     assert names["model.layers.2.self_attn.o_proj.weight"] == "mtp_layers.0.attention.wo.weight"
     assert names["model.layers.3.shared_head.norm.weight"] == "mtp_layers.1.mtp_norm.weight"
-    back = mapped(MTP, "torchtitan@0.3", "hf", dict(found.target_shapes))
-    assert back.target_shapes == tiny(MTP, "hf")
+    back = mapped(MTP, "torchtitan@0.3", "hf", stored_shapes(found.tensors))
+    assert stored_shapes(back.tensors) == tiny(MTP, "hf")
 
 
 def test_their_scales_are_numbered_with_them():
     shapes = quantised_hf(MTP)
     assert "model.layers.3.mlp.experts.0.up_proj.weight_scale_inv" in shapes
     same = mapped(MTP, "hf", "hf", shapes)
-    assert same.target_shapes == shapes
+    assert stored_shapes(same.tensors) == shapes
 
 
 @pytest.mark.parametrize("target", ["hf-v5", "deepseek", "torchtitan@0.2"])
@@ -170,8 +171,8 @@ def test_their_embedding_and_head_have_to_repeat_the_models():
     found = mapped(MTP, "hf", "torchtitan@0.3", shapes)
     assert set(found.must_equal) == {(kept, copy) for copy, kept in copies.items()}
     assert found.dropped.keys() == copies.keys()
-    assert found.target_shapes == tiny(MTP, "torchtitan@0.3")
-    assert mapped(MTP, "hf", "hf", shapes).target_shapes == shapes
+    assert stored_shapes(found.tensors) == tiny(MTP, "torchtitan@0.3")
+    assert stored_shapes(mapped(MTP, "hf", "hf", shapes).tensors) == shapes
 
 
 def test_a_repeated_head_is_compared_with_the_embedding_where_the_two_are_tied():
@@ -185,7 +186,7 @@ def test_a_repeated_head_is_compared_with_the_embedding_where_the_two_are_tied()
 def test_quantised_experts_of_gpt_oss_keep_their_bytes():
     gpt = replace(family("gpt_oss"), quantised=(), variants=(("mxfp4",),))
     found = mapped(gpt, "hf", "openai", tiny(gpt, "hf"))
-    assert found.target_shapes.keys() >= {
+    assert stored_shapes(found.tensors).keys() >= {
         f"block.0.mlp.mlp{n}_weight.{end}" for n in (1, 2) for end in ("blocks", "scales")
     }
     moved = [item for item in found.tensors if "blocks" in item.logical or "scales" in item.logical]

@@ -88,7 +88,8 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
         ("zip::https://token@host/y", "zip::https://***@host/y"),
     ],
 )
-def test_no_secret_is_shown(url: str, shown: str) -> None:
+def test_no_secret_is_shown(url: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "_secrets", {})
     assert masked(url) == shown
     assert str(named(url)) == shown
     assert mounts.secret_of(shown) == url
@@ -112,15 +113,97 @@ def test_secrets_are_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
     used = mounts.remember("https://host/used?signed=0")
     mounts._mounts[f"{used}/x"] = Mount(FsspecStore(url))
     for number in range(50):
-        mounts.remember(f"https://host/{number}?signed={number}")
+        last = mounts.remember(f"https://host/{number}?signed={number}")
     assert len(mounts._secrets) == 10
     assert mounts.secret_of(used) == "https://host/used?signed=0"
-    assert mounts.secret_of("https://host/49") == "https://host/49?signed=49"
+    assert mounts.secret_of(last) == "https://host/49?signed=49"
 
 
-def test_no_secret_is_in_an_error() -> None:
-    url = "https://user:hunter2@host/x?sig=5eC"
-    assert hide(f"cannot read {url}: hunter2", url) == "cannot read https://***@host/x?***: ***"
+def test_names_are_unique(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "_secrets", {})
+    known = {
+        "https://host/m?v=1": "https://host/m",
+        "https://host/m?v=2": "https://***2@host/m",
+        "https://host/m": "https://***3@host/m",
+        "https://host/other?v=2": "https://***2@host/other",  # beside it, with the same secret
+        "https://host/third?v=9": "https://***4@host/third",  # beside it, with another one
+        "https://host/b/m?v=5": "https://***5@host/b/m",
+        "https://else/b/m?v=5": "https://else/b/m",
+        "https://else/c/m?v=6": "https://else/c/m",  # in another folder
+        "https://else/d": "https://***2@else/d",
+        "https://a:pw@host/m": "https://***@host/m",
+        "https://b:pw@host/m": "https://***6@host/m",
+        "https://b:pw@host/n": "https://***6@host/n",
+        "https://host/m?v=7": "https://***7@host/m",
+        "http://c:pw@root": "http://***@root",
+        "http://d:pw@another": "http://***@another",
+        "http://d:pw@root/x": "http://***2@root/x",
+        "s3://k:s@bucket/a": "s3://***@bucket/a",
+        "s3://l:s@bucket/a": "s3://***2@bucket/a",
+        "s3://bucket/a": "s3://bucket/a",
+    }
+    for _ in range(2):
+        for url, shown in known.items():
+            assert str(named(url)) == shown
+            assert mounts.secret_of(shown) == url and masked(shown) == shown
+            assert str(named(RemotePath(shown))) == shown
+    assert {one: mounts.remember(one) for one in known} == known
+
+
+def test_a_slash_at_the_end_of_a_signature() -> None:
+    for url in ("https://host/end/x/?sig=5eC/", "https://host/end/x?sig=5eC/"):
+        assert mounts.secret_of(str(named(url))) == "https://host/end/x?sig=5eC/"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://u:p@H/priv/m.safetensors", "http://***@H/priv/m.safetensors"),
+        ("http://user:safetensors@H/m.safetensors", "http://***@H/m.safetensors"),
+        ("s3://k:s@bkt/both", "s3://***@bkt/both"),
+        ("https://t@host/t?t=t", "https://***@host/t"),
+        ("https://u:a?b@host/x?c@d", "https://***@d"),
+        ("https://u:a?b@host/x", "https://***@host/x"),
+        ("https://[::1]:8080/x@y", "https://[::1]:8080/x@y"),
+        ("https://host?mail=a@b", "https://host"),
+        ("https://host:80?mail=a@b", "https://host:80"),
+        ("https://***2@host/x", "https://***2@host/x"),
+        ("/a:b@c/d?e", "/a:b@c/d?e"),
+    ],
+)
+def test_secrets_are_cut_where_they_are(url: str, shown: str) -> None:
+    assert masked(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "text", "expected"),
+    [
+        (
+            "https://user:hunter2@host/x?sig=5eC",
+            "cannot read https://user:hunter2@host/x?sig=5eC: hunter2",
+            "cannot read https://***@host/x?***: ***",
+        ),
+        (
+            "https://u:e@host/x",
+            "ClientError: u:e@host, https://u:e@h",
+            "ClientError: ***@host, https://***@h",
+        ),
+        ("https://u:hunter2@host", "hunter2, hunter20, u:hunter2", "***, hunter20, ***"),
+        ("https://hunter2@host", "no hunter2 here", "no *** here"),
+        ("https://u:p@host", "the upper map of u:p", "the upper map of ***"),
+        ("https://u:a%2Fb%20c1@host", "a/b c1 and a%2Fb%20c1", "*** and ***"),
+        (
+            "https://h/x?sig=a%2Fb",
+            "at (https://h/x?sig=a/b), sig=a%2Fb.",
+            "at (https://h/x?***), ***.",
+        ),
+        ("https://h/x?v=1", "v=1: see https://o/y?w=2 'v=1'", "v=1: see https://o/y?*** 'v=1'"),
+        ("https://h/x?", "why? nothing", "why? nothing"),
+        ("s3://b/x?y", "b/x?y", "b/x?y"),
+    ],
+)
+def test_no_secret_is_in_an_error(url: str, text: str, expected: str) -> None:
+    assert hide(text, url) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,7 +228,18 @@ def test_urls_of_the_hub(text: str, expected: tuple[str, ...]) -> None:
     assert parse(str(found)) == found
 
 
-@pytest.mark.parametrize("text", ["hf://", "hf://name", "hf://a@b/c"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://",
+        "hf://name",
+        "hf://a@b/c",
+        "hf://a b/c",
+        "hf://a/b#main",
+        "hf://a/b?x=1",
+        "hf://日/b",
+    ],
+)
 def test_what_names_no_repository(text: str) -> None:
     with pytest.raises(UsageError, match="no repository"):
         parse(text)
@@ -167,6 +261,74 @@ def test_no_folder_is_taken_for_a_host(text: str) -> None:
     with pytest.raises(UsageError, match="no name between"):
         named(text)
     assert str(named("memory:///a/b")) == "memory://a/b"
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://b/dt//q", "s3://b//q/", "https://h//x?a//b", "hf://o/n//x", "memory:///a//b"]
+)
+def test_no_part_of_a_url_is_empty(text: str) -> None:
+    with pytest.raises(UsageError, match="nothing between two"):
+        named(text)
+    with pytest.raises(UsageError, match="nothing between two"):
+        path_of(text)
+
+
+def test_slashes_that_are_not_empty_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "_secrets", {})
+    for text in ("s3://b/q", "s3://b/q/", "s3://b/q///", "https://h/x//?a//b", "s3://k:a//b@b/q"):
+        assert "//" not in str(named(text)).partition("://")[2]
+    with pytest.raises(UsageError, match="chained"):
+        path_of("zip://a.zip::s3://bucket/x")
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://", "hf://", "S3:///", "memory://", "http://u:p@", "gs:////"]
+)
+def test_what_names_nothing(text: str) -> None:
+    for call in (named, path_of):
+        with pytest.raises(UsageError, match="nothing is named") as caught:
+            call(text)
+        assert caught.value.where == masked(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("file:///tmp/x", "/tmp/x"),
+        ("File://localhost/tmp/x", "/tmp/x"),
+        ("local://LocalHost/tmp/x", "/tmp/x"),
+        ("file:///tmp/a%20b%25", "/tmp/a b%"),
+        ("file:///tmp/100%", "/tmp/100%"),
+        ("file:///tmp/ü?#", "/tmp/ü?#"),
+        ("file:/tmp/x", "file:/tmp/x"),
+        ("a%20b", "a%20b"),
+        ("", ""),
+    ],
+)
+def test_local_urls(text: str, expected: str) -> None:
+    assert local_path(text) == expected
+    assert named(text) == path_of(text) == Path(expected)
+    odd = Path(os.fsdecode(b"/tmp/\xff %20"))
+    assert local_path(odd.as_uri()) == local_path(f"file://{odd.parent}/\udcff %2520") == str(odd)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("file://", "no path"),
+        ("local://", "no path"),
+        ("FILE://localhost", "no path"),
+        ("file://x/y", "another machine"),
+        ("file://./y", "another machine"),
+        ("file://u:pw@x/y", "another machine"),
+        ("file:///a%00b", "no path has"),
+    ],
+)
+def test_what_is_no_local_path(text: str, said: str) -> None:
+    for call in (local_path, named, path_of):
+        with pytest.raises(UsageError, match=said) as caught:
+            call(text)
+        assert "pw" not in f"{caught.value.to_json()}"
 
 
 def test_a_tree(url: str) -> None:

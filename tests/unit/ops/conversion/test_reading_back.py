@@ -12,8 +12,6 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import StorageError
-from ckptctl.ops.conversion import checks
-from ckptctl.storage import destinations
 from ckptctl.storage.publish import Staging
 
 SOURCE = Path("tests/data/tiny-llama3-hf")
@@ -100,8 +98,3 @@ def test_an_output_that_cannot_be_taken_back_is_said_to_be_there(tmp_path, sourc
         ckptctl.convert(source, tmp_path / "out", to="hf", verify=True)
     assert "still there" in caught.value.why
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())
-
-
-def test_free_space_is_counted_in_one_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(destinations, "free_bytes", lambda _: 41)
-    assert checks.free(tmp_path) == 41

@@ -1,0 +1,36 @@
+"""How a checkpoint is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptctl.planner.copying.tile import MIB
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        overwrite: Whether to replace a checkpoint of that name, in one step.
+        files: Files per rank; threads do not wait for each other when they write several.
+        jobs: Threads per rank; 0: its part of the host's cores, at most four.
+        memory: Bytes of buffers per rank, for tensors that have to be reordered or copied from a
+            device on their way.
+        sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
+            can leave a checkpoint whose data is not there.
+        checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
+        execute: What carries out a rank's plan: the function of
+            :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
+    """
+
+    overwrite: bool = False
+    files: int = 1
+    jobs: int = 0
+    memory: int = 64 * MIB
+    sync: bool = True
+    checksum: bool = True
+    execute: Callable[..., Execution] = execute

@@ -1,0 +1,123 @@
+"""Where an output may go: what is refused before a run, and what ``--overwrite`` may replace."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.errors import CkptError, RefusedError, listed
+from ckptctl.storage import destinations
+from ckptctl.storage.remote.urls import is_url
+from ckptctl.units import natural
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
+EXPECTED = frozenset(
+    {
+        *("", *SUFFIXES, ".distcp", ".metadata", ".pkl", ".npy", ".npz", ".gguf", ".onnx", ".h5"),
+        *(".msgpack", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".md", ".log", ".csv"),
+        *(".py", ".model", ".jinja", ".tiktoken", ".vocab", ".spm", ".chk", ".sha256", ".tmp"),
+    }
+)
+"""What the names of files beside weights end in."""
+HIDDEN = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_Store")
+"""What those of hidden ones begin with."""
+
+
+def require_destination(
+    source: Path, target: Path, overwrite: bool, is_checkpoint: Callable[[Path], bool]
+) -> Path:
+    """Return the absolute path of a destination where an output may be made.
+
+    Args:
+        source: What is read.
+        target: The destination as it was named.
+        overwrite: Whether what is there may be replaced.
+        is_checkpoint: Whether a path is something that may be: :func:`replaceable`, say.
+
+    Raises:
+        RefusedError: It exists and may not be replaced, or lies inside the source or around it.
+        UsageError: It is a path, and looks like a URL.
+        StorageError: Nothing can be made there.
+    """
+    if is_url(target):
+        return _require_remote(source, target)
+    destinations.require_path(target)
+    found = destinations.destination(target.expanduser().absolute())
+    real, origin = found.resolve(), source.resolve()
+    if real == origin:
+        raise RefusedError("source and destination are the same", where=str(target))
+    if origin.is_dir() and real.is_relative_to(origin):
+        raise RefusedError(
+            "the destination lies inside the source",
+            where=str(target),
+            why=f"{source} is read-only",
+        )
+    if origin.is_relative_to(real):
+        raise RefusedError("the source lies inside the destination", where=str(target))
+    destinations.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
+    destinations.require_writable(found)
+    return found
+
+
+def _require_remote(source: Path, target: Path) -> Path:
+    """Return a destination behind a URL; what is there is looked at when the run begins."""
+    same = source == target or source in target.parents or target in source.parents
+    if same:
+        raise RefusedError("source and destination lie in each other", where=str(target))
+    if not target.name or len(target.parts) < 2:
+        raise RefusedError("the destination needs a name of its own", where=str(target))
+    return target
+
+
+def free_bytes_at(path: Path) -> int:
+    """Return the free bytes of the file system that *path* is, or will be, on.
+
+    Of a URL it is that of the files on their way there.
+
+    Raises:
+        StorageError: The system does not say.
+    """
+    return destinations.free_bytes(Path(tempfile.gettempdir()) if is_url(path) else path)
+
+
+def replaceable(path: Path) -> bool:
+    """Return whether *path* is a checkpoint and holds nothing else of its owner's.
+
+    A directory must look like one of the formats and have no directories of its own: a project
+    with one stray weight file in it is no checkpoint. A file must be named as checkpoints are, or
+    be readable as one: documents are zip files, too. Damaged ones may be replaced.
+
+    Raises:
+        RefusedError: It is one, and files lie in it that have no business in a checkpoint.
+    """
+    if not formats.sniff(path):
+        return False
+    if not path.is_dir():
+        return path.suffix in SUFFIXES or _readable(path)
+    if any(item.is_dir() for item in path.iterdir()):
+        return False
+    others = natural(item.name for item in path.iterdir() if not _expected(item.name))
+    if others:
+        raise RefusedError(
+            "the destination holds more than a checkpoint",
+            where=str(path),
+            why=f"{listed(others)} would be lost",
+            hint="move that away, or choose another destination",
+        )
+    return True
+
+
+def _expected(name: str) -> bool:
+    """Return whether a file of this name may lie in a checkpoint: weights and papers."""
+    return (
+        name.startswith(HIDDEN) if name.startswith(".") else Path(name).suffix.lower() in EXPECTED
+    )
+
+
+def _readable(path: Path) -> bool:
+    try:
+        return bool(formats.open_checkpoint(path).tensors)
+    except CkptError:
+        return False

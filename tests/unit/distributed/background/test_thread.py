@@ -1,0 +1,35 @@
+"""The thread of one save: its future ends, whatever fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptctl.distributed.background.future import SaveFuture
+from ckptctl.distributed.background.thread import SaveThread
+
+
+def broken() -> None:
+    raise OSError("the device is gone")
+
+
+def failing() -> Path:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_that_cannot_be_given_back(capsys: pytest.CaptureFixture[str], fails: bool) -> None:
+    """The outcome is that of the save: what is published stays so."""
+    published: list[Path] = []
+    future = SaveFuture(Path("x"))
+    write = failing if fails else lambda: Path("x")
+    thread = SaveThread(future, write, broken, None, published.append)
+    thread.start()
+    thread.proceed()
+    error = future.exception(timeout=20)
+    thread.join()
+    assert isinstance(error, ZeroDivisionError) if fails else future.result() == Path("x")
+    assert thread.failed == fails and published == ([] if fails else [Path("x")])
+    said = capsys.readouterr().err
+    assert "was not given back" in said and "the device is gone" in said

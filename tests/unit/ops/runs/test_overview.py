@@ -1,0 +1,102 @@
+"""Folders of checkpoints where one checkpoint was asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptctl import formats
+from ckptctl.errors import FormatError
+from ckptctl.ops.runs.overview import overview, run_at
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.verify import verify
+from tests.runs import START, age, save_step, tear
+from tests.unit.cli.conftest import run
+
+__all__ = ["run"]
+DCP = Path(__file__).parents[3] / "data" / "dcp" / "torchtitan" / "steps" / "ckpt" / "checkpoint"
+
+
+@pytest.fixture
+def torn(tmp_path: Path) -> Path:
+    """Return a run of a whole checkpoint and a newer one that was killed before its index."""
+    for step in (100, 200):
+        shutil.copytree(DCP / "step-8", tmp_path / "run" / f"step-{step}")
+    (tmp_path / "run" / "step-200" / ".metadata").unlink()
+    for step in (100, 200):
+        age(tmp_path / "run" / f"step-{step}", START + step)
+    return tmp_path / "run"
+
+
+def test_a_newer_torn_one_is_not_passed_over(torn):
+    for look in (formats.open_checkpoint, lambda path: verify(path, VerifyOptions())):
+        with pytest.raises(FormatError, match="newest checkpoint") as caught:
+            look(torn)
+        assert "`step-200` is not recognised as one, and `step-100` is older" in caught.value.why
+        assert f"`ckptctl ls {torn}`" in caught.value.hint
+
+
+def test_an_older_torn_one_is(torn):
+    (torn / "step-200").rename(torn / "step-99")
+    assert formats.open_checkpoint(torn).notes[0].startswith("read from `step-100`")
+    (torn / "step-100").rename(torn / "step-9")
+    with pytest.raises(FormatError, match="newest checkpoint"):
+        formats.open_checkpoint(torn)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-200", "logs", "step-200.txt", "step-x"])
+def test_what_is_named_otherwise_is_no_newer_one(torn, name):
+    (torn / "step-200").rename(torn / name)
+    assert formats.only_inside(torn) == torn / "step-100"
+
+
+def test_a_newer_file_of_lightnings_that_is_torn(tmp_path):
+    sample = Path(__file__).parents[3] / "data" / "wrappers" / "lightning_plain" / "ckpt"
+    shutil.copy(sample / "epoch=0-step=3.ckpt", tmp_path)
+    assert formats.only_inside(tmp_path)
+    (tmp_path / "epoch=1-step=5.ckpt").write_bytes(b"torn")
+    with pytest.raises(FormatError, match="newest checkpoint"):
+        formats.only_inside(tmp_path)
+
+
+def test_inspect_lists_what_ls_lists(run, torn):
+    (torn / "step-100.bak").mkdir()
+    shutil.copytree(torn / "step-100", torn / "last")
+    result = run("inspect", torn)
+    assert result.exit_code == 0
+    assert result.stdout == run("ls", torn).stdout
+    assert result.stdout.count("`.metadata` is missing") == 1
+    assert result.stderr.startswith("warning: 1 of 2 checkpoints not complete\n") or (
+        "warning: 1 of 2 checkpoints not complete\n" in result.stderr
+    )
+    assert ".metadata" not in result.stderr
+    quiet = run("inspect", torn, "-q").stdout
+    assert quiet == run("ls", torn, "-q").stdout
+    found = json.loads(run("inspect", torn, "--json").stdout)
+    assert [one["complete"] for one in found["checkpoints"]] == [True, False]
+    assert found["checkpoints"][1]["problems"] == ["`.metadata` is missing"]
+    assert (found["format"], found["complete"]) == ("run", False)
+
+
+def test_inspect_lists_torn_ones_alone(run, tmp_path):
+    tear(save_step(tmp_path / "step-1"))
+    result = run("inspect", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, run("ls", tmp_path).stdout)
+    assert "incomplete" in result.stdout
+
+
+def test_a_damaged_checkpoint_is_no_run(run, tmp_path):
+    path = tear(save_step(tmp_path / "step-1"))
+    assert run_at(path) is None
+    result = run("inspect", path)
+    assert result.stdout != run("ls", tmp_path).stdout
+
+
+def test_the_tensors_of_members_are_counted(tmp_path):
+    save_step(tmp_path / "step-1", files=2)
+    save_step(tmp_path / "step-2", files=3)
+    run = run_at(tmp_path)
+    assert [one.tensors for one in overview(tmp_path, run).checkpoints] == [2, 3]

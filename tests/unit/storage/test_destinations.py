@@ -1,0 +1,67 @@
+"""Destinations that are refused, and what is said of them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import RefusedError, UsageError
+from ckptctl.storage.destinations import Replaceable, check_target, require_path
+
+PAGE = Replaceable(lambda path: path.suffix == ".html" and path.is_file(), "a page", file=True)
+FOLDER = Replaceable(lambda path: (path / "model").exists())
+
+
+def refused(target: Path, kind: Replaceable, overwrite: bool) -> RefusedError:
+    with pytest.raises(RefusedError) as caught:
+        check_target(target, overwrite=overwrite, is_checkpoint=kind)
+    return caught.value
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("holds", [(), ("x.html",)])
+def test_a_file_takes_the_place_of_no_folder(
+    tmp_path: Path, overwrite: bool, holds: tuple[str, ...]
+) -> None:
+    for name in holds:
+        (tmp_path / name).touch()
+    error = refused(tmp_path, PAGE, overwrite)
+    assert error.what == "the destination is a folder, and a file is written"
+    assert error.hint and "--overwrite" not in error.hint
+
+
+def test_an_empty_folder_is_said_to_be_empty(tmp_path: Path) -> None:
+    target = tmp_path / "-a b"
+    target.mkdir()
+    check_target(target, overwrite=True, is_checkpoint=FOLDER)
+    error = refused(target, FOLDER, False)
+    assert error.what == "the destination exists, and is empty"
+    assert error.hint and "--overwrite replaces it" in error.hint
+    subprocess.run(shlex.split(error.hint.split("`")[1]), check=True)
+    assert not os.path.lexists(target)
+
+
+def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:
+    page, other = tmp_path / "a.html", tmp_path / "a.py"
+    page.touch()
+    other.touch()
+    said = "choose another one, or pass --overwrite to replace a page"
+    assert refused(page, PAGE, False).hint == said
+    assert "--overwrite would replace" in (refused(other, PAGE, False).hint or "")
+    assert refused(other, PAGE, True).what.startswith("the destination is not a page, so")
+    assert refused(other, FOLDER, True).what.startswith("the destination is not a checkpoint, so")
+    check_target(page, overwrite=True, is_checkpoint=PAGE)
+
+
+def test_urls_and_what_was_one(tmp_path: Path) -> None:
+    for good in (f"file://{tmp_path}/x", tmp_path / "x", "a:b/c"):
+        require_path(good)
+    with pytest.raises(UsageError, match="a URL is not taken here"):
+        require_path("s3://bucket/x")
+    with pytest.raises(UsageError, match="looks like a URL") as caught:
+        require_path(Path("s3://bucket/x"))
+    assert caught.value.where == "s3:/bucket/x"

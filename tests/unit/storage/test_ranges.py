@@ -1,0 +1,45 @@
+"""Reading a byte range piece by piece."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+
+from ckptctl.errors import DamagedError
+from ckptctl.storage import ranges
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.ranges import WINDOW, crc_of, windows
+
+CONTENT = bytes(range(251)) * (3 * WINDOW // 251)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> SourceFiles:
+    (tmp_path / "f").write_bytes(CONTENT)
+    return SourceFiles(tmp_path)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, WINDOW, 2 * WINDOW + 7])
+def test_the_range_and_nothing_else_is_read(files: SourceFiles, nbytes: int) -> None:
+    told: list[int] = []
+    read = b"".join(bytes(view) for view in windows(files, "f", 5, nbytes, told.append))
+    assert read == CONTENT[5 : 5 + nbytes]
+    assert sum(told) == nbytes
+    assert max(told, default=0) <= WINDOW
+    assert crc_of(files, "f", 5, nbytes) == zlib.crc32(CONTENT[5 : 5 + nbytes])
+
+
+def test_a_file_that_ends_too_early(files: SourceFiles) -> None:
+    with pytest.raises(DamagedError, match="truncated"):
+        crc_of(files, "f", 5, len(CONTENT))
+
+
+def test_pieces_have_the_size_that_holds_now(
+    files: SourceFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = crc_of(files, "f", 0, 1000)
+    monkeypatch.setattr(ranges, "WINDOW", 30)
+    assert crc_of(files, "f", 0, 1000) == whole
+    assert max(map(len, windows(files, "f", 0, 1000))) == 30

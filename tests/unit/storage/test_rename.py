@@ -1,0 +1,29 @@
+"""A rename that replaces nothing, also where the system has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptctl.storage import rename
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_nothing_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise rename.UnsupportedRenameError
+
+    if not supported:
+        monkeypatch.setattr(rename, "rename", unsupported)
+    (tmp_path / "one").write_text("1")
+    (tmp_path / "two").write_text("2")
+    (tmp_path / "link").symlink_to("nowhere")
+    for taken in ("two", "link"):
+        with pytest.raises(FileExistsError):
+            rename.move(tmp_path / "one", tmp_path / taken)
+    assert (tmp_path / "two").read_text() == "2"
+    rename.move(tmp_path / "one", tmp_path / "three")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "three", "two"]
