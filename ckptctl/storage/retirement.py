@@ -88,7 +88,13 @@ class Retirement:
             return
         target = self.make_room(name)
         self._move(path, target)
-        trash.remove(target)
+        try:
+            trash.remove(target)
+        except StorageError as error:
+            raise StorageError(
+                f"it lies in `{TRASH}`, which the next run tries again: {error.what}",
+                where=error.where,
+            ) from error
 
     def make_room(self, name: str) -> Path:
         """Return a path in the trash that is free, named after *name*.

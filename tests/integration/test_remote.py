@@ -70,8 +70,12 @@ def test_a_sample_is_the_same_behind_a_url(name: str, tmp_path: Path) -> None:
         text = repr(found).replace(str(Path(path).absolute()), "ROOT")
         return text.replace(path, "ROOT").replace(url, "ROOT")
 
+    def described(one: str) -> dict[str, object]:
+        """Values in files of their own are not read behind a URL."""
+        return {**ckptctl.inspect(one).to_json(), "values": {}}
+
     pairs = [
-        [_outcome(lambda one=one: ckptctl.inspect(one).to_json()) for one in (path, url)],
+        [_outcome(lambda one=one: described(one)) for one in (path, url)],
         [
             _outcome(lambda one=one: ckptctl.verify(one, level="full").findings)
             for one in (path, url)

@@ -32,6 +32,7 @@ DOCUMENT = document(
                     "keep": boolean("whether it is there afterwards"),
                     "reasons": array(string(), "why"),
                     "freed": integer("bytes that are freed"),
+                    "dropped": array(string(), "names of the tensors that thinning takes away"),
                 }
             ),
             "what becomes of each checkpoint, by series and step",

@@ -23,6 +23,7 @@ from ckptctl.ops.recognition.quantised import quantised, understood
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.remote.path import path_at, require_answers, shown
+from ckptctl.storage.remote.unfinished import UnfinishedError
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
@@ -93,6 +94,8 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
     """Return what *read* does, or what can be read of a checkpoint that is not whole."""
     try:
         return read()
+    except UnfinishedError:
+        raise
     except UNUSABLE as error:
         try:
             part = read(partial=True)

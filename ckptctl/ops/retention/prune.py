@@ -67,6 +67,7 @@ class Verdict:
             "keep": self.action != "remove" or self.thinning is not None,
             "reasons": list(self.reasons),
             "freed": self.nbytes,
+            "dropped": list(self.thinning.dropped) if self.thinning else [],
         }
 
 

@@ -9,7 +9,11 @@ from ckptctl.errors import DamagedError
 from ckptctl.storage.remote.writing import NAME, is_dead, parse
 
 
-def unfinished(folder: Path) -> DamagedError | None:
+class UnfinishedError(DamagedError):
+    """What lies there is not to be read yet, not even in parts."""
+
+
+def unfinished(folder: Path) -> UnfinishedError | None:
     """Return why what lies in *folder* is not to be read; None: nobody is writing it.
 
     A lock that a dead run has left is of no account where all files are there: it ended between the
@@ -33,7 +37,7 @@ def unfinished(folder: Path) -> DamagedError | None:
     return _said(folder, content, age)
 
 
-def _said(folder: Path, content: bytes, age: float) -> DamagedError | None:
+def _said(folder: Path, content: bytes, age: float) -> UnfinishedError | None:
     said = parse(content)
     process = said and said.process
     who = f"by process {process.number} on {process.host}" if process else "by another run"
@@ -51,6 +55,6 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _problem(folder: Path, what: str, why: str) -> DamagedError:
+def _problem(folder: Path, what: str, why: str) -> UnfinishedError:
     hint = "wait for it, or run again what was writing it"
-    return DamagedError(what, where=str(folder), why=why, hint=hint)
+    return UnfinishedError(what, where=str(folder), why=why, hint=hint)
