@@ -95,7 +95,7 @@ def test_a_data_file_is_needed_for_its_values_too(saved: Path, tmp_path: Path) -
     source = Path(shutil.copytree(saved / "dcp", tmp_path / "copy"))
     (source / "__1_0.distcp").unlink()
     with pytest.raises(DamagedError) as caught:
-        ckptctl.inspect(source)
+        formats.open_checkpoint(source)
     assert "__1_0.distcp" in f"{caught.value.why}"
     found = formats.get("dcp-rank-local").read(source, ReadOptions(partial=True))
     assert "__1_0.distcp" in [one.file for one in found.findings]

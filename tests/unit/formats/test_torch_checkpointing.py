@@ -84,8 +84,9 @@ def test_a_missing_file_is_named_without_metadata_too(
     (source / "metadata.pkl").unlink()
     (source / file).unlink()
     with pytest.raises(CkptError) as caught:
-        ckptctl.inspect(source, format="torch-checkpointing")
+        formats.open_checkpoint(source, format="torch-checkpointing")
     assert file in str(caught.value.why)
+    assert not ckptctl.inspect(source, format="torch-checkpointing").complete
 
 
 def test_files_of_another_save_are_noticed(data: Path, tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_hostile_metadata_is_refused(data: Path, tmp_path: Path, change: str) ->
         group["sharding_metadata"]["data"]["global_shape"] = [1, 2, 3]
     (source / "metadata.pkl").write_bytes(pickle.dumps(content, protocol=4))
     with pytest.raises(DamagedError):
-        ckptctl.inspect(source)
+        formats.open_checkpoint(source)
 
 
 def test_files_elsewhere_are_found_by_the_metadata(data: Path, tmp_path: Path) -> None:

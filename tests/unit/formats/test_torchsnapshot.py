@@ -198,4 +198,4 @@ def test_old_snapshots_are_refused(tmp_path: Path) -> None:
 def test_a_gap_between_tensors_is_noticed(tmp_path: Path) -> None:
     manifest = {"0/a": tensor("w", [1], [0, 4]), "0/b": tensor("w", [1], [8, 12])}
     with pytest.raises(DamagedError, match="wrong place"):
-        ckptctl.inspect(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 12}))
+        formats.open_checkpoint(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 12}))
