@@ -8,7 +8,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from ckptctl.cli import checks, choices, completion
+from ckptctl.cli import checks, completion
 from ckptctl.cli import options as opt
 from ckptctl.cli.differences import show
 from ckptctl.cli.output import Output
@@ -48,33 +48,18 @@ def diff(
     exclude: opt.Exclude = None,
     only: Annotated[
         str,
-        typer.Option(
-            metavar="PART",
-            callback=checks.only,
-            autocompletion=choices.parts,
-            help="all, or model alone.",
-        ),
+        opt.part("all, or model alone."),
     ] = "all",
     read_all: Annotated[
         bool, typer.Option("--read-all", help="Compare bytes even where checksums are equal.")
     ] = False,
     format_a: Annotated[
         str | None,
-        typer.Option(
-            metavar="FORMAT",
-            callback=checks.readable,
-            autocompletion=choices.readable_formats,
-            help="Format of A, if not detected.",
-        ),
+        opt.source_format("Format of A, if not detected."),
     ] = None,
     format_b: Annotated[
         str | None,
-        typer.Option(
-            metavar="FORMAT",
-            callback=checks.readable,
-            autocompletion=choices.readable_formats,
-            help="Format of B, if not detected.",
-        ),
+        opt.source_format("Format of B, if not detected."),
     ] = None,
     layout_a: Annotated[
         str | None,
@@ -94,21 +79,11 @@ def diff(
     ] = None,
     weights_a: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND",
-            callback=checks.weights,
-            autocompletion=choices.weights,
-            help=WEIGHTS.format("A"),
-        ),
+        opt.weights_of(WEIGHTS.format("A")),
     ] = None,
     weights_b: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND",
-            callback=checks.weights,
-            autocompletion=choices.weights,
-            help=WEIGHTS.format("B"),
-        ),
+        opt.weights_of(WEIGHTS.format("B")),
     ] = None,
     tag_a: Annotated[
         str | None, typer.Option(metavar="NAME", help="Which save, where A holds several.")

@@ -18,6 +18,36 @@ def examples(*lines: str) -> str:
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in lines)))
 
 
+def source_format(text: str, *names: str) -> Any:
+    """Return an option for the format of a source, with *text* as its help.
+
+    Args:
+        text: The help.
+        *names: What it is called, where its parameter is called otherwise.
+    """
+    return typer.Option(
+        *names,
+        metavar="FORMAT",
+        callback=checks.readable,
+        autocompletion=choices.readable_formats,
+        help=text,
+    )
+
+
+def weights_of(text: str) -> Any:
+    """Return an option for the kind of weights of a source, with *text* as its help."""
+    return typer.Option(
+        metavar="KIND", callback=checks.weights, autocompletion=choices.weights, help=text
+    )
+
+
+def part(text: str) -> Any:
+    """Return an option for the part of a checkpoint that counts, with *text* as its help."""
+    return typer.Option(
+        metavar="PART", callback=checks.only, autocompletion=choices.parts, help=text
+    )
+
+
 Source = Annotated[
     Path,
     typer.Argument(
@@ -38,22 +68,11 @@ Destination = Annotated[
 ]
 From = Annotated[
     str | None,
-    typer.Option(
-        "--from",
-        metavar="FORMAT",
-        callback=checks.readable,
-        autocompletion=choices.readable_formats,
-        help="Format of the source, if not detected; `ckptctl formats` lists them.",
-    ),
+    source_format("Format of the source, if not detected; `ckptctl formats` lists them.", "--from"),
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(
-        metavar="KIND",
-        callback=checks.weights,
-        autocompletion=choices.weights,
-        help="master (fp32 copies of the optimizer) or module, where there are both.",
-    ),
+    weights_of("master (fp32 copies of the optimizer) or module, where there are both."),
 ]
 Tag = Annotated[
     str | None,
@@ -194,15 +213,7 @@ Dequantize = Annotated[
         help="Turn quantised tensors into bf16 or fp32.",
     ),
 ]
-Only = Annotated[
-    str,
-    typer.Option(
-        metavar="PART",
-        callback=checks.only,
-        autocompletion=choices.parts,
-        help="model, or all: optimizer state too.",
-    ),
-]
+Only = Annotated[str, part("model, or all: optimizer state too.")]
 Root = Annotated[
     str | None,
     typer.Option(metavar="PREFIX", help="What stands before the model's names, if not detected."),

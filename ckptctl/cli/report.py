@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from ckptctl.cli import checks, choices
+from ckptctl.cli import checks
 from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
@@ -62,12 +62,7 @@ def report(
     include: opt.Include = None,
     only: Annotated[
         str,
-        typer.Option(
-            metavar="PART",
-            callback=checks.only,
-            autocompletion=choices.parts,
-            help="Compare all, or model alone.",
-        ),
+        opt.part("Compare all, or model alone."),
     ] = "all",
     max_tensors: Annotated[
         int,
@@ -80,23 +75,12 @@ def report(
     from_format: opt.From = None,
     from_other: Annotated[
         str | None,
-        typer.Option(
-            "--from-other",
-            metavar="FORMAT",
-            callback=checks.readable,
-            autocompletion=choices.readable_formats,
-            help="Format of OTHER, if not detected.",
-        ),
+        opt.source_format("Format of OTHER, if not detected.", "--from-other"),
     ] = None,
     weights: opt.Weights = None,
     weights_other: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND",
-            callback=checks.weights,
-            autocompletion=choices.weights,
-            help="Likewise of OTHER.",
-        ),
+        opt.weights_of("Likewise of OTHER."),
     ] = None,
     tag: opt.Tag = None,
     tag_other: Annotated[
