@@ -151,21 +151,20 @@ def prune(
         min_age=parse_seconds(min_age),
     )
     plan = op.plan_prune(root, policy, force=force, thin=thin is not None)
-    if dry_run or (plan.idle and output.mode == "human"):
+    if dry_run:
         _print_plan(output, plan)
-        if dry_run and not plan.idle:
+        if not plan.idle:
             output.hint(f"run it with `{retyped(context)}`")
         return
-    if plan.idle:
-        if output.mode == "plain":
-            _print_table(output, plan)
-        _print_result(output, op.PruneResult(plan, (), {}, 0))
-        return
-    if not yes:
+    if not (yes or plan.idle):
         _ask(context, output, plan)
     elif output.mode in ("human", "plain"):
         _print_table(output, plan)
-    _print_result(output, op.run_prune(plan))
+    result = op.run_prune(plan)
+    if plan.idle and output.mode == "human":
+        _print_sum(output, plan)
+    else:
+        _print_result(output, result)
 
 
 def _ask(context: typer.Context, output: Output, plan: PrunePlan) -> None:

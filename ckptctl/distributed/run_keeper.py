@@ -13,6 +13,7 @@ from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.runs.pointers import SIDECAR, metrics
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.sync import add_file
 
 Hook = Callable[[Path], object]
@@ -101,9 +102,7 @@ class Keeper:
 
     def _remove(self, *, replaced: bool = False) -> None:
         try:
-            plan = plan_prune(self.root.resolve(), self.policy, replaced=replaced, series=SERIES)
-            if plan.idle:
-                return
+            plan = plan_prune(real_path(self.root), self.policy, replaced=replaced, series=SERIES)
             result = run_prune(plan)
         except (CkptError, OSError) as error:
             _log.warning("nothing was removed from %s: %s", self.root, _said(error))

@@ -36,6 +36,7 @@ from ckptctl.integrations.lightning_folder import (
 )
 from ckptctl.integrations.whole import whole, with_numbers
 from ckptctl.storage import trash
+from ckptctl.storage.contained import real_path
 
 
 class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
@@ -74,7 +75,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
             own = TorchCheckpointIO()
             found: dict[str, Any] = own.load_checkpoint(path, map_location, weights_only)
             return found
-        source = Path(path).resolve()
+        source = real_path(Path(path))
         state = with_numbers(whole(source, process_group=own_group()))
         optimizers = [key for key in state if key.startswith(OPTIMIZER)]
         optimizers.sort(key=lambda key: int(key.removeprefix(OPTIMIZER)))
@@ -127,7 +128,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         Raises:
             CkptError: It cannot be loaded; on every rank.
         """
-        path = Path(self.broadcast(checkpoint_path)).resolve()
+        path = real_path(Path(self.broadcast(checkpoint_path)))
         if path.is_file():
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return found

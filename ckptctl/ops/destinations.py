@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.storage import destinations
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
@@ -45,7 +46,7 @@ def require_destination(
         return _require_remote(source, target)
     destinations.require_path(target)
     found = destinations.destination(target.expanduser().absolute())
-    real, origin = found.resolve(), source.resolve()
+    real, origin = real_path(found), real_path(source)
     if real == origin:
         raise RefusedError("source and destination are the same", where=str(target))
     if origin.is_dir() and real.is_relative_to(origin):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import PureWindowsPath
+import os
+from pathlib import Path, PureWindowsPath
 
 from ckptctl.errors import DamagedError
+from ckptctl.storage.remote.urls import is_url
 
 
 class OutsideError(DamagedError):
@@ -33,3 +35,12 @@ def contained(name: str, where: str) -> str:
             why="names in a checkpoint must be relative and must not contain `..`",
         )
     return "/".join(parts)
+
+
+def real_path(path: Path) -> Path:
+    """Return *path* without links, up to a link that leads to itself; a URL has none.
+
+    ``Path.resolve`` raises ``RuntimeError`` where a link leads to itself, before Python 3.13: an
+    error that nobody expects of a file. Whoever opens what this returns gets the system's own.
+    """
+    return path if is_url(path) else Path(os.path.realpath(path))

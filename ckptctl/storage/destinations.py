@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, UsageError
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.remote.urls import SCHEME, is_url, local_path, masked
 
 Recognise = Callable[[Path], bool]
@@ -49,7 +50,7 @@ def destination(target: Path) -> Path:
             where=str(target),
             hint="give the path of a directory that does not exist yet",
         )
-    return target.parent.resolve() / target.name
+    return real_path(target.parent) / target.name
 
 
 def require_path(path: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError
 from ckptctl.planner.plan import FileIdentity
-from ckptctl.storage.contained import OutsideError, contained
+from ckptctl.storage.contained import OutsideError, contained, real_path
 
 MAX_OPEN = 256
 IOV_MAX = 1024
@@ -65,8 +65,8 @@ class LocalFiles:
             SourceNotFoundError: There is no such file.
         """
         path = self.root / contained(name, str(self.root))
-        root = self.root.resolve()
-        real = path.resolve()
+        root = real_path(self.root)
+        real = real_path(path)
         if not real.is_relative_to(root) and not _in_hub_blobs(root, real):
             raise OutsideError(
                 f"`{name}` leads outside the checkpoint", where=str(path), why=f"it is {real}"

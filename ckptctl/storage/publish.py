@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.storage import lock, rename, trash
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.destinations import (
     Recognise,
     already_exists,
@@ -206,7 +207,7 @@ def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
         if target is not None and not is_url(target):
             path = Path(target).expanduser()
             if os.path.lexists(path):
-                _sweep(path.parent.resolve() / path.name)
+                _sweep(real_path(path.parent) / path.name)
         raise
 
 

@@ -171,6 +171,16 @@ def leftovers(root: Path) -> list[str]:
     return sorted(item.name for item in folder.iterdir() if item.name != lock.NAME)
 
 
+def tidy(root: Path) -> None:
+    """Remove the empty trash that a run has left which was killed at its end.
+
+    Where another run is at it, it stays; and where nothing may be written nobody minds it.
+    """
+    if os.path.lexists(root / TRASH) and not leftovers(root):
+        with suppress(CkptError), retiring(root):
+            pass
+
+
 @contextmanager
 def retiring(root: Path) -> Iterator[Retirement]:
     """Lock *root* against other runs that remove from it, and empty its trash before and after.

@@ -80,14 +80,29 @@ def _asked(root: Path, tag: str, found: list[str], evidence: Evidence) -> str:
     )
 
 
-def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str], str]) -> str:
+def pointer_content(root: Path, pointer: str, most: int = MAX_TAG) -> tuple[bytes, bool]:
+    """Return what a pointer holds, and whether that is all of it.
+
+    Args:
+        root: The folder that it lies in; what a link out of it leads to is not read, so that no
+            message quotes it.
+        pointer: Its name.
+        most: Bytes that are read.
+
+    Raises:
+        CkptError: It is missing, leads out of *root*, or cannot be read.
+    """
     with SourceFiles(root) as files:
         size = files.size(pointer)
-        content = files.read(pointer, 0, min(size, MAX_TAG))
+        return files.read(pointer, 0, min(size, most)), size <= most
+
+
+def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str], str]) -> str:
+    content, whole = pointer_content(root, pointer)
     named = content.decode(errors="replace").strip()
     where = str(root / pointer)
     hint = f"say which save with `--tag {found[-1]}`" if found else "no save is here"
-    if not named or size > MAX_TAG or not named.isprintable() or "\ufffd" in named:
+    if not named or not whole or not named.isprintable() or "\ufffd" in named:
         raise DamagedError(
             f"`{pointer}` is {'not the name of a save' if named else 'empty'}",
             where=where,

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from ckptctl.ops.doctor import probes
 from ckptctl.ops.doctor.check import Check
 from ckptctl.storage import mounts
+from ckptctl.storage.contained import real_path
 from ckptctl.units import format_bytes, format_seconds
 
 GROUP = "file system"
@@ -36,7 +37,7 @@ def checks(place: Path) -> Iterator[Check]:
     Args:
         place: A directory.
     """
-    yield _kind(place.resolve())
+    yield _kind(real_path(place))
     yield _space(place)
     try:
         before = place.stat()

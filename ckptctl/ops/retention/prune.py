@@ -30,7 +30,7 @@ from ckptctl.ops.runs.listing import AT_WORK, Checkpoint, Run, read_run
 from ckptctl.ops.runs.pointers import Pins, pins
 from ckptctl.planner.retention import Action, Decision, Policy, decide
 from ckptctl.storage.remote.path import named
-from ckptctl.storage.retirement import Retirement, leftovers, retiring
+from ckptctl.storage.retirement import Retirement, leftovers, retiring, tidy
 
 if TYPE_CHECKING:
     from ckptctl.ops.retention.thin import Thinning
@@ -216,7 +216,7 @@ def _verdict(found: Checkpoint, decision: Decision, thin: bool) -> Verdict:
 
 
 def run_prune(plan: PrunePlan) -> PruneResult:
-    """Carry out *plan*, the oldest checkpoint first.
+    """Carry out *plan*, the oldest checkpoint first; of one with nothing to do, sweep the trash.
 
     Raises:
         RefusedError: Another run is at work there, or what was to be kept is not there any more.
@@ -224,6 +224,9 @@ def run_prune(plan: PrunePlan) -> PruneResult:
     done: list[str] = []
     failed: dict[str, CkptError] = {}
     freed = 0
+    if plan.idle:
+        tidy(plan.root)
+        return PruneResult(plan, (), {}, 0)
     with retiring(plan.root) as retirement:
         _require_kept(plan)
         pinned = _pins(plan)

@@ -23,6 +23,7 @@ from ckptctl.ops.runs.listing import Checkpoint, rfc3339
 from ckptctl.ops.runs.names import parse
 from ckptctl.ops.runs.pointers import points_inside, unclear
 from ckptctl.planner.retention import Best, Candidate, Policy, disorder
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.urls import is_url
@@ -92,12 +93,12 @@ def require_root(root: Path, *, force: bool = False) -> Path:
         )
     if root.is_symlink():
         raise RefusedError(
-            "this is a symbolic link", where=str(root), hint=f"name `{root.resolve()}` itself"
+            "this is a symbolic link", where=str(root), hint=f"name `{real_path(root)}` itself"
         )
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=nearby(root))
-    real = root.resolve()
-    if any(home.resolve().is_relative_to(real) for home in _homes()):
+    real = real_path(root)
+    if any(real_path(home).is_relative_to(real) for home in _homes()):
         raise RefusedError("this folder is not one of checkpoints", where=str(real))
     _require_trash(real)
     if not force and _is_checkpoint(real):

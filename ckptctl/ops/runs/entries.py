@@ -15,6 +15,7 @@ from ckptctl.errors import FormatError, SourceNotFoundError, listed
 from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.pointers import SIDECAR
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.writing import NAME as LOCK
 from ckptctl.storage.retirement import Identity, identity_of
@@ -138,9 +139,9 @@ def entry_at(item: Path) -> Entry | None:
 
 def _leads_to_another(link: Path) -> bool:
     """Return whether *link* leads to another checkpoint of its folder, and so is none itself."""
-    target = link.resolve()
+    target = real_path(link)
     known = parse(target.name) is not None or is_last(target.name)
-    return known and target.parent == link.parent.resolve()
+    return known and target.parent == real_path(link.parent)
 
 
 def _last(item: Path) -> Named | None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.retirement import TRASH
 
 HOPS = 40
@@ -30,7 +31,7 @@ def linked(root: Path, members: Sequence[str], *, near: bool = False) -> Iterato
         members: The names of its checkpoints.
         near: Look at links directly in the run and beside it alone.
     """
-    real = root.resolve()
+    real = real_path(root)
     folders = () if near else (*members, *_others(real, members))
     inside = ((name, link) for name in folders for link in _all(real, name))
     beside = (("", link) for folder in (real, real.parent) for link in _links_in(folder))

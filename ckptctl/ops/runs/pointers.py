@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError
 from ckptctl.formats.megatron.files import POINTER as ITERATION
-from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.ops.runs.callbacks import LAST, noted
 from ckptctl.ops.runs.links import linked
 from ckptctl.ops.runs.names import is_last, parse
@@ -95,8 +95,8 @@ def _members(root: Path) -> list[str]:
 def _unclear(root: Path, name: str, members: Sequence[str]) -> Unclear | None:
     try:
         text, whole = _text(root, name)
-    except OSError as error:
-        return Unclear(root / name, str(error.strerror or error))
+    except (CkptError, OSError) as error:
+        return Unclear(root / name, str(error))
     known = mentioned(text, members, _alike(root, members)) or understood(text, root)
     return None if whole and (not text or known) else Unclear(root / name, text=text)
 
@@ -147,7 +147,7 @@ def metrics(folder: Path) -> dict[str, float]:
 
 def _pointers(root: Path) -> Iterator[tuple[str, str]]:
     for pointer in (*NAMES, ITERATION):
-        with suppress(OSError):
+        with suppress(CkptError, OSError):
             yield _text(root, pointer)[0], f"`{pointer}`"
 
 
@@ -225,14 +225,13 @@ def _text(root: Path, name: str) -> tuple[str, bool]:
     """Return what a pointer says, and whether that is all; nothing where there is none.
 
     Raises:
-        OSError: It is there and cannot be read.
+        CkptError: It is there and cannot be read, or leads out of the run.
+        OSError: The system does not let us look.
     """
-    path = root / name
-    if not path.is_file():
+    if not (root / name).is_file():
         return "", True
-    with path.open("rb") as file:
-        data = file.read(MAX_TEXT + 1)
-    return decoded(data[:MAX_TEXT]), len(data) <= MAX_TEXT
+    content, whole = pointer_content(root, name, MAX_TEXT)
+    return decoded(content), whole
 
 
 def _document(folder: Path, name: str) -> Mapping[str, object]:

@@ -72,6 +72,11 @@ def trainer_state(folder: Path) -> TrainerState:
         return TrainerState(True, problem=str(error.strerror or error))
     if not stat.S_ISREG(status.st_mode):
         return TrainerState()
+    try:
+        with SourceFiles(folder) as files:
+            files.path(NAME)
+    except CkptError as error:
+        return TrainerState(True, problem=error.what)
     identity = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     try:
         return _read(path, identity)

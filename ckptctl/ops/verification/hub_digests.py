@@ -17,6 +17,7 @@ from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.digest_lists import Listed
 from ckptctl.ops.verification.hub_downloads import DOWNLOADS
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.digests import algorithm_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.local_files import hub_repository
@@ -61,7 +62,7 @@ def _told(files: SourceFiles, folder: Path) -> Iterator[Listed]:
 
 def _linked(root: Path, folder: Path) -> Iterator[Listed]:
     """Yield the files of a snapshot in the cache; the name of its blob is the ETag of a file."""
-    real = root.resolve()
+    real = real_path(root)
     repository = hub_repository(real)
     if repository is None or not (real / folder).is_dir():
         return
@@ -78,7 +79,7 @@ def _recorded(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
 
     The folder that was downloaded to may be one above: repositories have folders, too.
     """
-    real = root.resolve()
+    real = real_path(root)
     for top in (real, *real.parents):
         records = top / DOWNLOADS / (real / folder).relative_to(top)
         for record in sorted(records.glob(f"*{METADATA}")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.local_files import hub_repository
 
 DOWNLOADS = ".cache/huggingface/download"
@@ -16,6 +17,6 @@ DOWNLOADS = ".cache/huggingface/download"
 def unfinished(root: Path) -> Iterator[Path]:
     """Yield the parts of files whose download to *root* was interrupted."""
     yield from sorted((root / DOWNLOADS).rglob("*.incomplete"))
-    repository = hub_repository(root.resolve())
+    repository = hub_repository(real_path(root))
     if repository is not None:
         yield from sorted((repository / "blobs").glob("*.incomplete"))

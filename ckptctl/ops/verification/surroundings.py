@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, Finding
-from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
+from ckptctl.errors import CkptError
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.ops.verification.hub_downloads import unfinished
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.remote.path import path_at
@@ -18,7 +19,6 @@ LEFTOVER = re.compile(
     r"|.*-tmp-\d+",
     re.IGNORECASE,
 )
-MAX_POINTER = 4096
 
 
 def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
@@ -92,13 +92,16 @@ def _pointers(folder: Path) -> Iterator[Finding]:
     """Yield pointers to saves that are not there; they stand beside the saves."""
     for name in (LATEST, LATEST_UNIVERSAL):
         pointer = folder / name
-        if not pointer.is_file() or pointer.stat().st_size > MAX_POINTER:
+        if not pointer.is_file():
             continue
         try:
-            text = pointer.read_bytes().decode(errors="replace").strip()
-        except OSError as error:
-            yield Finding("a pointer cannot be read", error.strerror, "warning", str(pointer))
+            content, whole = pointer_content(folder, name)
+        except CkptError as error:
+            yield Finding("a pointer cannot be read", error.what, "warning", str(pointer))
             continue
+        if not whole:
+            continue
+        text = content.decode(errors="replace").strip()
         target = folder / text if text.isprintable() and "\ufffd" not in text else None
         if not text or target is None or not target.is_dir():
             why = f"it says {text[:100]!r}" if text else "it is empty"

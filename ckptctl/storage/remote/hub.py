@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.remote.retries import retried
 from ckptctl.storage.remote.store import ITSELF, Stored
 from ckptctl.storage.remote.urls import masked, normal
@@ -200,7 +201,7 @@ def _look_offline(at: HubUrl) -> tuple[str, dict[str, Stored], Path | None]:
     files = {}
     for item in names:
         name, status = str(item.relative_to(folder)), item.stat()
-        files[name] = Stored(name, False, status.st_size, item.resolve().name, status.st_mtime_ns)
+        files[name] = Stored(name, False, status.st_size, real_path(item).name, status.st_mtime_ns)
     return folder.name, files, folder
 
 

@@ -481,3 +481,33 @@ def test_links_do_not_make_a_run_of_a_checkpoint(tmp_path: Path) -> None:
         plan_prune(tmp_path / "model", LAST)
     (tmp_path / "model" / "best").symlink_to("step-1")
     assert plan_prune(tmp_path / "model", LAST).of("remove") == ()
+
+
+# --- what a pointer that leads elsewhere holds ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("latest", "latest_universal", "last_checkpoint", "latest_checkpointed_iteration.txt"),
+        *("trainer_state.json", "step-4/trainer_state.json"),
+    ],
+)
+def test_what_a_pointer_out_of_the_run_leads_to_is_not_read(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    """It may be anybody's: a key, say, which a message would show."""
+    (tmp_path / "secret").write_text("hunter2")
+    (run / name).symlink_to(tmp_path / "secret")
+    aged(run)
+    with pytest.raises(RefusedError, match="pointer cannot be read") as caught:
+        plan_prune(run, LAST)
+    assert caught.value.where == str(run / name)
+    assert "leads outside" in (caught.value.why or "")
+    assert "hunter2" not in str(caught.value.to_json())
+
+
+def test_a_pointer_that_is_a_link_inside_of_the_run_is_read(run: Path) -> None:
+    (run / "newest").write_text("step-2")
+    (run / "latest").symlink_to("newest")
+    assert removed(run) == ["step-1", "step-3"]

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ckptctl.ops.retention import prune as op
 from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.retention.safety import parse_best
 from ckptctl.planner.retention import Best, Policy
-from ckptctl.storage import rename, retirement, trash
+from ckptctl.storage import lock, rename, retirement, trash
 from tests.runs import START, age, save_step, tear
 from tests.unit.ops.runs.test_listing import trainer
 
@@ -489,6 +489,20 @@ def test_a_crash_leaves_trash_that_the_next_run_removes(run, monkeypatch):
     assert (plan.leftovers, plan.idle, plan.of("remove")) == (("step-1",), False, ())
     run_prune(plan)
     assert names(run) == ["step-10", "step-100", "step-2", "step-9"]
+
+
+@pytest.mark.parametrize("inside", [[], ["lock"]])
+def test_a_run_that_was_killed_at_its_end_leaves_no_trash_for_good(run, inside):
+    (run / ".ckptctl-trash").mkdir()
+    for name in inside:
+        (run / ".ckptctl-trash" / name).write_text("1\n")
+    plan = plan_prune(run, Policy(last=9))
+    assert plan.idle
+    with lock.held(run / ".ckptctl-trash", run, "removing") if inside else nullcontext():
+        run_prune(plan)
+        assert (".ckptctl-trash" in names(run)) == bool(inside), "another run is at it"
+    run_prune(plan)
+    assert names(run) == ["step-1", "step-10", "step-100", "step-2", "step-9"]
 
 
 def interrupted(path: Path) -> None:
