@@ -14,7 +14,7 @@ from typing import Literal
 from ckptctl import dtypes
 
 Codec = Literal["raw", "torch"]
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "unknown", "warning"]
 VIRTUAL = "//"
 MEMORY = "/memory/"
 
@@ -246,7 +246,8 @@ class Finding:
     Attributes:
         what: One line without a full stop.
         why: The evidence: sizes, names, offsets.
-        severity: ``error``: the checkpoint is not whole; ``warning``: it is, but look at this.
+        severity: ``error``: the checkpoint is torn, and this is the evidence; ``unknown``: this
+            is not understood, or cannot be read; ``warning``: it is whole, but look at this.
         file: The file concerned, relative to the checkpoint where it is a part of it.
         tensor: The tensor, or other leaf, concerned.
         box: The part of the tensor.

@@ -5,15 +5,16 @@
     CkptError                       70  a bug when raised bare
     ├── UsageError                   2  the call contradicts itself
     ├── SourceNotFoundError          3  no such path
-    ├── FormatError                  3  not recognised, or recognised as something unsupported
-    ├── DamagedError                 4  truncated, incomplete, contradictory or hostile input
-    │   ├── UnsafePickleError        4  a pickle asks for something that is not on the allow-list
-    │   └── CoverageError            4  chunks leave a hole, overlap or disagree
+    ├── FormatError                  3  not recognised as a checkpoint
+    ├── DamagedError                 4  torn, with evidence: missing, cut off, a wrong checksum
+    │   └── CoverageError            4  chunks leave a hole
     ├── MappingError                 5  keys, shapes or configs that do not fit the model type
     │   └── HomelessError            5  tensors that no layout, or not the target's, has a place for
     ├── RefusedError                 6  nothing was changed: destination exists, disk too small, ...
     ├── PartialError                 7  some items failed; the report names each
-    └── StorageError                 8  the operating system failed a read or a write
+    ├── StorageError                 8  the operating system failed a read or a write
+    └── UnsupportedError             9  not understood: may be whole, may be hostile
+        └── UnsafePickleError        9  a pickle asks for something that is not on the allow-list
 """
 
 from __future__ import annotations
@@ -87,16 +88,14 @@ class FormatError(CkptError):
 
 
 class DamagedError(CkptError):
-    """The checkpoint is truncated, incomplete or contradicts itself."""
+    """The checkpoint is torn, and there is evidence: only such a one may be passed over.
+
+    A file is missing, shorter than its index says or cut off, a checksum differs, a part of a
+    tensor is nowhere, or a writer left its mark of an unfinished save.
+    """
 
     exit_code = 4
     code = "damaged"
-
-
-class UnsafePickleError(DamagedError):
-    """A pickle names a global that is not on the allow-list; nothing was run."""
-
-    code = "unsafe-pickle"
 
 
 class CoverageError(DamagedError):
@@ -169,6 +168,23 @@ class StorageError(CkptError):
 
         name = errno.errorcode.get(error.errno or 0, "unknown")
         return cls(f"cannot {doing}: {error.strerror or error} ({name})", where=where)
+
+
+class UnsupportedError(CkptError):
+    """The checkpoint, or a part of it, is not understood; it may be whole all the same.
+
+    A dtype, a class or a structure that is unknown, a feature that is not read, a link that leads
+    outside.
+    """
+
+    exit_code = 9
+    code = "unsupported"
+
+
+class UnsafePickleError(UnsupportedError):
+    """A pickle names a global that is not on the allow-list; nothing was run."""
+
+    code = "unsafe-pickle"
 
 
 def listed(names: Sequence[str], shown: int = SHOWN) -> str:

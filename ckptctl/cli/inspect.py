@@ -20,6 +20,7 @@ from ckptctl.errors import (
     SHOWN,
     DamagedError,
     FormatError,
+    UnsupportedError,
     UsageError,
     command,
 )
@@ -162,7 +163,7 @@ def _inspected(
     """
     try:
         found = read()
-    except (FormatError, DamagedError):
+    except (FormatError, DamagedError, UnsupportedError):
         run = None if chosen else _run_at(path)
         if run is None:
             raise

@@ -13,7 +13,7 @@ from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import counted
-from ckptctl.errors import DamagedError, UsageError
+from ckptctl.errors import DamagedError, UnsupportedError, UsageError
 from ckptctl.ops.report.options import MAX_TENSORS
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def report(
 
     What it holds, where it lies, what is wrong, and where another one differs. The page needs no
     network and no other file. A checkpoint that is not whole has a page, too; the exit code is 4
-    only if nothing of it can be read, or OTHER is too damaged to be compared.
+    or 9 only if nothing of it can be read, or OTHER cannot be compared.
     """
     from ckptctl import api
     from ckptctl.ops.report.page import SCHEMA, page
@@ -137,7 +137,8 @@ def report(
     else:
         _print(output, found)
     if not found.readable:
-        raise typer.Exit(DamagedError.exit_code)
+        torn = found.verification.verdict == "torn"
+        raise typer.Exit((DamagedError if torn else UnsupportedError).exit_code)
     if found.error:
         raise typer.Exit(found.error.exit_code)
 
@@ -161,8 +162,9 @@ def _print(output: Output, found: Report) -> None:
         verb = "is" if left.tensors == 1 else "are"
         output.note(f"{counted(left.tensors, 'tensor')} {verb} not listed in it")
     if not found.verification.whole:
-        first, more = found.verification.errors[0], len(found.verification.errors) - 1
-        output.warning(f"not whole: {first.what}" + (f" (and {more:,} more)" if more else ""))
+        first, *more = (*found.verification.errors, *found.verification.unknown)
+        others = f" (and {len(more):,} more)" if more else ""
+        output.warning(f"{found.verification.verdict}: {first.what}{others}")
     if found.error:
         output.warning(f"not compared: {found.error.what}")
 

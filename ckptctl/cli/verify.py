@@ -16,7 +16,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def verify(
     """Prove that a checkpoint is whole, or say where it is not.
 
     Everything that is wrong is found, not only the first. The exit code is 0 when the checkpoint
-    is whole and 4 when it is not; warnings do not change it.
+    is whole, 4 when there is evidence that it is torn, and else 9 when something in it is not
+    understood; warnings do not change it.
     """
     from ckptctl.ops.verification import verify as op
     from ckptctl.ops.verification.options import VerifyOptions
@@ -109,14 +110,14 @@ def verify(
     if ranks.rank == 0:
         _print(output, found)
     if not found.whole:
-        raise typer.Exit(DamagedError.exit_code)
+        raise typer.Exit((DamagedError if found.errors else UnsupportedError).exit_code)
 
 
 def _print(output: Output, found: Verification) -> None:
     if output.mode == "json":
         output.document(SCHEMA, found.to_json())
     elif output.mode == "quiet":
-        for one in found.errors:
+        for one in (*found.errors, *found.unknown):
             output.line(_one_line(one))
     elif output.mode == "plain":
         output.fields(_fields(found))
@@ -167,9 +168,15 @@ def _headline(found: Verification) -> str:
         counted(found.tensors, "tensor"),
         f"{counted(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
         f"level {found.level}",
-        "whole" if found.whole else f"not whole: {counted(len(found.errors), 'error')}",
+        _verdict(found),
     ]
     return " · ".join(parts)
+
+
+def _verdict(found: Verification) -> str:
+    counts = [counted(len(found.errors), "error")] if found.errors else []
+    counts += [f"{len(found.unknown):,} unknown"] if found.unknown else []
+    return f"{found.verdict}: {', '.join(counts)}" if counts else found.verdict
 
 
 def _data(found: Verification) -> Iterator[str]:
@@ -187,7 +194,7 @@ def _fields(found: Verification) -> Iterator[tuple[str, object]]:
     yield "path", found.path
     yield "format", found.format
     yield "level", found.level
-    yield "whole", "yes" if found.whole else "no"
+    yield "verdict", found.verdict
     yield "tensors", found.tensors
     yield "files", len(found.files)
     yield "bytes", found.nbytes
@@ -195,7 +202,8 @@ def _fields(found: Verification) -> Iterator[tuple[str, object]]:
         yield "proven_bytes", found.proven_bytes
         yield "structure_only_bytes", found.structure_only_bytes
     yield "errors", len(found.errors)
-    yield "warnings", len(found.findings) - len(found.errors)
+    yield "unknown", len(found.unknown)
+    yield "warnings", len(found.warnings)
     if found.manifest:
         yield "manifest", found.manifest
     for note in found.notes:

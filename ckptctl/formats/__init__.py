@@ -15,10 +15,11 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from ckptctl.catalog import Catalog, Finding
+from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, command, listed, nearest
 from ckptctl.formats import checksums, foreign, plugins
 from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
+from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.path import path_of
 from ckptctl.storage.remote.unfinished import unfinished
@@ -179,8 +180,9 @@ def open_checkpoint(
     if manifest:
         found = checksums.attach(found)
     if problem:
-        finding = Finding(problem.what, problem.why, file=NAME)
-        found = replace(found, findings=(finding, *found.findings))
+        found = replace(found, findings=(of_error(problem, file=NAME), *found.findings))
+    if found.findings:
+        found = replace(found, findings=weighed(found.findings))
     if inside:
         note = f"read from `{inside.name}`, the one checkpoint of a model in this folder"
         found = replace(found, notes=(note, *found.notes))

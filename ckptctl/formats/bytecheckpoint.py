@@ -92,7 +92,7 @@ def _unfit(files: SourceFiles, leaves: Mapping[str, Leaf], where: str) -> dict[s
         try:
             require_tiled(ranges, {file: files.size(file)}, where)
         except (DamagedError, StorageError) as error:
-            unfit[file] = replace(of_error(error, files.root), file=file)
+            unfit[file] = of_error(error, files.root, file=file)
         except SourceNotFoundError:
             continue
     return unfit

@@ -91,7 +91,7 @@ def _partial(files: SourceFiles, asked: ReadOptions) -> Catalog:
             raise
         except UNUSABLE as error:
             ranks.discard(rank)
-            findings.append(replace(of_error(error, files.root), file=metadata_name(rank)))
+            findings.append(of_error(error, files.root, file=metadata_name(rank)))
         else:
             found.add(rank, leaves)
             values.add(rank, leaves)
@@ -116,7 +116,7 @@ def _absent(path: Path) -> Iterator[Finding]:
     except DamagedError as error:
         ranks = _numbers(path, _RANK)
         first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
-        yield Finding(error.what, error.why, file=metadata_name(first))
+        yield of_error(error, path, file=metadata_name(first))
 
 
 def _beyond(found: Union, torn: Sequence[str], known: Sequence[Finding]) -> Iterator[Finding]:

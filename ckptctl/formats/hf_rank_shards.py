@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import NoReturn
@@ -70,7 +70,7 @@ class HfRankShardsFormat(Format):
                 except UNUSABLE as error:
                     if not asked.partial:
                         raise
-                    findings.append(replace(of_error(error, path), file=name))
+                    findings.append(of_error(error, path, file=name))
                 else:
                     _take(parts, header, name, str(path / name))
                     sizes[name] = files.size(name)
@@ -249,7 +249,7 @@ def _gaps(
         )
         if not partial or not missing:
             raise error
-        yield Finding(error.what, error.why, file=missing[0])
+        yield of_error(error, path, file=missing[0])
 
 
 def _name(rank: int, file: int, shards: Mapping[str, re.Match[str]]) -> str:
@@ -333,7 +333,7 @@ def _last_ranks(
     error: DamagedError, path: Path, tensors: Mapping[str, TensorEntry], file: str
 ) -> Iterator[Finding]:
     """Yield what the index says of the shards that are missing."""
-    yield Finding(error.what, error.why, file=file)
+    yield of_error(error, path, file=file)
     with SourceFiles(path.parent) as files:
         index = read_json(files, f"model{INDEX}")
     assert isinstance(index, dict)

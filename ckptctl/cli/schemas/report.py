@@ -41,10 +41,12 @@ DOCUMENT = document(
     {
         "path": string("as it was named"),
         "output": string("the page that was written", null=True),
-        "readable": boolean("whether anything of it could be read; if not, the exit code is 4"),
-        "whole": boolean("whether there are no errors"),
+        "readable": boolean("whether anything of it could be read; else the exit code is 4 or 9"),
+        "verdict": VERIFIED["verdict"],
+        "whole": VERIFIED["whole"],
         "level": VERIFIED["level"],
         "errors": VERIFIED["errors"],
+        "unknown": VERIFIED["unknown"],
         "warnings": VERIFIED["warnings"],
         "findings": replace(
             VERIFIED["findings"], text="what is wrong, errors first; 1,000 at most"

@@ -10,7 +10,11 @@ BOX = {
     "sizes": array(integer(), "its length along each dimension"),
 }
 FINDING = {
-    "severity": string("`error` or `warning`", among=("error", "warning")),
+    "severity": string(
+        "`error`: evidence that it is torn; `unknown`: not understood, or it cannot be read; "
+        "`warning`",
+        among=("error", "unknown", "warning"),
+    ),
     "what": string("the finding in one line"),
     "where": string("tensor, box and file in one line; empty: the whole"),
     "file": string("the file concerned", null=True),
@@ -29,7 +33,11 @@ DOCUMENT = document(
         "path": string("as it was named"),
         "format": string("[format](formats.md)"),
         "level": LEVEL,
-        "whole": boolean("whether there are no errors; the exit code is 0, else 4"),
+        "verdict": string(
+            "`whole`, `torn` (with evidence) or `not understood`",
+            among=("whole", "torn", "not understood"),
+        ),
+        "whole": boolean("whether the verdict is `whole`"),
         "tensors": integer("tensors that could be read"),
         "bytes": integer("size of all data files"),
         "proven_bytes": integer("bytes that a checksum proves; null below `full`", null=True),
@@ -38,7 +46,8 @@ DOCUMENT = document(
         ),
         "nan_checked": boolean("whether floating values were searched for NaN and Inf"),
         "files": array(record(FILE), "every data file"),
-        "errors": integer("findings because of which it is not whole"),
+        "errors": integer("findings that are evidence of its being torn"),
+        "unknown": integer("findings about what is not understood, or cannot be read"),
         "warnings": integer("the other findings"),
         "findings": array(record(FINDING), "all that is wrong, errors first"),
         "manifest": string("the list of SHA-256 sums that was written", null=True),

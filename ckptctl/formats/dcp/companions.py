@@ -64,7 +64,7 @@ def _of_megatron(files: SourceFiles, catalog: Catalog, partial: bool) -> Catalog
     error = DamagedError(f"`{MEGATRON}` is missing", where=str(files.root), why=why)
     if not partial:
         raise error
-    finding = replace(of_error(error, files.root), file=MEGATRON)
+    finding = of_error(error, files.root, file=MEGATRON)
     return replace(catalog, findings=(*catalog.findings, finding))
 
 
@@ -82,7 +82,7 @@ def _with(files: SourceFiles, catalog: Catalog, name: str, partial: bool) -> Cat
     except UNUSABLE as error:
         if not partial:
             raise
-        finding = replace(of_error(error, files.root), file=name)
+        finding = of_error(error, files.root, file=name)
         return replace(catalog, findings=(*catalog.findings, finding))
     known = catalog.tensors.keys() | catalog.blobs.keys()
     twice = next((key for key in (*found.tensors, *found.blobs) if key in known), None)

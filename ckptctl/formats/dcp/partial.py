@@ -8,7 +8,11 @@ from dataclasses import dataclass, field, replace
 from ckptctl.catalog import Box, Finding
 from ckptctl.errors import CkptError, SourceNotFoundError, listed
 from ckptctl.formats.dcp.metadata import Item, Leaf
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.storage.files import SourceFiles
+
+_Size = int | CkptError
+"""How many bytes a file has, or why that is not known."""
 
 
 @dataclass(slots=True)
@@ -45,24 +49,22 @@ def usable(
     found = Usable(findings=list(unfit.values()))
     for file, end in ends.items():
         size = sizes[file]
-        if file not in unfit and (isinstance(size, str) or end > size):
+        if file not in unfit and (isinstance(size, CkptError) or end > size):
             found.findings.append(_unusable(file, end, size, leaves))
     for name, leaf in leaves.items():
         _take(found, name, leaf, sizes)
     return found
 
 
-def _size(files: SourceFiles, name: str) -> int | str:
+def _size(files: SourceFiles, name: str) -> _Size:
     """Return the size of a file, or why there is none."""
     try:
         return files.size(name)
-    except SourceNotFoundError:
-        return "a data file is missing"
     except CkptError as error:
-        return error.what
+        return error
 
 
-def _take(found: Usable, name: str, leaf: Leaf, sizes: Mapping[str, int | str]) -> None:
+def _take(found: Usable, name: str, leaf: Leaf, sizes: Mapping[str, _Size]) -> None:
     kept = tuple(pair for pair in leaf.items if _fits(pair[1], sizes[pair[1].file]))
     gone = [pair for pair in leaf.items if not _fits(pair[1], sizes[pair[1].file])]
     if leaf.dtype or kept:
@@ -75,14 +77,16 @@ def _take(found: Usable, name: str, leaf: Leaf, sizes: Mapping[str, int | str]) 
         found.findings.append(Finding("a value is missing", why, "error", file, name))
 
 
-def _fits(item: Item, size: int | str) -> bool:
+def _fits(item: Item, size: _Size) -> bool:
     return isinstance(size, int) and item.offset + item.nbytes <= size
 
 
-def _unusable(file: str, end: int, size: int | str, leaves: Mapping[str, Leaf]) -> Finding:
+def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, Leaf]) -> Finding:
     inside = [name for name, leaf in leaves.items() if any(i.file == file for _, i in leaf.items)]
     held = f"it holds parts of {listed(inside, 2)}"
-    if isinstance(size, str):
-        return Finding(size, held, file=file)
+    if isinstance(size, SourceNotFoundError):
+        return Finding("a data file is missing", held, file=file)
+    if isinstance(size, CkptError):
+        return replace(of_error(size, file=file), why=held)
     why = f"{end:,} bytes are needed, the file has {size:,}; {held}"
     return Finding("a data file is truncated", why, file=file)

@@ -14,6 +14,7 @@ from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.formats.dcp.metadata import Item, Leaf
 from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.own_values import below_rank
 from ckptctl.formats.shared.structure import join
 from ckptctl.storage.files import SourceFiles
@@ -64,7 +65,7 @@ class Values:
 
     def _unreadable(self, file: str, error: CkptError) -> None:
         if self.partial:
-            self.findings.append(Finding(error.what, error.why, file=file))
+            self.findings.append(of_error(error, file=file))
             return
         if not isinstance(error, SourceNotFoundError):
             raise error

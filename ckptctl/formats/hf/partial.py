@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckptctl.catalog import Box, Finding, TensorEntry
 from ckptctl.errors import CkptError, UnsafePickleError
@@ -58,7 +58,7 @@ def usable(
         except UnsafePickleError:
             raise
         except CkptError as error:
-            found.findings.append(replace(of_error(error, files.root), file=name))
+            found.findings.append(of_error(error, files.root, file=name))
             found.findings += _missing(expected - kept.keys(), name)
             found.lost |= {key: ((Box.whole(t.shape), name),) for key, t in kept.items()}
         found.tensors |= kept

@@ -13,11 +13,14 @@ from ckptctl.errors import (
     FormatError,
     SourceNotFoundError,
     StorageError,
+    UnsupportedError,
 )
+from ckptctl.formats.shared.findings import of_error
 
 T = TypeVar("T")
-UNUSABLE = (DamagedError, SourceNotFoundError, StorageError)
-"""What is raised about one file among others: it is damaged, gone, or may not be read."""
+UNUSABLE = (DamagedError, SourceNotFoundError, StorageError, UnsupportedError)
+"""What is raised about one file among others: it is damaged, gone, not understood, or may not be
+read."""
 Lost = dict[str, tuple[tuple[Box, str], ...]]
 """As :attr:`ckptctl.catalog.Catalog.lost`."""
 
@@ -45,7 +48,7 @@ class Faults:
         """Note a file that *error* was raised about."""
         self.files.add(file)
         self.errors[file] = error
-        self.findings.append(Finding(error.what, error.why, file=file))
+        self.findings.append(of_error(error, file=file))
 
     def require_kind(self, names: Sequence[str]) -> None:
         """Raise the error about *names* if all of them are of a kind that is not read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from ckptctl.errors import (
     SHOWN,
     CkptError,
     DamagedError,
-    FormatError,
     StorageError,
     UnsafePickleError,
     listed,
 )
 from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.storage.files import SourceFiles
 
 MAX_MISSING = 1024
@@ -90,7 +90,8 @@ class Gaps:
                 hint="every rank writes its own file; copy them from the nodes they are on",
             )
         for rank in missing:
-            self._add(Gap(rank, head, named(rank)), "a rank's file is missing")
+            gap = Gap(rank, head, named(rank))
+            self._add(gap, Finding("a rank's file is missing", file=gap.file))
 
     def usable(self, gap: Gap, leaves: Iterator[tuple[KeyPath, object]]) -> Leaves:
         """Return the *leaves* of a file, or nothing where it cannot be read and that is noted.
@@ -106,10 +107,6 @@ class Gaps:
             raise
         except UNUSABLE as error:
             self._unusable(gap, error)
-        except FormatError as error:
-            if (self.root / gap.file).stat().st_size:
-                raise
-            self._unusable(gap, error)
         return ()
 
     def sizes(self, files: SourceFiles, names: Iterable[str]) -> dict[str, int]:
@@ -124,11 +121,11 @@ class Gaps:
         return found
 
     def _unusable(self, gap: Gap, error: CkptError) -> None:
-        self._add(gap, error.what, error.why)
+        self._add(gap, of_error(error, file=gap.file))
 
-    def _add(self, gap: Gap, what: str, why: str | None = None) -> None:
+    def _add(self, gap: Gap, finding: Finding) -> None:
         if gap in self.found:
             return
         self.found.append(gap)
-        why = "; ".join(filter(None, (why, None if gap.rank else _NEXT)))
-        self.findings.append(Finding(what, why or None, file=gap.file))
+        why = "; ".join(filter(None, (finding.why, None if gap.rank else _NEXT)))
+        self.findings.append(replace(finding, why=why or None))

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
+from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import left_behind
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.faults import UNUSABLE, Lost
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
@@ -170,7 +171,7 @@ def _metadata(files: SourceFiles, gaps: Gaps) -> Metadata | None:
     except UNUSABLE as error:
         if not gaps.partial:
             raise
-        gaps.findings.append(Finding(error.what, error.why, file=METADATA))
+        gaps.findings.append(of_error(error, file=METADATA))
         return None
 
 

@@ -91,7 +91,8 @@ def unfit(files: SourceFiles, entries: Sequence[Entry], where: str) -> dict[str,
                 found[file] = Finding("a data file is missing", f"{METADATA} names it", file=file)
                 continue
             except CkptError as error:
-                found[file] = Finding(error.what, f"{METADATA} names it", file=file)
+                why = f"{METADATA} names it"
+                found[file] = replace(of_error(error, files.root, file=file), why=why)
                 continue
             first, last = stored.span or (0, size)
             if last > size:
@@ -104,7 +105,7 @@ def unfit(files: SourceFiles, entries: Sequence[Entry], where: str) -> dict[str,
         try:
             require_tiled(places, {file: sizes[file]}, where)
         except DamagedError as error:
-            found.setdefault(file, replace(of_error(error, files.root), file=file))
+            found.setdefault(file, of_error(error, files.root, file=file))
     return found
 
 

@@ -41,7 +41,7 @@ def find_missing(catalog: Catalog) -> Missing:
         catalog: As it was read with ``partial``; the headers of all its items are looked at.
     """
     _, wrong = resolved(replace(catalog, replicas={}))
-    errors = [f for f in (*catalog.findings, *wrong) if f.severity == "error"]
+    errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
     names = {found.tensor: _reason(found) for found in errors if found.tensor}
     names = names_in(catalog, mixed_files(catalog, wrong)) | names
     for name, boxes in catalog.lost.items():

@@ -170,10 +170,13 @@ def _problem(path: Path, name: str | None) -> tuple[str, bool]:
         by_rules = _by_rules(path, asked)
         if by_rules is None:
             return error.what, False
-        return _first(by_rules, path), not _leads_outside(path, by_rules)
+        certain = by_rules.verdict != "not understood" and not _leads_outside(path, by_rules)
+        return _first(by_rules, path), certain
     except CkptError as error:
         return error.what, _tells(error)
     problem = _first(found, path)
+    if found.verdict == "not understood":
+        return problem, False
     certain = not problem or (_can_be_read(path, name) and not _leads_outside(path, found))
     return problem, certain
 
@@ -216,10 +219,11 @@ def _by_rules(path: Path, asked: VerifyOptions) -> Verification | None:
 
 def _first(found: Verification, path: Path) -> str:
     """Return what is wrong first, and where inside of *path*."""
-    more = len(found.errors) - 1
-    if not found.errors:
+    wrong = (*found.errors, *found.unknown)
+    more = len(wrong) - 1
+    if not wrong:
         return ""
-    first = found.errors[0]
+    first = wrong[0]
     told = first.where in ("", str(path.absolute())) or first.where in first.what
     where = "" if told else f" ({first.where})"
     return f"{first.what}{where}" + (f" and {more:,} more" if more else "")

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckptctl.catalog import Finding
+from ckptctl.catalog import Finding, Severity
 from ckptctl.formats.shared.findings import of_error as of_error
 
 Level = Literal["fast", "headers", "full"]
+Verdict = Literal["whole", "torn", "not understood"]
 LEVELS: tuple[Level, ...] = ("fast", "headers", "full")
 
 
@@ -50,14 +51,34 @@ class Verification:
         return sum(self.files.values())
 
     @property
+    def verdict(self) -> Verdict:
+        """Return the answer: evidence that it is torn outweighs what is not understood."""
+        if self.errors:
+            return "torn"
+        return "not understood" if self.unknown else "whole"
+
+    @property
     def whole(self) -> bool:
-        """Return whether nothing that was looked at is wrong; warnings do not count."""
-        return not self.errors
+        """Return whether all that was looked at is understood and right; warnings do not count."""
+        return self.verdict == "whole"
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Return the findings because of which the checkpoint is not whole."""
-        return tuple(found for found in self.findings if found.severity == "error")
+        """Return the evidence that the checkpoint is torn."""
+        return self._of("error")
+
+    @property
+    def unknown(self) -> tuple[Finding, ...]:
+        """Return the findings about what is not understood, or cannot be read."""
+        return self._of("unknown")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """Return the other findings."""
+        return self._of("warning")
+
+    def _of(self, severity: Severity) -> tuple[Finding, ...]:
+        return tuple(found for found in self.findings if found.severity == severity)
 
     @property
     def proven_bytes(self) -> int | None:
@@ -77,6 +98,7 @@ class Verification:
             "path": self.path,
             "format": self.format,
             "level": self.level,
+            "verdict": self.verdict,
             "whole": self.whole,
             "tensors": self.tensors,
             "bytes": self.nbytes,
@@ -88,7 +110,8 @@ class Verification:
                 for name, size in self.files.items()
             ],
             "errors": len(self.errors),
-            "warnings": len(self.findings) - len(self.errors),
+            "unknown": len(self.unknown),
+            "warnings": len(self.warnings),
             "findings": [found.to_json() for found in self.findings],
             "manifest": self.manifest,
             "notes": list(self.notes),

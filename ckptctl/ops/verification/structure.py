@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, Finding, Severity, TensorEntry, is_computed
 from ckptctl.errors import CkptError, CoverageError, listed
+from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.remote.read_ahead import Place, ahead
@@ -31,10 +32,15 @@ def structure(catalog: Catalog, lost: Lost) -> Iterator[Finding]:
         lost: What is known to lie in files that are missing.
     """
     if not catalog.tensors:
-        yield Finding("there are no tensors")
+        yield Finding("there are no tensors", severity="unknown")
     unread = _unread(catalog)
+    tiling = [
+        found
+        for entry in catalog.tensors.values()
+        for found in _tiling(catalog, entry, lost.get(entry.name, ()), unread)
+    ]
+    yield from weighed((*catalog.findings, *tiling))[len(catalog.findings) :]
     for entry in catalog.tensors.values():
-        yield from _tiling(catalog, entry, lost.get(entry.name, ()), unread)
         yield from _lengths(entry)
     yield from _files(catalog)
     yield from _shared_bytes(catalog)
@@ -59,11 +65,12 @@ def _tiling(
         found = coverage(entry.shape, [extent.box for extent in entry.extents])
     except CoverageError as error:
         found = Coverage()
-        yield Finding(error.what, error.why, tensor=entry.name)
+        yield of_error(error, tensor=entry.name)
     for box in found.outside:
         yield Finding(
             "a chunk lies outside of its tensor",
             f"the tensor has shape {list(entry.shape)}",
+            "unknown",
             file=_home(entry, box),
             tensor=entry.name,
             box=box,
@@ -73,6 +80,7 @@ def _tiling(
         yield Finding(
             "elements are stored more than once",
             f"chunks that overlap lie in {listed(natural(set(holders)))}",
+            "unknown",
             tensor=entry.name,
             box=box,
         )

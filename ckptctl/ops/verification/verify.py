@@ -1,4 +1,4 @@
-"""Prove that a checkpoint is whole, or say what is wrong with it and where.
+"""Prove that a checkpoint is whole, or say what is torn or not understood, and where.
 
 Three levels: ``fast`` reads the index; ``headers`` also what each item says of itself; ``full``
 also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing is changed.
@@ -199,15 +199,11 @@ def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinat
 
     path = _listed_path(state)
     state.findings += listable(path)
-    if any(ranks.all_gather(bool(_errors(state)))):
+    if any(ranks.all_gather(any(found.severity != "warning" for found in state.findings))):
         name = digest_lists.target_of(path).name
         state.notes.append(f"{name} was not written: the checkpoint is not whole")
     else:
         state.manifest = write_list(path, jobs, progress, ranks)
-
-
-def _errors(state: _State) -> list[Finding]:
-    return [found for found in state.findings if found.severity == "error"]
 
 
 def _listed_path(state: _State) -> Path:

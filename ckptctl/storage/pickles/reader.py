@@ -236,12 +236,12 @@ class _Machine:
             raise DamagedError("malformed pickle", why=f"{len(self.data) - pos:,} bytes follow it")
         return stack[0]
 
-    def refused(self, op: int, pos: int) -> DamagedError:
+    def refused(self, op: int, pos: int) -> UnsupportedError:
         """Return the error for an opcode that is refused or does not exist."""
         name = REFUSED.get(op)
         at = f"at byte {pos - 1:,}"
         if name is None:
-            return DamagedError("malformed pickle", why=f"no opcode {op:#04x} {at}")
+            return UnsupportedError("malformed pickle", why=f"no opcode {op:#04x} {at}")
         return UnsafePickleError(
             f"the pickle uses {name}, which no checkpoint needs", where=self.where, why=at
         )

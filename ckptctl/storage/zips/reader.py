@@ -320,5 +320,8 @@ def _check_kind(span: FileRange) -> None:
         raise DamagedError("bytes before the zip", where=span.where, why="it must start the file")
     else:
         require_content(span.files, span.name)
+        if b"PK\3\4".startswith(head) or not any(head):
+            why = f"it has {span.length:,} bytes" if len(head) < 4 else "it begins with zeros"
+            raise DamagedError("a file was not written to its end", where=span.where, why=why)
         raise FormatError("not a file of `torch.save`", where=span.where)
     raise FormatError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)

@@ -51,10 +51,10 @@ def test_what_is_not_whole(run, data, tmp_path):
     shutil.copytree(data / "dcp" / "dcp_2d" / "ckpt", torn)
     (torn / "__3_0.distcp").unlink()
     result = run("report", torn, "-o", page)
-    assert result.exit_code == 0 and "warning: not whole: " in result.stderr
+    assert result.exit_code == 0 and "warning: torn: " in result.stderr
     (torn / ".metadata").write_bytes(b"?")
     result = run("report", torn, "-o", page, "--overwrite")
-    assert result.exit_code == 4 and "warning: not whole: " in result.stderr
+    assert result.exit_code == 4 and "warning: torn: " in result.stderr
     assert "malformed pickle" in page.read_text()
 
 

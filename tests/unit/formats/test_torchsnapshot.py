@@ -185,7 +185,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, manifest: dict[str, Any]
     source = snapshot(tmp_path / "x", manifest, {"w": b"\0" * 4})
     with pytest.raises(CkptError) as caught:
         converted(source, tmp_path)
-    assert caught.value.exit_code in (3, 4, 5)
+    assert caught.value.exit_code in (3, 4, 5, 9)
 
 
 def test_old_snapshots_are_refused(tmp_path: Path) -> None:

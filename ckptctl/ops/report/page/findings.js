@@ -5,7 +5,7 @@ const PLACES = 4;
 
 function findings(report, open) {
   if (report.findings.length === 0) return;
-  const total = report.errors + report.warnings;
+  const total = report.errors + report.unknown + report.warnings;
   const listed = new Set(report.tensors.map((tensor) => tensor.name));
   const list = findingList(report.findings, (name) => listed.has(name) && (() => open(name)));
   section("findings", `Findings (${grouped(total)})`, list);

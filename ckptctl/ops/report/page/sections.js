@@ -1,8 +1,8 @@
 // The parts of the page that every checkpoint has.
 
 function summary(report) {
-  const status = report.whole ? "whole" : "not whole";
-  const badge = element("span", { class: report.whole ? "badge good" : "badge bad" }, status);
+  const kind = { whole: "good", torn: "bad" }[report.verdict] || "unsure";
+  const badge = element("span", { class: `badge ${kind}` }, report.verdict);
   const model = report.model_type || report.candidates.slice(0, 3).join(" or ") || "unknown";
   const facts = [
     ["format", report.format],

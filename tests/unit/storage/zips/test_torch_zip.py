@@ -397,10 +397,9 @@ class TestReading:
         with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
             archive.writestr("x/y", "z")
         (tmp_path / "noise").write_bytes(b"noise" * 100)
-        (tmp_path / "empty").write_bytes(b"")
         kinds = {
             "old": "legacy", "pickle": "bare pickle", "tar": "tar archive", "zip": "data.pkl",
-            "noise": "not a file", "empty": "not a file",
+            "noise": "not a file",
         }  # fmt: skip
         for name, message in kinds.items():
             with pytest.raises(FormatError, match=message):
@@ -409,9 +408,9 @@ class TestReading:
     def test_every_truncation_is_damaged(self, tmp_path):
         torch.save({"a": torch.arange(9.0)}, tmp_path / "a.pth")
         whole = (tmp_path / "a.pth").read_bytes()
-        for end in range(0, len(whole), 7):
+        for end in range(len(whole)):
             (tmp_path / "b.pth").write_bytes(whole[:end])
-            with pytest.raises((DamagedError, FormatError)):
+            with pytest.raises(DamagedError):
                 read(tmp_path / "b.pth")
 
     @settings(max_examples=300, deadline=None)

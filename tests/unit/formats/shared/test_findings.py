@@ -1,0 +1,80 @@
+"""Which errors are evidence that a checkpoint is torn, and what follows from which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptctl.catalog import Finding
+from ckptctl.errors import (
+    CkptError,
+    CoverageError,
+    DamagedError,
+    FormatError,
+    MappingError,
+    SourceNotFoundError,
+    StorageError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckptctl.formats.shared.findings import of_error, weighed
+from ckptctl.ops.verification.result import Verification
+
+
+@pytest.mark.parametrize("kind", [DamagedError, CoverageError, SourceNotFoundError])
+def test_what_is_damaged_or_gone_is_evidence(kind: type[CkptError]) -> None:
+    assert of_error(kind("x")).severity == "error"
+
+
+@pytest.mark.parametrize(
+    "kind", [UnsupportedError, UnsafePickleError, StorageError, FormatError, MappingError]
+)
+def test_nothing_else_is(kind: type[CkptError]) -> None:
+    assert of_error(kind("x")).severity == "unknown"
+
+
+def test_a_place_in_a_file_is_part_of_the_evidence() -> None:
+    error = DamagedError("x", where="/a/b/f.pt, at byte 1,024", why="y")
+    found = of_error(error, Path("/a/b"))
+    assert (found.file, found.why) == ("f.pt", "at byte 1,024: y")
+    assert of_error(error, Path("/a/b"), file="g").file == "g"
+
+
+def test_what_is_missing_with_a_file_is_as_sure_as_what_is_said_of_the_file() -> None:
+    torn, odd = Finding("cut", file="a"), Finding("odd", None, "unknown", "b")
+    in_torn, in_odd = Finding("gone", file="a", tensor="x"), Finding("gone", file="b", tensor="y")
+    elsewhere, nowhere = Finding("gone", file="c", tensor="z"), Finding("gone", tensor="w")
+    found = weighed((torn, odd, in_torn, in_odd, elsewhere, nowhere))
+    assert [one.severity for one in found] == [
+        "error",
+        "unknown",
+        "error",
+        "unknown",
+        *["error"] * 2,
+    ]
+    assert [one.severity for one in weighed((odd, nowhere))] == ["unknown", "unknown"]
+    assert weighed((nowhere,)) == (nowhere,)
+
+
+@pytest.mark.parametrize(
+    ("severities", "verdict"),
+    [
+        ((), "whole"),
+        (("warning",), "whole"),
+        (("warning", "unknown"), "not understood"),
+        (("unknown", "error"), "torn"),
+    ],
+)
+def test_evidence_outweighs_what_is_unknown(severities, verdict) -> None:  # type: ignore[no-untyped-def]
+    found = Verification(
+        "p", "f", "fast", findings=tuple(Finding("x", None, s) for s in severities)
+    )
+    assert found.verdict == verdict
+    assert found.whole is (verdict == "whole")
+    said = found.to_json()
+    assert (said["verdict"], said["errors"]) == (verdict, severities.count("error"))
+    assert (said["unknown"], said["warnings"]) == (
+        severities.count("unknown"),
+        severities.count("warning"),
+    )
