@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from ckptctl.errors import CkptError, DamagedError, UnsafePickleError
+from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.pickles.inert import (
     Builder,
