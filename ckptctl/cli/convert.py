@@ -160,6 +160,8 @@ def carry_out(
     from ckptctl.storage.remote.urls import is_url
 
     output.statement(plan.statement)
+    for warning in plan.warnings:
+        output.warning(warning)
     for note in plan.notes:
         output.note(note)
     if dry_run:

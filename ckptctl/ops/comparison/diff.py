@@ -20,7 +20,7 @@ from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.located import located
 from ckptctl.ops.option_names import renaming
-from ckptctl.ops.recognition.selection import checked_root
+from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader

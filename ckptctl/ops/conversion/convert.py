@@ -31,6 +31,7 @@ from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_
 from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.verification.replicas import replicated
 from ckptctl.planner.configs.stated import Json
 from ckptctl.storage.advance import Advance
@@ -94,6 +95,8 @@ def plan_changed(
         partial=options.allow_missing,
         replicas=options.verify_replicas,
     )
+    if options.only == "model":
+        catalog = unwrapped(catalog)
     missing = find_missing(catalog) if options.allow_missing else Missing()
     opened = catalog
     if target.adapters:

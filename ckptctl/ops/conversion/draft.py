@@ -33,7 +33,7 @@ from ckptctl.ops.destinations import free_bytes_at
 from ckptctl.ops.located import located
 from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
 from ckptctl.ops.recognition.made import made
-from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.recognise import Recognition, require_one_model, root_hint
 from ckptctl.ops.recognition.selection import Selection, chosen, select
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.mapping.adapters import is_adapter
@@ -77,6 +77,7 @@ class Draft:
         self.missing: dict[str, str] = {}
         self.parts: Parts = {}
         self.notes: list[str] = list(catalog.notes)
+        self.warnings: list[str] = []
 
     def plan(self) -> ConversionPlan:
         """Go through the steps."""
@@ -108,8 +109,11 @@ class Draft:
             vocab=self.options.vocab_size,
             whole=self.whole,
         )
+        if self.options.only == "model":
+            require_one_model(self.known, self.catalog.path)
         change = change_layout(self.known, selection.tensors, asked)
         self.notes += change.notes
+        self.warnings += self._strange(change)
         keep_together(
             self.catalog,
             {self.known.root + name for name in selection.tensors},
@@ -117,6 +121,14 @@ class Draft:
             dtype=self.options.dtype,
         )
         return change
+
+    def _strange(self, change: Change) -> list[str]:
+        """Warn of names that become Hugging Face's only in that they are in its files."""
+        new = self.target.layout == "hf" != formats.get(self.catalog.format).layout
+        if change.family or self.known.candidates or not new or is_adapter(self.catalog.tensors):
+            return []
+        why = "names and axes are kept, and transformers may not load them"
+        return [f"the model type is not known: {why}; {root_hint(self.known)}"]
 
     def _mapped(self, change: Change) -> list[MappedTensor]:
         """Return the model's tensors by their names in both checkpoints; those made up, too."""
@@ -148,6 +160,7 @@ class Draft:
             dropped={**change.dropped, **self.tied},
             left_out=self.left_out,
             notes=tuple(dict.fromkeys(self.notes)),
+            warnings=tuple(self.warnings),
             free_bytes=free_bytes_at(self.destination),
             missing=self.missing,
         )

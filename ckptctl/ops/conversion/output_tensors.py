@@ -58,14 +58,12 @@ def paths(
         copied = item.sources[0].key in read
         read.add(item.sources[0].key)
         old = entries[item.sources[0].key].path
-        head = _container(old, root)
+        head, prefix = _container(old, root)
         for target in (view.key for view in item.targets):
-            if head is None:
-                found[target] = (target,)
-            elif change.identity and not copied:
-                found[target] = old if keep_root else old[len(head) :]
+            if change.identity and not copied:
+                found[target] = old if keep_root else _inside(old, root)
             elif keep_root:
-                found[target] = (*head, target.removeprefix(root))
+                found[target] = (*head, target.removeprefix(prefix))
             else:
                 found[target] = (target,)
     return found
@@ -162,9 +160,7 @@ def _mixed(target: str, one: str, other: str, source: str, hint: str) -> Mapping
 
 def unrooted(blob: Blob, root: str) -> Blob:
     """Return a leaf of the model as it is named when the model is at the top."""
-    head = _container(blob.path, root)
-    name = blob.name.removeprefix(root)
-    return replace(blob, name=name, path=(name,) if head is None else blob.path[len(head) :])
+    return replace(blob, name=blob.name.removeprefix(root), path=_inside(blob.path, root))
 
 
 def cast_to(source: str, dtype: str | None) -> str:
@@ -185,9 +181,15 @@ def _renamed(view: View, prefix: str) -> View:
     return replace(view, key=prefix + view.key)
 
 
-def _container(path: Path, root: str) -> Path | None:
-    """The head of *path* that spells *root*; None where *root* is only part of a name."""
-    for length in range(len(path) + 1):
-        if (f"{join(path[:length])}." if length else "") == root:
-            return path[:length]
-    return None
+def _container(path: Path, root: str) -> tuple[Path, str]:
+    """Return the head of *path*, which is below *root*, that lies in it, and what that spells."""
+    held = ((path[:n], f"{join(path[:n])}.") for n in range(len(path) - 1, 0, -1))
+    return next(((head, prefix) for head, prefix in held if root.startswith(prefix)), ((), ""))
+
+
+def _inside(path: Path, root: str) -> Path:
+    """Return *path* without *root*, whose last part may be a part of one name."""
+    head, prefix = _container(path, root)
+    first, *others = path[len(head) :]
+    rest = root.removeprefix(prefix)
+    return (str(first).removeprefix(rest), *others) if rest else (first, *others)

@@ -40,6 +40,7 @@ class ConversionPlan:
         missing: What would be written if it were whole: tensors, other leaves, and files of which
             nothing tells what they hold; and why it is not there.
         replicated: The tensors with copies that are to be compared; None: none are.
+        warnings: What is probably not what the user wants.
     """
 
     source: Catalog
@@ -55,6 +56,7 @@ class ConversionPlan:
     free_bytes: int
     missing: Mapping[str, str] = field(default_factory=dict)
     replicated: Catalog | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def from_format(self) -> str:
@@ -163,7 +165,7 @@ class ConversionPlan:
             "dropped": dict(self.dropped),
             "left_out": dict(self.left_out),
             "missing": dict(self.missing),
-            "notes": list(self.notes),
+            "notes": [*self.warnings, *self.notes],
         }
 
 
@@ -201,5 +203,5 @@ class ConversionResult:
             "seconds": round(self.seconds, 3),
             "resumed_bytes": self.resumed_bytes,
             "verified": self.verified,
-            "notes": [*self.plan.notes, *self.notes],
+            "notes": [*self.plan.warnings, *self.plan.notes, *self.notes],
         }

@@ -30,7 +30,8 @@ from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import recognise
-from ckptctl.ops.recognition.selection import checked_root, roots, select
+from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
+from ckptctl.ops.recognition.selection import select
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.remote.path import shown
 
@@ -85,6 +86,7 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
     if options.layout is None:
         same = (MappedTensor.same(n, n, entry.shape) for n, entry in catalog.tensors.items())
         return StateMapping(catalog, tuple(same))
+    catalog = unwrapped(catalog)
     assets = gather(catalog, None)
     documents = (unquantised(assets) if options.dequantize else assets).documents
     known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)

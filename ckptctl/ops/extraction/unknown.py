@@ -11,7 +11,7 @@ from ckptctl.errors import CkptError, MappingError, command, listed, nearest
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.recognition.recognise import recognise
-from ckptctl.ops.recognition.selection import roots
+from ckptctl.ops.recognition.roots import roots
 
 
 def no_tensor(

@@ -182,25 +182,34 @@ def describe(
         MappingError: The model may lie in one of several places.
     """
     from ckptctl.ops.recognition.recognise import recognise
+    from ckptctl.ops.recognition.roots import unwrapped
     from ckptctl.ops.recognition.selection import select as select_model
 
+    held = stored(path, catalog, measured)
     if not catalog.tensors:
-        return stored(path, catalog, measured)
+        return held
+    catalog = unwrapped(catalog)
     known = recognise(catalog, model_type)
     model = select_model(catalog, known.root).tensors.values()
     return replace(
-        stored(path, catalog, measured),
+        held,
         model_type=known.model_type,
         candidates=known.candidates,
         layout=known.layout,
         root=known.root,
         parameters=sum(entry.numel for entry in model if entry.alias_of is None),
-        notes=(*catalog.notes, *(_fit(known, model_type) if model_type else ())),
+        notes=(*catalog.notes, *_fit(known, model_type)),
     )
 
 
-def _fit(known: Recognition, model_type: str) -> Iterable[str]:
-    """Yield how badly the checkpoint fits the family that the user named."""
+def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
+    """Yield where models lie, and how badly the checkpoint fits the family that the user named."""
+    if known.inside:
+        from ckptctl.ops.recognition.recognise import lying
+
+        yield lying(known)
+    if model_type is None:
+        return
     if not known.candidates:
         yield f"no layout of `{model_type}` has these keys"
     elif not known.exact:

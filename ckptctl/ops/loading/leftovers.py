@@ -13,7 +13,7 @@ from ckptctl.errors import MappingError, listed, nearest
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantised import quantised
-from ckptctl.ops.recognition.selection import is_training
+from ckptctl.ops.recognition.roots import is_training
 
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 

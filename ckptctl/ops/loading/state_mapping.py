@@ -23,7 +23,8 @@ from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_
 from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
-from ckptctl.ops.recognition.selection import checked_root, roots, select
+from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
+from ckptctl.ops.recognition.selection import select
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tile_embeddings import Tiling
 
@@ -157,6 +158,7 @@ def _catalog_of(state: Mapping[str, Leaf]) -> Catalog:
 
 
 def _changed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
+    catalog = unwrapped(catalog)
     assets = gather(catalog, options.assets)
     documents = (unquantised(assets) if options.dequantize else assets).documents
     known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)

@@ -17,7 +17,14 @@ from ckptctl.errors import (
     nearest,
     possible,
 )
-from ckptctl.ops.recognition.selection import Selection, checked_root, containers, roots, select
+from ckptctl.ops.recognition.roots import (
+    checked_root,
+    containers,
+    covers,
+    roots,
+    subtrees,
+)
+from ckptctl.ops.recognition.selection import Selection, select
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
@@ -41,6 +48,8 @@ class Recognition:
         config: ``config.json``, if there is one.
         params: ``params.json``, if there is one.
         asked: The family that the user named.
+        inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
+            with the families that it may be.
     """
 
     model_type: str | None
@@ -53,6 +62,7 @@ class Recognition:
     config: Json | None
     params: Json | None
     asked: str | None = None
+    inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def named(self) -> str:
@@ -99,8 +109,56 @@ def recognise(
         tried[prefix] = seen if layout else _of_format(seen, catalog.format)
     best = max(tried.items(), key=lambda item: _rank(item[1]))
     _require_one_root(best, {p: d for p, d in tried.items() if p in named}, catalog.path)
+    asked = root is not None or bool(best[1].candidates)
+    inside = {} if asked else _inside(catalog, known, tried)
+    if len(inside) == 1 and covers(catalog, next(iter(inside))):
+        best = next(iter(inside.items()))
     found = _recognition(*best, model_type, layout, config, params)
+    if not found.candidates:
+        found = replace(found, inside=tuple((p, _families(d)) for p, d in inside.items()))
     return _settled(found, best[1], catalog, known, layout)
+
+
+def _inside(
+    catalog: Catalog, known: Mapping[str, Family], tried: Mapping[str, Detection]
+) -> dict[str, Detection]:
+    """Return the parts of *catalog* that are exactly a model of a family, by their prefixes."""
+    found: dict[str, Detection] = {}
+    for prefix in subtrees(catalog):
+        if prefix in tried or any(prefix.startswith(outer) for outer in found):
+            continue
+        shapes = {name: one.shape for name, one in select(catalog, prefix).tensors.items()}
+        seen = detect(shapes, known, least=1.0)
+        if seen.exact:
+            found[prefix] = seen
+    return found
+
+
+def _families(found: Detection) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(candidate.family for candidate in found.candidates))
+
+
+def require_one_model(found: Recognition, where: str) -> None:
+    """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's.
+
+    Raises:
+        MappingError: Two parts of it are whole models of the same family.
+    """
+    families_of = [set(names) for _, names in found.inside]
+    if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
+        first = found.inside[0][0].rstrip(".")
+        raise MappingError(
+            f"the checkpoint holds {len(found.inside)} models",
+            where=where,
+            why=lying(found),
+            hint=f"`--root {first}` takes the first; `--root .` takes all under their names",
+        )
+
+
+def lying(found: Recognition) -> str:
+    """Say where in a checkpoint, of which nothing is known at the top, models lie."""
+    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in found.inside]
+    return f"a model lies under {either(parts, 'and')}"
 
 
 def _settled(
@@ -149,8 +207,8 @@ def require_one(found: Recognition, where: str) -> None:
         raise HomelessError(
             "the model type is not known",
             where=where,
-            why=_strange(found),
-            hint="name it with `--model-type`; without mapping, hf, dcp and torch keep the names",
+            why=lying(found) if found.inside else _strange(found),
+            hint=root_hint(found),
         )
     if found.model_type is None or found.layout is None:
         raise MappingError(
@@ -159,6 +217,16 @@ def require_one(found: Recognition, where: str) -> None:
             why=_possible(found),
             hint=_decided(found),
         )
+
+
+def root_hint(found: Recognition) -> str:
+    """Return what may make a model known that is not."""
+    if found.inside:
+        return f"`--root {found.inside[0][0].rstrip('.')}` says where the model lies"
+    names = "without mapping, hf, dcp and torch keep the names"
+    if found.asked:
+        return f"if its names begin with a prefix, `--root PREFIX` says so; {names}"
+    return f"name it with `--model-type`, or the prefix of its names with `--root`; {names}"
 
 
 def _decided(found: Recognition) -> str:
@@ -257,7 +325,8 @@ def _same_crc(selection: Selection, one: str, other: str) -> bool:
 def _require_one_root(
     best: tuple[str, Detection], named: Mapping[str, Detection], where: str
 ) -> None:
-    equals = [prefix for prefix, found in named.items() if _rank(found) == _rank(best[1])]
+    alike = [prefix for prefix, found in named.items() if _rank(found) == _rank(best[1])]
+    equals = [p for p in alike if not any(q != p and q.startswith(p) for q in alike)]
     if best[0] in equals and len(equals) > 1:
         shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equals)
         raise MappingError(

@@ -2,54 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from ckptctl import formats
-from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.errors import MappingError, UsageError, listed, nearest
-from ckptctl.formats.base import WritableFormat
-
-MODEL_ROOTS = (
-    "model",
-    "state_dict",
-    "model_state_dict",
-    "module",
-    "model_state",
-    "app.model",
-    "net",
-    "weights",
-    "params",
-)
-_NUMBER = re.compile(r"_\d+$", re.ASCII)
-"""Of several: Lightning's `optimizer_0`."""
-TRAINING = (
-    "optimizer",
-    "optimizers",
-    "optim",
-    "opt",
-    "optimizer_state_dict",
-    "optimizer_states",
-    "optimizer_state",
-    "lr_scheduler",
-    "lr_schedulers",
-    "scheduler",
-    "dataloader",
-    "train_state",
-    "rng",
-    "rng_state",
-    "rng_states",
-    "loops",
-    "callbacks",
-    "hparams",
-    "hyper_parameters",
-    "step",
-    "epoch",
-    "global_step",
-)
-WRAPPERS = ("_orig_mod.", "module.", "_forward_module.", "model.")
+from ckptctl.catalog import Blob, Catalog, TensorEntry
+from ckptctl.errors import MappingError, listed
+from ckptctl.ops.recognition.roots import outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,67 +28,18 @@ class Selection:
     rest: tuple[str, ...]
 
 
-def containers(catalog: Catalog) -> list[str]:
-    """Return the prefixes of the containers that are called as models are: ``model.``, ..."""
-    heads = dict.fromkeys(_container(entry.path) for entry in catalog.tensors.values())
-    return [head for head in heads if head]
-
-
-def roots(catalog: Catalog) -> list[str]:
-    """Return the prefixes under which a model may lie, the most likely first.
-
-    A container (``{"model": {...}}``) counts by its path. A prefix that is only part of the names
-    (``module.`` of a wrapper) counts when every tensor outside the training state has it.
-    """
-    own = [name for name in catalog.tensors if not _outside(catalog, name)]
-    wrapped = [prefix for prefix in WRAPPERS if own and all(n.startswith(prefix) for n in own)]
-    top = [""] if own else []
-    return list(dict.fromkeys([*containers(catalog), *top, *wrapped])) or [""]
-
-
-def is_training(name: str) -> bool:
-    """Return whether *name* belongs to an optimizer, a scheduler or another trainer part."""
-    return _NUMBER.sub("", name.partition(".")[0].lower()) in TRAINING
-
-
-def _outside(catalog: Catalog, name: str) -> bool:
-    """Whether *name* is a trainer's own, in a format that has room for a trainer's state."""
-    found = formats.get(catalog.format)
-    model_only = isinstance(found, WritableFormat) and not found.nested
-    return not model_only and is_training(name)
-
-
 def select(catalog: Catalog, root: str) -> Selection:
     """Return what lies under *root*; at the top, all but the trainer's own state."""
     inside = {
         name: name.removeprefix(root)
         for name in (*catalog.tensors, *catalog.blobs)
-        if name.startswith(root) and (name != root if root else not _outside(catalog, name))
+        if name.startswith(root) and (name != root if root else not outside(catalog, name))
     }
     return Selection(
         root,
         {inside[name]: entry for name, entry in catalog.tensors.items() if name in inside},
         {inside[name]: blob for name, blob in catalog.blobs.items() if name in inside},
         tuple(n for n in (*catalog.tensors, *catalog.blobs) if n not in inside),
-    )
-
-
-def checked_root(catalog: Catalog, root: str) -> str:
-    """Return a user's ``--root`` with its dot.
-
-    Raises:
-        UsageError: Nothing lies under it.
-    """
-    prefix = f"{root.strip('.')}." if root.strip(".") else ""
-    if any(name.startswith(prefix) for name in catalog.tensors):
-        return prefix
-    heads = sorted({name.partition(".")[0] for name in catalog.tensors})
-    close = nearest(root, heads)
-    raise UsageError(
-        f"no tensor lies under `{root}`",
-        where=catalog.path,
-        why=f"the checkpoint has {listed(heads)}",
-        hint=f"did you mean `--root {close}`?" if close else None,
     )
 
 
@@ -194,7 +104,7 @@ def wanted(
         exclude: Globs.
         everything: Whether what lies outside the model travels, too.
     """
-    inside = name.startswith(root) and (bool(root) or not _outside(catalog, name))
+    inside = name.startswith(root) and (bool(root) or not outside(catalog, name))
     return (
         (inside or everything)
         and (not include or _matches(name.removeprefix(root), root, include))
@@ -206,13 +116,3 @@ def _matches(name: str, root: str, patterns: Iterable[str]) -> bool:
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(root + name, pattern) for pattern in patterns
     )
-
-
-def _container(path: Path) -> str:
-    """The dotted path of the container that a tensor lies in; ``""`` for the top."""
-    head = path[:-1]
-    for length in range(len(head), 0, -1):
-        name = ".".join(map(str, head[:length]))
-        if name.lower() in MODEL_ROOTS:
-            return f"{name}."
-    return ""

@@ -80,6 +80,7 @@ def detect(
     *,
     ranks: int = 1,
     prefer: str | None = None,
+    least: float = ENOUGH,
 ) -> Detection:
     """Return the model types and layouts that fit.
 
@@ -90,6 +91,7 @@ def detect(
         params: params.json, where there is one.
         ranks: Number of model-parallel shards.
         prefer: The layout to name among those that are alike.
+        least: The part of all keys that a layout has to know; 1: exact ones alone.
 
     Raises:
         MappingError: The configuration holds a value of the wrong kind.
@@ -98,7 +100,7 @@ def detect(
     asked = _Asked(shapes, key_kinds(shapes), (config, params), ranks, prefer)
     fitting: list[Candidate] = []
     # Only layouts that know every key are exact: the tables of most families need no parsing then.
-    for share in (1.0, ENOUGH):
+    for share in dict.fromkeys((1.0, least)):
         found: list[Candidate] = []
         for family in families.values():
             evidence = _evidence(family, *known)

@@ -1,0 +1,210 @@
+"""Where in a checkpoint the model lies: the containers around it and the wrappers before its names.
+
+A *root* is a prefix with its dot, ``state_dict.model.``. Containers are dictionaries
+(``{"model": {...}}``); wrappers put a word before every name (``module.`` of data parallelism,
+``_orig_mod.`` of ``torch.compile``). Either may stand in the other, to any depth.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ckptctl import formats
+from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
+from ckptctl.errors import UsageError, listed, nearest
+from ckptctl.formats.base import WritableFormat
+from ckptctl.formats.shared.structure import join
+
+ROOTS = frozenset(
+    {
+        *("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network"),
+        *("weights", "params", "state", "app"),
+        *("_orig_mod", "_forward_module", "_fsdp_wrapped_module"),
+    }
+)
+"""What containers of a model and wrappers are called."""
+PASSED = frozenset({"state", "app"})
+"""Those of :data:`ROOTS` that mostly hold a model's container beside others."""
+WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What ``torch.compile``, FSDP and activation checkpointing put before a wrapped layer's names."""
+TRAINING = frozenset(
+    {
+        *("optimizer", "optimizers", "optim", "opt", "optimizer_state_dict", "optimizer_states"),
+        *("optimizer_state", "lr_scheduler", "lr_schedulers", "scheduler", "dataloader"),
+        *("train_state", "rng", "rng_state", "rng_states", "loops", "callbacks", "hparams"),
+        *("hyper_parameters", "step", "epoch", "global_step"),
+    }
+)
+DEEPEST = 4
+"""Levels below which :func:`subtrees` does not look."""
+FEWEST = 3
+"""Tensors that a part must have to be looked at as a model."""
+MOST = 24
+"""Parts that are looked at."""
+
+
+def roots(catalog: Catalog) -> list[str]:
+    """Return the prefixes under which a model may lie, the most likely first.
+
+    A container counts whatever lies beside it; a wrapper where every name has it, apart from the
+    trainer's own.
+    """
+    inside = _walk(catalog)
+    named = containers(catalog)
+    top = [""] if _own(catalog, "") else []
+    return list(dict.fromkeys([*named, *top, *inside])) or [""]
+
+
+def containers(catalog: Catalog) -> list[str]:
+    """Return the prefixes of dictionaries that are called as models are, the innermost first."""
+    held = _dictionaries(catalog)
+    named = (root for root in _walk(catalog) if root in held and _last(root) not in PASSED)
+    return sorted(named, key=lambda root: -root.count("."))
+
+
+def subtrees(catalog: Catalog) -> list[str]:
+    """Return the prefixes of parts that may be models whatever they are called, outer ones first.
+
+    Names of one root in :data:`ROOTS` and numbered parts, which are layers, are not among them.
+    """
+    count: Counter[str] = Counter()
+    for name in _own(catalog, ""):
+        parts = name.split(".")[:-1][:DEEPEST]
+        for depth, part in enumerate(parts, 1):
+            if part.isdecimal():
+                break
+            count[".".join(parts[:depth]) + "."] += 1
+    found = [prefix for prefix, number in count.items() if number >= FEWEST]
+    return sorted(found, key=lambda prefix: prefix.count("."))[:MOST]
+
+
+def covers(catalog: Catalog, root: str) -> bool:
+    """Return whether nothing but the trainer's own lies outside of *root*."""
+    return all(name.startswith(root) for name in _own(catalog, ""))
+
+
+def unwrapped(catalog: Catalog) -> Catalog:
+    """Return *catalog* without what wrappers of single layers put into the names.
+
+    ``layers.0._orig_mod.wq.weight`` is ``layers.0.wq.weight``; what stands before the model's
+    names is a root and stays. Where two names would become one, all stay.
+    """
+    names = {name: _plain(name) for name in (*catalog.tensors, *catalog.blobs)}
+    if all(name == plain for name, plain in names.items()):
+        return catalog
+    if len(set(names.values())) < len(names):
+        return catalog
+    removed = {part for name in names for part in name.split(".") if part in WRAPPED}
+    note = f"names are read without {listed(sorted(removed))}, which wrappers of layers add"
+    tensors = [_renamed(entry, names) for entry in catalog.tensors.values()]
+    blobs = [_renamed_blob(blob, names) for blob in catalog.blobs.values()]
+    return replace(
+        catalog,
+        tensors={entry.name: entry for entry in tensors},
+        blobs={blob.name: blob for blob in blobs},
+        replicas={names[name]: extents for name, extents in catalog.replicas.items()},
+        lost={names.get(name, _plain(name)): boxes for name, boxes in catalog.lost.items()},
+        notes=(*catalog.notes, note),
+    )
+
+
+def checked_root(catalog: Catalog, root: str) -> str:
+    """Return a user's ``--root`` with its dot; ``.`` is the top.
+
+    Raises:
+        UsageError: Nothing lies under it.
+    """
+    prefix = f"{root.strip('.')}." if root.strip(".") else ""
+    if any(name.startswith(prefix) for name in catalog.tensors):
+        return prefix
+    heads = sorted({name.partition(".")[0] for name in catalog.tensors})
+    close = nearest(root, heads)
+    raise UsageError(
+        f"no tensor lies under `{root}`",
+        where=catalog.path,
+        why=f"the checkpoint has {listed(heads)}",
+        hint=f"did you mean `--root {close}`?" if close else None,
+    )
+
+
+def is_training(name: str) -> bool:
+    """Return whether *name* belongs to an optimizer, a scheduler or another trainer part."""
+    head, _, number = name.partition(".")[0].lower().rpartition("_")
+    return name.partition(".")[0].lower() in TRAINING or (number.isdecimal() and head in TRAINING)
+
+
+def outside(catalog: Catalog, name: str) -> bool:
+    """Return whether *name* is a trainer's own, in a format that has room for its state."""
+    return _has_room(catalog) and is_training(name)
+
+
+def _last(root: str) -> str:
+    return root.split(".")[-2].lower()
+
+
+def _has_room(catalog: Catalog) -> bool:
+    found = formats.get(catalog.format)
+    return not isinstance(found, WritableFormat) or found.nested
+
+
+def _walk(catalog: Catalog) -> list[str]:
+    """Return all roots below the top, outer ones first."""
+    held = _dictionaries(catalog)
+    found: list[str] = []
+    waiting = [("", _own(catalog, ""))]
+    for prefix, names in waiting:
+        heads = dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in names)
+        for head in (head for head in heads if head.lower() in ROOTS):
+            root = f"{prefix}{head}."
+            below = [name for name in names if name.startswith(root)]
+            if below and (len(heads) == 1 or root in held):
+                found.append(root)
+                waiting.append((root, _own(catalog, root, below)))
+    return found
+
+
+def _own(catalog: Catalog, root: str, names: Iterable[str] | None = None) -> list[str]:
+    """Return the names under *root*, of *names* or of all tensors, that are not a trainer's."""
+    names = catalog.tensors if names is None else names
+    if not _has_room(catalog):
+        return list(names)
+    return [name for name in names if not is_training(name[len(root) :])]
+
+
+def _dictionaries(catalog: Catalog) -> frozenset[str]:
+    """Return the prefixes of all dictionaries that tensors lie in."""
+    heads = {entry.path[:-1] for entry in catalog.tensors.values()}
+    return frozenset(
+        f"{join(head[:length])}." for head in heads for length in range(1, len(head) + 1)
+    )
+
+
+def _plain(name: str) -> str:
+    """Return *name* without the wrappers of layers in it."""
+    if not any(word in name for word in WRAPPED):
+        return name
+    parts = name.split(".")
+    first = next((n for n, part in enumerate(parts) if part.lower() not in ROOTS), len(parts))
+    return ".".join((*parts[:first], *(part for part in parts[first:] if part not in WRAPPED)))
+
+
+def _renamed(entry: TensorEntry, names: dict[str, str]) -> TensorEntry:
+    alias = entry.alias_of and names[entry.alias_of]
+    path = _shortened(entry.path, entry.name, names[entry.name])
+    return replace(entry, name=names[entry.name], path=path, alias_of=alias)
+
+
+def _renamed_blob(blob: Blob, names: dict[str, str]) -> Blob:
+    path = _shortened(blob.path, blob.name, names[blob.name])
+    return replace(blob, name=names[blob.name], path=path)
+
+
+def _shortened(path: Path, name: str, plain: str) -> Path:
+    """Return *path*, which spells *name*, so that it spells *plain*."""
+    if name == plain:
+        return path
+    head = path[:-1]
+    prefix = f"{join(head)}." if head else ""
+    return (*head, plain[len(prefix) :]) if plain.startswith(prefix) else (plain,)

@@ -1,0 +1,130 @@
+"""A model of any family, nested in what trainers put around it, is found and stated, or named."""
+
+import itertools
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import MappingError
+from ckptctl.ops.recognition.recognise import recognise
+from ckptctl.ops.recognition.roots import unwrapped
+from tests.checkpoints import save_torch, tiny_llama
+from tests.contract.tables import ALL, FAMILIES, tiny
+
+WRAPPERS = (
+    ((), "model.module."),
+    (("state_dict",), "_orig_mod."),
+    (("state_dict",), "net."),
+    (("model",), "_orig_mod.module."),
+    (("state", "model"), "module."),
+    (("state_dict",), "model."),
+    (("app", "model"), ""),
+    ((), "policy."),
+    (("checkpoint",), "actor.module."),
+)
+"""Keys of the dictionaries around a model, and what stands before each of its names in them."""
+
+
+def nested(shapes, head=(), prefix="", format="torch"):
+    """A checkpoint of tensors of *shapes*, beside an optimizer's."""
+    tensors = {}
+    for key, shape in {**shapes, None: (2, 2)}.items():
+        path = ("optimizer", "exp_avg") if key is None else (*head, prefix + key)
+        name = ".".join(path)
+        extent = Extent(Box.whole(shape), "data", 0, 0)
+        tensors[name] = TensorEntry(name, "float32", shape, (extent,), path)
+    return Catalog("/", "/a.pt", format, {"data": 0}, tensors)
+
+
+def found(catalog, **named):
+    known = recognise(catalog, **named)
+    return known.root, known.candidates, known.layout, known.exact
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL)
+def test_a_nested_model_is_what_it_is_at_the_top(name, layout):
+    shapes = tiny(FAMILIES[name], layout)
+    top, *rest = found(nested(shapes), model_type=name)
+    start = ALL.index((name, layout)) % len(WRAPPERS)
+    for head, prefix in itertools.islice(itertools.cycle(WRAPPERS), start, start + 3):
+        root = "".join(f"{key}." for key in head) + prefix
+        assert found(nested(shapes, head, prefix), model_type=name) == (root + top, *rest)
+
+
+@pytest.mark.parametrize(("head", "prefix"), WRAPPERS)
+def test_no_model_type_has_to_be_named(head, prefix):
+    for layout in ("hf", "meta", "torchtune"):
+        shapes = tiny(FAMILIES["llama3"], layout)
+        top, *rest = found(nested(shapes))
+        root = "".join(f"{key}." for key in head) + prefix
+        assert found(nested(shapes, head, prefix)) == (root + top, *rest)
+
+
+@pytest.mark.parametrize("word", ["_orig_mod", "_checkpoint_wrapped_module"])
+def test_wrappers_of_layers_are_left_out_of_names(word):
+    shapes = tiny(FAMILIES["qwen3"], "hf")
+    named = {key.replace(".mlp.", f".{word}.mlp."): shape for key, shape in shapes.items()}
+    catalog = unwrapped(nested(named, ("state_dict",), "_orig_mod."))
+    assert catalog.tensors.keys() == nested(shapes, ("state_dict",), "_orig_mod.").tensors.keys()
+    assert any(word in note for note in catalog.notes)
+
+
+def test_names_that_wrappers_alone_tell_apart_stay():
+    catalog = nested({"layers.0.w": (1,), "layers.0._orig_mod.w": (1,)})
+    assert unwrapped(catalog) is catalog
+
+
+def saved(tmp_path, content):
+    path = tmp_path / "in.pt"
+    save_torch(path, content)
+    return path
+
+
+def prefixed(prefix, state):
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(("head", "prefix"), WRAPPERS)
+@pytest.mark.parametrize("only", ["model", "all"])
+def test_a_nested_model_is_written_without_its_wrappers_or_as_it_was(tmp_path, head, prefix, only):
+    state, _ = tiny_llama("llama3")
+    content = prefixed(prefix, state)
+    for key in reversed(head):
+        content = {key: content}
+    content["optimizer"] = {"step": torch.ones(1)}
+    result = ckptctl.convert(saved(tmp_path, content), tmp_path / "out.pt", to="torch", only=only)
+    written = torch.load(tmp_path / "out.pt", weights_only=True)
+    expected = state if only == "model" else content
+    torch.testing.assert_close(written, expected, rtol=0, atol=0)
+    assert f"model under `{'.'.join((*head, prefix)).strip('.')}`" in result.plan.statement
+
+
+def test_a_teacher_beside_its_student_is_asked_for(tmp_path):
+    state, _ = tiny_llama("llama3")
+    source = saved(tmp_path, {**prefixed("student.", state), **prefixed("teacher.", state)})
+    with pytest.raises(MappingError, match="holds 2 models") as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
+    assert "`student`" in caught.value.why and "`teacher`" in caught.value.why
+    assert "--root student" in caught.value.hint
+    one = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", root="teacher")
+    assert {tensor.name for tensor in one.output} == state.keys()
+    both = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", root=".")
+    assert len(both.output) == 2 * len(state)
+    everything = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", only="all")
+    assert len(everything.output) == 2 * len(state)
+    shown = ckptctl.inspect(source)
+    assert shown.model_type is None
+    assert any("`student`" in note and "`teacher`" in note for note in shown.notes)
+
+
+@pytest.mark.parametrize("named", [None, "llama3"])
+def test_a_model_that_stays_unknown_is_warned_of_with_the_root(tmp_path, named):
+    state, _ = tiny_llama("llama3")
+    source = saved(tmp_path, {**prefixed("student.", state), "loss.weight": torch.ones(2)})
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", model_type=named)
+    assert len(plan.warnings) == 1 and "`--root student`" in plan.warnings[0]
+    with pytest.raises(MappingError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="meta", model_type=named)
+    assert "--root student" in caught.value.hint
