@@ -127,8 +127,7 @@ class Draft:
         new = self.target.layout == "hf" != formats.get(self.catalog.format).layout
         if change.family or self.known.candidates or not new or is_adapter(self.catalog.tensors):
             return []
-        why = "names and axes are kept, and transformers may not load them"
-        return [f"the model type is not known: {why}; {root_hint(self.known)}"]
+        return [f"the model type is not known, all names are kept: {root_hint(self.known)}"]
 
     def _mapped(self, change: Change) -> list[MappedTensor]:
         """Return the model's tensors by their names in both checkpoints; those made up, too."""

@@ -208,7 +208,7 @@ def require_one(found: Recognition, where: str) -> None:
             "the model type is not known",
             where=where,
             why=lying(found) if found.inside else _strange(found),
-            hint=root_hint(found),
+            hint=f"{root_hint(found)}; without mapping, hf, dcp and torch keep the names",
         )
     if found.model_type is None or found.layout is None:
         raise MappingError(
@@ -223,10 +223,9 @@ def root_hint(found: Recognition) -> str:
     """Return what may make a model known that is not."""
     if found.inside:
         return f"`--root {found.inside[0][0].rstrip('.')}` says where the model lies"
-    names = "without mapping, hf, dcp and torch keep the names"
     if found.asked:
-        return f"if its names begin with a prefix, `--root PREFIX` says so; {names}"
-    return f"name it with `--model-type`, or the prefix of its names with `--root`; {names}"
+        return "`--root PREFIX` says what its names begin with"
+    return "`--model-type` names it, `--root` what its names begin with"
 
 
 def _decided(found: Recognition) -> str:

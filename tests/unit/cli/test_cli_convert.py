@@ -23,6 +23,7 @@ MISSING: dict[str, str] = {}
 
 class Plan:
     statement = "fake → hf · llama3 · 3 tensors"
+    warnings = ()
     notes = ("tied twice",)
     tensors = 3
     mapped = 2
