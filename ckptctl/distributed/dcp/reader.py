@@ -56,6 +56,8 @@ class Reader(StorageReader):
         assets: Directory with configuration.
         dequantize: Turn quantised tensors into ``bf16`` or ``fp32``; None: take them as they are.
         cast: Whether floating tensors may get another dtype than the checkpoint's.
+        allow_overflow: Whether elements may become infinite, NaN or saturated by that or by
+            *dequantize*; else the load fails, after it has filled the tensors.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
         jobs: Threads per rank; 0: its part of the host's cores, at most four.
@@ -84,6 +86,7 @@ class Reader(StorageReader):
         assets: str | Path | None = None,
         dequantize: str | None = None,
         cast: bool = False,
+        allow_overflow: bool = False,
         trusted: bool = False,
         checksum: bool = False,
         jobs: int = 0,
@@ -102,6 +105,7 @@ class Reader(StorageReader):
             assets=assets,
             dequantize=dequantize,
             cast=cast,
+            allow_overflow=allow_overflow,
             trusted=trusted,
             checksum=checksum,
             jobs=jobs,
@@ -218,6 +222,7 @@ class Reader(StorageReader):
         how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
         done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
         self.bytes_read = done.bytes_read
+        self._options.require_in_range(done.lost)
         for item, tensor in found:
             planner.commit_tensor(item, tensor)
 

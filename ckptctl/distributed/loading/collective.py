@@ -40,6 +40,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.out_of_range import OutOfRange
 
 
 class CollectiveLoad:
@@ -70,6 +71,7 @@ class CollectiveLoad:
         self._kept: LoadPlan | None = None
         self._hosts: list[str] = []
         self._values: dict[str, object] | None = None
+        self._lost: dict[str, OutOfRange] = {}
 
     def into(
         self,
@@ -185,6 +187,7 @@ class CollectiveLoad:
         if self._every or asked != LoadOptions(
             strict=asked.strict,
             cast=asked.cast,
+            allow_overflow=asked.allow_overflow,
             trusted=asked.trusted,
             checksum=asked.checksum,
             jobs=asked.jobs,
@@ -225,6 +228,8 @@ class CollectiveLoad:
         how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
         with no_collection():  # short reads are made by the thousand, and none is in a circle
             done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+        self._lost |= done.lost
+        self._options.require_in_range(done.lost)
         return done.bytes_read
 
     def _read_values(self, reading: Reading) -> dict[str, object]:
@@ -256,6 +261,7 @@ class CollectiveLoad:
             bytes_read=read,
             bytes_received=received,
         )
+        report = replace(report, out_of_range=self._lost)
         held = held_names(mapping, self._asked.state.values, self._rank)
         own = [other for other in held.values() if other in plan.comparison.left_out]
         note = f"taken as this rank's own: {listed(own)}"

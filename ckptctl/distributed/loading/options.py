@@ -21,6 +21,7 @@ class AsGiven(TypedDict, total=False):
     tag: str | None
     strict: bool
     cast: bool
+    allow_overflow: bool
     trusted: bool
     checksum: bool
 
