@@ -117,7 +117,7 @@ def _absent(files: SourceFiles) -> Iterator[Finding]:
     except DamagedError as error:
         ranks = _numbers(files.root, _RANK)
         first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
-        yield of_error(error, path, file=metadata_name(first))
+        yield of_error(error, files.root, file=metadata_name(first))
 
 
 def _beyond(found: Union, torn: Sequence[str], known: Sequence[Finding]) -> Iterator[Finding]:
