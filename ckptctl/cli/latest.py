@@ -9,7 +9,7 @@ import typer
 
 from ckptctl.cli import checks
 from ckptctl.cli import options as opt
-from ckptctl.cli.ls import WITHOUT_STEP
+from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Output
 
 SCHEMA = "ckptctl.latest/1"
@@ -34,7 +34,8 @@ def latest(
 ) -> None:
     """Print the path of the newest complete checkpoint of a run.
 
-    Newer ones that are not complete are named on stderr, with the reason.
+    Newer ones that are not complete are named on stderr, with the reason. One that is newer and
+    not understood may be complete: it is an error.
     """
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import newest, rfc3339
@@ -46,6 +47,8 @@ def latest(
         rest = [one.to_json() for one in found.skipped]
         output.document(SCHEMA, {**chosen.to_json(), "skipped": rest})
         return
+    if chosen.candidate.lacks:
+        output.note(f"{chosen.candidate.name} is {LACKS.format(chosen.candidate.lacks)}")
     for one in found.skipped:
         output.note(f"passed over {one.candidate.name}: {one.candidate.problem}")
     for name in unstated(chosen.entry.path.parent):

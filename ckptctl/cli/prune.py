@@ -11,6 +11,7 @@ import typer
 
 from ckptctl.cli import checks
 from ckptctl.cli import options as opt
+from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import Output
 from ckptctl.cli.retyped import retyped
 from ckptctl.cli.tables import counted
@@ -199,6 +200,10 @@ def _print_table(output: Output, plan: PrunePlan) -> None:
         output.line(f"{plan.root}   {_headline(plan)}", "bold")
     rows = [(*_row(output, one), "; ".join(one.reasons)) for one in plan.verdicts]
     output.table(rows, right=(2,), wrap=(3,))
+    for one in plan.verdicts:
+        lacks = one.checkpoint.candidate.lacks
+        if lacks and output.mode == "human":
+            output.note(f"{one.name} is {LACKS.format(lacks)}: others are kept as if it were not")
     if plan.leftovers:
         output.note(f"left over from an earlier run, to be removed: {listed(plan.leftovers)}")
 
@@ -211,12 +216,16 @@ def _row(output: Output, one: Verdict) -> tuple[str, ...]:
 
 
 def _headline(plan: PrunePlan) -> str:
+    from ckptctl.planner.retention import NOT_UNDERSTOOD
+
     counted = [one for one in plan.run.checkpoints if not one.candidate.exempt]
     whole = sum(one.complete for one in counted)
+    unknown = sum(one.candidate.state == NOT_UNDERSTOOD for one in counted)
+    states = f"{whole:,} complete, {len(counted) - whole - unknown:,} not"
     parts = [
         "; ".join(_rules(plan.policy)),
         f"series {', '.join(plan.run.series)}",
-        f"{whole:,} complete, {len(counted) - whole:,} not",
+        states + (f", {unknown:,} not understood" if unknown else ""),
     ]
     return " · ".join(parts)
 

@@ -202,6 +202,7 @@ class CheckpointManager(Closing):
 
         Raises:
             SourceNotFoundError: There are some, and none is complete.
+            UnsupportedError: The newest is not understood: it may be whole.
             CkptError: It cannot be loaded; on every rank.
         """
         self._require_open()
@@ -225,7 +226,6 @@ class CheckpointManager(Closing):
         model_type: str | None = None,
         only: Literal["model", "all"] = "model",
         dtype: str | None = None,
-        allow_overflow: bool = False,
         max_shard_size: int | str = "5GB",
         mp: int = 1,
         assets: str | Path | None = None,
@@ -244,7 +244,6 @@ class CheckpointManager(Closing):
             model_type: Model family; None: the manager's.
             only: ``model``, or ``all``, as for all that follow: see :func:`ckptctl.convert`.
             dtype: Cast floating tensors; None: keep theirs.
-            allow_overflow: Publish elements that became infinite, NaN or saturated.
             max_shard_size: Bytes of tensors per file: a number, or text such as ``5GB``.
             mp: Number of model-parallel files.
             assets: Directory with configuration and tokenizer.
@@ -264,7 +263,6 @@ class CheckpointManager(Closing):
             model_type=model_type or self._final[1],
             only=only,
             dtype=option_checks.floating(dtype),
-            allow_overflow=allow_overflow,
             max_shard_size=parse_bytes(max_shard_size),
             mp=mp,
             assets=option_checks.path(assets),
@@ -310,6 +308,9 @@ class CheckpointManager(Closing):
         if not is_run(self.root):
             return None
         found, skipped = newest_complete(self.root)
+        if found.candidate.lacks:
+            lacks = found.candidate.lacks
+            _log.warning("%s lacks `%s`, which most have", found.entry.path, lacks)
         passed = {one.candidate.name: one.candidate.problem for one in skipped}
         return _loaded(found), found.candidate.step, passed
 

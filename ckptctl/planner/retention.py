@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-State = Literal["complete", "incomplete", "writing", "unknown"]
+State = Literal["complete", "incomplete", "writing", "not understood"]
 Action = Literal["keep", "remove", "skip"]
 
+NOT_UNDERSTOOD: State = "not understood"
 HOUR = 3600.0
 UNITS = (("d", 86_400.0), ("h", HOUR), ("min", 60.0), ("s", 1.0))
 CLOCK = 2.0
@@ -31,9 +32,11 @@ class Candidate:
         series: What its name has in common with those that it is counted with.
         order: Sorts it among these: step, epoch, version.
         time: When it was written, in seconds since the epoch.
-        state: ``complete``; ``incomplete``; ``writing``: incomplete, and somebody may be at work on
-            it; ``unknown``: nothing that is known to be a checkpoint.
+        state: ``complete``; ``incomplete``: there is evidence; ``writing``: incomplete, and
+            somebody may be at work on it; ``not understood``: it may be complete, or no checkpoint.
         problem: Why it is not complete.
+        lacks: A file that most others have and this one, though complete, has not: training may not
+            go on from it. Where it counts, others are kept as if it did not.
         pinned: What else names it, and so keeps it.
         metrics: What it was rated with.
         exempt: Why it is left alone whatever is asked, and does not count; empty: it is not.
@@ -45,6 +48,7 @@ class Candidate:
     time: float
     state: State = "complete"
     problem: str = ""
+    lacks: str = ""
     pinned: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     exempt: str = ""
@@ -141,7 +145,8 @@ def decide(
     for name in dict.fromkeys(one.series for one in found):
         series = [one for one in found if one.series == name]
         whole = [one for one in series if one.counts]
-        kept = _reasons(whole, policy, now, replaced)
+        sure = [one for one in whole if not one.lacks]
+        kept = {**_reasons(sure, policy, now, replaced), **_reasons(whole, policy, now, replaced)}
         decisions += [
             Decision(one, "keep" if one.name in kept else "remove", tuple(kept.get(one.name, ())))
             if one.counts

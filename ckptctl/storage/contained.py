@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path, PureWindowsPath
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.storage.remote.urls import is_url
 
 
-class OutsideError(DamagedError):
+class OutsideError(UnsupportedError):
     """A name or a link leads out of a checkpoint, and so is not read.
 
     What it leads to may be whole: for who wants to know whether a checkpoint is, it proves nothing.

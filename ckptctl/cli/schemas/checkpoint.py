@@ -16,11 +16,16 @@ CHECKPOINT = {
     "bytes": integer("size of all its files"),
     "format": string("[format](formats.md); null: none is known", null=True),
     "state": string(
-        "`complete`, `incomplete`, `writing` (incomplete, and changed less than ten minutes ago "
-        "or locked), `unknown` (nothing that ckptctl reads)",
-        among=("complete", "incomplete", "writing", "unknown"),
+        "`complete`, `incomplete` (there is evidence), `writing` (incomplete, and changed less "
+        "than ten minutes ago or locked), `not understood` (it may be complete, or none at all)",
+        among=("complete", "incomplete", "writing", "not understood"),
     ),
     "problem": string("why it is not complete", null=True),
+    "lacks": string(
+        "a file that most others have and that trainers write last: training may not go on from "
+        "this one, so that others are kept as if it did not count",
+        null=True,
+    ),
     "protected_by": array(
         string(), "pointers, links and states of trainers that name it, and what it is itself"
     ),

@@ -160,8 +160,7 @@ class Writer(StorageWriter):
         _require_all(metadata, stored, self._target)
         metadata.version, metadata.storage_data = VERSION, stored
         metadata.storage_meta = self.storage_meta()
-        # Without collectives nobody tells a writer how many ranks its group has.
-        content = encoded(metadata, 0 if self._apart else len(results))
+        content = encoded(metadata)
         self._require_files(stored.values())
         if self._stack is None:
             raise RefusedError("another save took the place of this one", where=self._target)

@@ -16,16 +16,15 @@ from ckptctl.catalog import Blob, Box, Index, Path
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.dcp.metadata import Item, Origin
+from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import Located, encode_tensors
 
 
-def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
+def encoded(metadata: Metadata) -> tuple[bytes, ...]:
     """Return the content of ``.metadata``, in parts.
 
     Args:
-        metadata: With the places of all items, and the id of the save.
-        world: How many ranks save; 0: it is not known.
+        metadata: With the places of all items.
 
     Raises:
         RefusedError: It holds more than torch's own planners put in it.
@@ -49,9 +48,7 @@ def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
         for name, entry in entries.items()
         if isinstance(entry, BytesStorageMetadata)
     ]
-    meta = metadata.storage_meta
-    origin = Origin(meta.save_id or "" if meta else "", world)
-    return encode_tensors(tensors, boxes, _items(metadata)).complete(values, origin)
+    return encode_tensors(tensors, boxes, _items(metadata)).complete(values)
 
 
 def _tensor(name: str, entry: TensorStorageMetadata, path: Path) -> OutputTensor:

@@ -21,7 +21,6 @@ class AsGiven(TypedDict, total=False):
     tag: str | None
     strict: bool
     cast: bool
-    allow_overflow: bool
     trusted: bool
     checksum: bool
 

@@ -96,13 +96,7 @@ class Reading:
         """
         own = self.mapping.catalog
         moved = replace(
-            own,
-            root=catalog.root,
-            path=catalog.path,
-            files=catalog.files,
-            notes=catalog.notes,
-            save_id=catalog.save_id,
-            world=catalog.world,
+            own, root=catalog.root, path=catalog.path, files=catalog.files, notes=catalog.notes
         )
         return replace(self, mapping=replace(self.mapping, catalog=moved))
 
@@ -115,14 +109,7 @@ def same_index(one: Catalog, other: Catalog) -> bool:
     if one.computed or other.computed:
         return False
     there = replace(
-        other,
-        root=one.root,
-        path=one.path,
-        files=one.files,
-        notes=one.notes,
-        assets=one.assets,
-        save_id=one.save_id,
-        world=one.world,
+        other, root=one.root, path=one.path, files=one.files, notes=one.notes, assets=one.assets
     )
     return one == there
 

@@ -151,7 +151,7 @@ def require_pointers(root: Path) -> None:
     Raises:
         RefusedError: Nobody knows what it names.
     """
-    found = unclear(root, lambda path: not health(path).problem)
+    found = unclear(root, lambda path: health(path).verdict == "torn")
     if found and not found.why:
         raise RefusedError(
             "a pointer cannot be understood",

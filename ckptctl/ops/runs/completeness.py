@@ -1,4 +1,7 @@
-"""Whether a checkpoint of a run is complete, by the same readers as ``verify --level fast``."""
+"""Whether a checkpoint of a run is whole, by the same readers as ``verify --level fast``.
+
+There are three answers. Only what is torn, with evidence, may be removed or passed over.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import (
-    CkptError,
-    DamagedError,
-    MappingError,
-    SourceNotFoundError,
-    StorageError,
-    UnsafePickleError,
-)
+from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.formats.shared.findings import severity_of
 from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.ops.verification.result import Verification
-from ckptctl.ops.verification.structure import root_of
+from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
-from ckptctl.storage.contained import OutsideError
-from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.remote.path import require_answers
 from ckptctl.storage.remote.unfinished import unfinished
 
@@ -46,17 +40,20 @@ class Health:
 
     Attributes:
         format: Its format; None: none is known.
-        parts: What it consists of: itself, or checkpoints inside of it; nothing: it is none.
-        problem: Why it is not complete; empty: it is.
-        known: Whether it is known to be incomplete, or complete. What cannot be read here (a disk
-            that fails, permissions, a link that leads out of it, a pickle of somebody's own
-            classes) may be whole elsewhere.
+        parts: What it consists of: itself, or checkpoints inside of it; nothing where it is not
+            understood.
+        verdict: ``whole``; ``torn``: there is evidence; ``not understood``: it may be whole. That
+            is so of what cannot be read here: a disk that fails, permissions, a link that leads out
+            of it, a feature that ckptctl does not read.
+        problem: Why it is not whole; empty: it is.
+        begun: Whether nothing in it is known to be a checkpoint's: a trainer may have just begun.
     """
 
     format: str | None
     parts: tuple[Path, ...]
+    verdict: Verdict = "whole"
     problem: str = ""
-    known: bool = True
+    begun: bool = False
 
 
 def health(path: Path) -> Health:
@@ -69,7 +66,7 @@ def health(path: Path) -> Health:
         found = _health(path)
     except OSError as error:
         what = StorageError.from_os_error(error, "look into it", str(path)).what
-        return Health(None, (), what, known=False)
+        return Health(None, (), "not understood", what)
     require_answers(path)
     return found
 
@@ -77,22 +74,45 @@ def health(path: Path) -> Health:
 def _health(path: Path) -> Health:
     torn = _unfinished(path)
     if torn:
-        return Health("dcp", (path,), f"`{(torn / METADATA).relative_to(path)}` is missing")
+        missing = (torn / METADATA).relative_to(path)
+        return Health("dcp", (path,), "torn", f"`{missing}` is missing")
     writing = unfinished(path)
     if writing is not None:
-        return Health(next(iter(formats.sniff(path)), None), (path,), _whole_text(writing))
+        kind = next(iter(formats.sniff(path)), None)
+        return Health(kind, (path,), "torn", _whole_text(writing))
     found = tuple((part, name) for part in _parts(path) for name in formats.sniff(part))
+    if found:
+        return _of_parts(path, found)
+    if _holds_nothing(path):
+        return Health(None, (), "torn", "there is nothing in it")
+    what = "nothing in it is recognised as a checkpoint"
+    return Health(None, (), "not understood", what, begun=True)
+
+
+def _of_parts(path: Path, found: tuple[tuple[Path, str], ...]) -> Health:
+    """Return what is known of a checkpoint with these parts: torn if one is, understood if all."""
     parts = tuple(dict.fromkeys(part for part, _ in found))
-    if not found:
-        return Health(None, (), "nothing in it is recognised as a checkpoint")
     several = len(parts) != len(found)
+    judged = []
     for part, name in found:
-        problem, certain = _problem(part, name if several else None)
-        if problem:
-            inside = "" if part == path else f"`{part.relative_to(path)}`: "
-            return Health(name, parts, inside + problem, certain)
+        verdict, problem = _judged(part, name if several else None)
+        inside = "" if part == path else f"`{part.relative_to(path)}`: "
+        judged.append(Health(name, parts, verdict, inside + problem))
+    for one in judged:
+        if one.verdict == "torn":
+            return one
+    for one in judged:
+        if one.verdict != "whole":
+            return replace(one, parts=())
     model = [name for part, name in found if not formats.NO_MODEL.fullmatch(part.name)]
     return Health((model or [found[0][1]])[0], parts)
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Return whether a file is empty, or a folder has no files, however deep."""
+    if not path.is_dir():
+        return path.stat().st_size == 0
+    return all(item.is_dir() and not item.is_symlink() for item in path.rglob("*"))
 
 
 def _unfinished(path: Path) -> Path | None:
@@ -116,6 +136,8 @@ def _inside(folder: Path) -> list[Path]:
 class Company:
     """Which of the files that trainers write last the checkpoints of a series have.
 
+    Whoever lacks one may be unfinished, or saved in another way: that is a guess, no evidence.
+
     Args:
         members: The checkpoints, and of which series each is.
     """
@@ -128,7 +150,7 @@ class Company:
         )
 
     def lacking(self, path: Path, series: str) -> str:
-        """Return which file *path* lacks that most others have, as a sentence; empty: none.
+        """Return which file *path* lacks that most others have; empty: none.
 
         Args:
             path: A member of *series*, or a link to something like one, which does not count.
@@ -139,7 +161,7 @@ class Company:
         others = self._count[series] - member
         for name in COMPANIONS:
             if name not in have and self._having[series, name] * 2 > others:
-                return f"`{name}`, which the others have, is missing"
+                return name
         return ""
 
 
@@ -160,8 +182,8 @@ def _parts(path: Path) -> list[Path]:
     return formats.list_run(path) or formats.below(path)
 
 
-def _problem(path: Path, name: str | None) -> tuple[str, bool]:
-    """Return why *path* is not whole, and whether that is certain; empty: it is whole."""
+def _judged(path: Path, name: str | None) -> tuple[Verdict, str]:
+    """Return whether *path* is whole, and why not."""
     asked = VerifyOptions(format=name, level="fast")
     try:
         found = verify(path, asked)
@@ -169,45 +191,11 @@ def _problem(path: Path, name: str | None) -> tuple[str, bool]:
         # The files do not say how ranks divide tensors; whether all are there can be told.
         by_rules = _by_rules(path, asked)
         if by_rules is None:
-            return error.what, False
-        certain = by_rules.verdict != "not understood" and not _leads_outside(path, by_rules)
-        return _first(by_rules, path), certain
+            return "not understood", error.what
+        found = by_rules
     except CkptError as error:
-        return error.what, _tells(error)
-    problem = _first(found, path)
-    if found.verdict == "not understood":
-        return problem, False
-    certain = not problem or (_can_be_read(path, name) and not _leads_outside(path, found))
-    return problem, certain
-
-
-def _leads_outside(path: Path, found: Verification) -> bool:
-    """Return whether a file that something is wrong with leads out of the checkpoint."""
-    files = {one.file for one in found.errors if one.file and not Path(one.file).is_absolute()}
-    with SourceFiles(root_of(path)) as source:
-        for file in files if source.local else ():
-            try:
-                source.path(file)
-            except OutsideError:
-                return True
-            except CkptError:
-                continue
-    return False
-
-
-def _can_be_read(path: Path, name: str | None) -> bool:
-    """Return whether nothing but damage keeps the index from being read."""
-    try:
-        formats.open_checkpoint(path, name)
-    except CkptError as error:
-        return _tells(error)
-    return True
-
-
-def _tells(error: CkptError) -> bool:
-    """Return whether *error* says that a checkpoint is not whole, and not that it is not ours."""
-    damage = isinstance(error, DamagedError | SourceNotFoundError)
-    return damage and not isinstance(error, UnsafePickleError | OutsideError)
+        return "torn" if severity_of(error) == "error" else "not understood", error.what
+    return found.verdict, _first(found, path)
 
 
 def _by_rules(path: Path, asked: VerifyOptions) -> Verification | None:
@@ -220,10 +208,9 @@ def _by_rules(path: Path, asked: VerifyOptions) -> Verification | None:
 def _first(found: Verification, path: Path) -> str:
     """Return what is wrong first, and where inside of *path*."""
     wrong = (*found.errors, *found.unknown)
-    more = len(wrong) - 1
     if not wrong:
         return ""
-    first = wrong[0]
+    first, more = wrong[0], len(wrong) - 1
     told = first.where in ("", str(path.absolute())) or first.where in first.what
     where = "" if told else f" ({first.where})"
     return f"{first.what}{where}" + (f" and {more:,} more" if more else "")

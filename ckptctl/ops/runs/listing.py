@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.errors import SourceNotFoundError, command
+from ckptctl.errors import SourceNotFoundError, UnsupportedError, command
 from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.completeness import Company, Health, health
 from ckptctl.ops.runs.entries import Entry, entries
 from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.pointers import Pins, metrics, pins
-from ckptctl.planner.retention import Candidate, State, ordered
+from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, State, ordered
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.remote.path import path_of
@@ -73,6 +73,7 @@ class Checkpoint:
             "format": self.format,
             "state": one.state,
             "problem": one.problem or None,
+            "lacks": one.lacks or None,
             "protected_by": list(self.protection),
             "metrics": {name: _finite(value) for name, value in sorted(one.metrics.items())},
             "link": self.entry.link or None,
@@ -145,7 +146,7 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
     now, root = clock.time() if now is None else now, path_of(root)
     found = [one for one in entries(root) if series in (None, one.named.series)]
     company = _company(found)
-    examined = [_accompanied(examine(one, now), company, now) for one in found]
+    examined = [_accompanied(examine(one, now), company) for one in found]
     pinned = pins(root, *_members(examined))
     known = {one.path.name for one in found}
     others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
@@ -158,6 +159,7 @@ def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, l
 
     Raises:
         SourceNotFoundError: There is none.
+        UnsupportedError: A newer one is not understood: it may be whole.
         FormatError: See :func:`read_run`.
     """
     found = newest(root, now)
@@ -173,6 +175,7 @@ def newest(root: Path, now: float | None = None) -> Newest:
 
     Raises:
         SourceNotFoundError: There is none.
+        UnsupportedError: A newer one is not understood: it may be whole.
         FormatError: See :func:`read_run`.
     """
     now, root = clock.time() if now is None else now, path_of(root)
@@ -183,16 +186,19 @@ def newest(root: Path, now: float | None = None) -> Newest:
     for one in waiting:
         if any(one.named.series == other.entry.named.series for other in found):
             continue
-        seen = _accompanied(examine(one, now), company, now)
+        seen = _accompanied(examine(one, now), company)
         (found if seen.complete else skipped).append(seen)
     if not found:
+        _require_understood(skipped)
         raise _none_complete(root, skipped)
     furthest = _furthest(found)
     chosen = max(furthest, key=lambda one: one.entry.time)
+    skipped = [one for one in skipped if _newer(one, chosen)]
+    _require_understood(skipped, chosen)
     others = (one for one in found if one in furthest or _written_later(one, chosen))
     return Newest(
         chosen,
-        tuple(one for one in skipped if _newer(one, chosen)),
+        tuple(skipped),
         tuple(one for one in others if one is not chosen and not _same(one, chosen)),
     )
 
@@ -227,6 +233,25 @@ def _written_later(one: Checkpoint, chosen: Checkpoint) -> bool:
     return one.entry.time > chosen.entry.time
 
 
+def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
+    """Refuse to pass over what may be whole.
+
+    Args:
+        newer: Those that are newer than *chosen* and not complete.
+        chosen: The newest complete one; None: there is none.
+    """
+    found = next((one for one in newer if one.candidate.state == NOT_UNDERSTOOD), None)
+    if found:
+        name = f", or name `{chosen.entry.path}`, the newest complete one" if chosen else ""
+        raise UnsupportedError(
+            "the newest checkpoint is not understood",
+            where=str(found.entry.path),
+            why=found.candidate.problem,
+            hint=f"move it away if it is none{name}; {command('ls', found.entry.path.parent)} "
+            "lists what is there",
+        )
+
+
 def _none_complete(root: Path, skipped: Sequence[Checkpoint]) -> SourceNotFoundError:
     newest = max(skipped, key=lambda one: one.entry.time)
     more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
@@ -257,7 +282,8 @@ def examine(entry: Entry, now: float) -> Checkpoint:
         entry: The checkpoint.
         now: Seconds since the epoch.
     """
-    seen = Health(None, (), "it is not finished") if entry.staging else health(entry.path)
+    unfinished = Health(None, (), "torn", "it is not finished")
+    seen = unfinished if entry.staging else health(entry.path)
     one = Candidate(
         name=entry.path.name,
         series=entry.named.series,
@@ -266,29 +292,22 @@ def examine(entry: Entry, now: float) -> Checkpoint:
         metrics={**entry.named.metrics, **metrics(entry.path)},
         exempt=entry.exempt,
     )
-    found = Checkpoint(entry, one, seen.format, seen.parts if seen.known else ())
-    return _broken(found, seen.problem, now) if seen.problem else found
+    found = Checkpoint(entry, one, seen.format, seen.parts)
+    return found if seen.verdict == "whole" else _not_whole(found, seen, now)
 
 
-def _broken(found: Checkpoint, problem: str, now: float) -> Checkpoint:
-    entry = found.entry
-    holder = _holder(entry)
-    state: State = "incomplete" if found.parts or entry.staging or _empty(entry) else "unknown"
+def _not_whole(found: Checkpoint, seen: Health, now: float) -> Checkpoint:
+    entry, torn = found.entry, seen.verdict == "torn"
+    holder, problem = _holder(entry), seen.problem
+    state: State = "incomplete" if torn else NOT_UNDERSTOOD
     if holder:
         state, problem = "writing", f"process {holder} is writing it"
-    elif now - entry.touched < AT_WORK:
+    elif (torn or seen.begun) and now - entry.touched < AT_WORK:
         minutes = max(0, int((now - entry.touched) / 60))
         state, problem = "writing", f"{problem}; written {minutes} min ago"
     # Its age counts from the last change of anything in it.
     one = replace(found.candidate, state=state, problem=problem, time=entry.touched)
     return replace(found, candidate=one)
-
-
-def _empty(entry: Entry) -> bool:
-    try:
-        return entry.path.is_dir() and not any(entry.path.iterdir())
-    except OSError:
-        return False
 
 
 def _holder(entry: Entry) -> str | None:
@@ -303,12 +322,12 @@ def _company(found: Sequence[Entry]) -> Company:
     return Company({one.path: one.named.series for one in own})
 
 
-def _accompanied(found: Checkpoint, company: Company, now: float) -> Checkpoint:
-    """Take it for incomplete if it lacks a file that the others of its series have."""
+def _accompanied(found: Checkpoint, company: Company) -> Checkpoint:
+    """Note of a complete one which file it lacks that the others of its series have."""
     if not found.complete:
         return found
-    problem = company.lacking(found.entry.path, found.candidate.series)
-    return _broken(found, problem, now) if problem else found
+    lacks = company.lacking(found.entry.path, found.candidate.series)
+    return replace(found, candidate=replace(found.candidate, lacks=lacks))
 
 
 def _by_order(found: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:

@@ -70,19 +70,19 @@ def pins(root: Path, members: Sequence[str], whole: Collection[str] = ()) -> Pin
     return found
 
 
-def unclear(root: Path, complete: Callable[[Path], bool]) -> Unclear | None:
+def unclear(root: Path, torn: Callable[[Path], bool]) -> Unclear | None:
     """Return a pointer that is there and does not tell what it names; None: there is none.
 
-    What a torn checkpoint calls the best counts only while it can be read: training goes on from
-    the newest complete one.
+    What a torn checkpoint calls the best counts only while it can be read: training does not go on
+    from it.
 
     Args:
         root: The run.
-        complete: Returns whether a checkpoint is complete.
+        torn: Returns whether a checkpoint is torn.
     """
     members = _members(root)
     pointers = (_unclear(root, name, members) for name in (*NAMES, ITERATION))
-    states = (_unclear_best(root, name, complete) for name in members)
+    states = (_unclear_best(root, name, torn) for name in members)
     return next((one for one in (*pointers, _unclear_state(root), *states) if one), None)
 
 
@@ -107,13 +107,13 @@ def _unclear_state(folder: Path) -> Unclear | None:
     return Unclear(path, state.problem, damaged=state.damaged) if state.problem else None
 
 
-def _unclear_best(root: Path, name: str, complete: Callable[[Path], bool]) -> Unclear | None:
+def _unclear_best(root: Path, name: str, torn: Callable[[Path], bool]) -> Unclear | None:
     """Return what notes the best one in a checkpoint and cannot be read."""
     path, note = root / name, noted(root / name)
-    if note.problem and (complete(path) or (is_last(name) and not note.damaged)):
+    if note.problem and ((is_last(name) and not note.damaged) or not torn(path)):
         return Unclear(path, note.problem, damaged=note.damaged)
     state = _unclear_state(path)
-    return state if state and complete(path) else None
+    return state if state and not torn(path) else None
 
 
 def points_inside(root: Path, names: Sequence[str]) -> bool:

@@ -279,8 +279,7 @@ class Run:
             self._ledger.crc(index) if checksum and not is_memory(record.file) else 0
             for index, record in enumerate(self._plan.records)
         ]
-        books = self._ledger
-        return Execution(crcs, books.written, books.resumed, self._read, books.lost())
+        return Execution(crcs, self._ledger.written, self._ledger.resumed, self._read)
 
     def _require_all(self) -> None:
         unfinished = self._ledger.unfinished()

@@ -97,7 +97,7 @@ def test_incomplete_ones_do_not_count():
         ("incomplete", 60, {}, "skip"),
         ("incomplete", -7200, {}, "skip"),
         ("writing", 7200, {}, "skip"),
-        ("unknown", 7200, {}, "skip"),
+        ("not understood", 7200, {}, "skip"),
         ("incomplete", 7200, {"pinned": ("`latest`",)}, "skip"),
         ("incomplete", 7200, {"name": "precious"}, "skip"),
     ],
@@ -135,10 +135,12 @@ def test_disorder():
 
 # ------------------------------------------------------------------------------ what always holds
 
-STATES = st.sampled_from(["complete", "complete", "complete", "incomplete", "writing", "unknown"])
+STATES = st.sampled_from(
+    ["complete", "complete", "complete", "incomplete", "writing", "not understood"]
+)
 RUNS = st.lists(
     st.builds(
-        lambda step, time, state, pin, value, series: Candidate(
+        lambda step, time, state, pin, value, series, lacks: Candidate(
             f"{series}{step}",
             series,
             (step,),
@@ -146,6 +148,7 @@ RUNS = st.lists(
             state,
             pinned=("`latest`",) if pin else (),
             metrics={} if value is None else {"loss": value},
+            lacks=lacks,
         ),
         st.integers(0, 40),
         st.integers(0, 40),
@@ -153,6 +156,7 @@ RUNS = st.lists(
         st.booleans(),
         st.none() | st.floats(),
         st.sampled_from(["s-", "e-"]),
+        st.sampled_from(["", "", "", "trainer_state.json"]),
     ),
     unique_by=lambda one: one.name,
     max_size=12,
@@ -196,6 +200,13 @@ def test_what_is_named_or_at_work_is_never_removed(run, policy, now, replaced):
         if decision.action == "keep":
             assert one.state == "complete"
             assert decision.reasons
+
+
+@given(RUNS, POLICIES, CLOCKS)
+def test_none_goes_because_of_one_that_training_may_not_go_on_from(run, policy, now):
+    sure = [one for one in run if not one.lacks]
+    kept = {d.candidate.name for d in decide(sure, policy, now) if d.action == "keep"}
+    assert kept <= {d.candidate.name for d in decide(run, policy, now) if d.action == "keep"}
 
 
 @given(RUNS, POLICIES, POLICIES, CLOCKS)

@@ -83,7 +83,7 @@ def test_what_lies_in_a_store_is_no_torn_checkpoint(tmp_path: Path) -> None:
         one.candidate.name: one.candidate.state for one in read_run(tmp_path / "r").checkpoints
     }
     assert states == dict.fromkeys(("step-1", "step-4"), "complete") | dict.fromkeys(
-        ("step-2", "step-3"), "unknown"
+        ("step-2", "step-3"), "not understood"
     )
 
 

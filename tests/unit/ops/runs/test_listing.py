@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.errors import FormatError, SourceNotFoundError
+from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError
 from ckptctl.ops.retention.prune import plan_prune
 from ckptctl.ops.runs import completeness as run_completeness
 from ckptctl.ops.runs.callbacks import stated_step
@@ -84,7 +84,7 @@ def test_incomplete_and_at_work(tmp_path):
         "step-2": "incomplete",
         "step-3": "writing",
         "step-4": "incomplete",
-        "step-5": "unknown",
+        "step-5": "not understood",
     }
 
 
@@ -113,16 +113,22 @@ def test_what_is_no_checkpoint_is_not_one(tmp_path):
     assert run.others == ("logs", "step-1-bak", "step-2", "step-3")
 
 
-def test_what_the_others_have_must_be_there(tmp_path):
+def test_what_lacks_a_file_of_the_others_is_complete_and_said_to_lack_it(tmp_path):
     for step in (1, 2, 3):
         save_step(tmp_path / f"checkpoint-{step}")
         if step < 3:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
             age(tmp_path / f"checkpoint-{step}", START + 60 * step)
-    assert states(tmp_path)["checkpoint-3"] == "incomplete"
+    assert states(tmp_path)["checkpoint-3"] == "complete"
     found, skipped = newest_complete(tmp_path)
-    assert found.entry.path.name == "checkpoint-2"
-    assert "trainer_state.json" in skipped[0].candidate.problem
+    assert (found.entry.path.name, skipped) == ("checkpoint-3", [])
+    assert found.candidate.lacks == "trainer_state.json"
+    plan = plan_prune(tmp_path, Policy(last=1, incomplete=True))
+    assert {one.name: one.action for one in plan.verdicts} == {
+        "checkpoint-1": "remove",
+        "checkpoint-2": "keep",
+        "checkpoint-3": "keep",
+    }, "a guess removes nothing, and is no proof, either"
 
 
 def test_accelerates_last_file_too(tmp_path):
@@ -131,7 +137,7 @@ def test_accelerates_last_file_too(tmp_path):
         if step != 3:
             (path / "random_states_0.pkl").write_bytes(b"x")
             age(path, START + 60 * step)
-    assert states(tmp_path)["checkpoint_3"] == "incomplete"
+    assert newest_complete(tmp_path)[0].candidate.lacks == "random_states_0.pkl"
 
 
 def test_work_grows_with_the_run_and_not_with_its_square(tmp_path, monkeypatch):
@@ -195,7 +201,7 @@ def test_links_beside_the_run_and_in_its_checkpoints(tmp_path):
     }
 
 
-def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_not_understood(tmp_path, monkeypatch):
     """Root may read everything, so the refusal is made here."""
     for step in (1, 2):
         save_step(tmp_path / f"step-{step}")
@@ -211,10 +217,12 @@ def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "exists", refuse(exists))
     monkeypatch.setattr(Path, "is_file", refuse(is_file))
-    assert states(tmp_path) == {"step-1": "complete", "step-2": "unknown"}
-    found, skipped = newest_complete(tmp_path)
-    assert found.entry.path.name == "step-1"
-    assert "EACCES" in skipped[0].candidate.problem
+    assert states(tmp_path) == {"step-1": "complete", "step-2": "not understood"}
+    with pytest.raises(UnsupportedError) as caught:
+        newest_complete(tmp_path)
+    assert caught.value.where == str(tmp_path / "step-2")
+    assert "EACCES" in caught.value.why
+    assert f"`{tmp_path / 'step-1'}`, the newest complete one" in caught.value.hint
 
 
 def test_what_was_killed_before_its_index_is_incomplete(tmp_path):
@@ -237,7 +245,7 @@ def test_what_was_killed_before_its_index_is_incomplete(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
-def test_what_the_system_does_not_let_us_read_is_unknown(tmp_path, monkeypatch, code):
+def test_what_the_system_does_not_let_us_read_is_not_understood(tmp_path, monkeypatch, code):
     """It may be whole, so `--include-incomplete` must not take it."""
     for step in (1, 2, 3):
         save_step(tmp_path / f"step-{step}", files=2)
@@ -251,7 +259,11 @@ def test_what_the_system_does_not_let_us_read_is_unknown(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(os, "preadv", fail)
     monkeypatch.setattr(os, "pread", lambda fd, n, at: fail(fd, [b := bytearray(n)], at) and b)
-    assert states(tmp_path) == {"step-1": "unknown", "step-2": "incomplete", "step-3": "complete"}
+    assert states(tmp_path) == {
+        "step-1": "not understood",
+        "step-2": "incomplete",
+        "step-3": "complete",
+    }
     plan = plan_prune(tmp_path, Policy(last=1, incomplete=True), force=True)
     assert [one.name for one in plan.of("remove")] == ["step-2"]
 
@@ -260,13 +272,13 @@ class Own:
     """What a trainer of somebody's puts into its checkpoints."""
 
 
-def test_a_pickle_of_somebodys_own_classes_is_unknown(tmp_path):
+def test_a_pickle_of_somebodys_own_classes_is_not_understood(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, Own()), (2, 3)):
         path = tmp_path / f"epoch=0-step={step}.ckpt"
         torch.save({"state_dict": {"w": torch.ones(2)}, "args": held}, path)
         age(path, START + step)
-    assert [*states(tmp_path).values()] == ["unknown", "complete"]
+    assert [*states(tmp_path).values()] == ["not understood", "complete"]
 
 
 def test_metrics_that_are_no_numbers_of_json(tmp_path):
@@ -379,15 +391,13 @@ def test_links_are_listed_and_may_be_the_newest(tmp_path):
     assert newest_complete(root)[0].entry.path == root / "step-300"
 
 
-def test_a_link_to_what_lacks_a_file_of_the_others_is_not_complete(tmp_path):
+def test_a_link_to_what_lacks_a_file_of_the_others(tmp_path):
     root = tmp_path / "run"
     for step in (1, 2):
         (save_step(root / f"checkpoint-{step}") / "trainer_state.json").write_text("{}")
     save_step(tmp_path / "checkpoint-3")
     (root / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
-    found, skipped = newest_complete(root)
-    assert found.entry.path.name == "checkpoint-2"
-    assert "trainer_state.json" in skipped[0].candidate.problem
+    assert newest_complete(root)[0].candidate.lacks == "trainer_state.json"
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "last-v1.ckpt"])
@@ -464,3 +474,47 @@ def test_no_run(tmp_path):
         read_run(tmp_path / "inner" / "step-1")
     with pytest.raises(SourceNotFoundError):
         read_run(tmp_path / "nowhere")
+
+
+def test_what_holds_no_file_is_torn(tmp_path):
+    save_step(tmp_path / "step-1")
+    (tmp_path / "step-2" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "epoch=0-step=3.ckpt").touch()
+    for name in ("step-2", "epoch=0-step=3.ckpt"):
+        age(tmp_path / name, START)
+    assert states(tmp_path) == {
+        "epoch=0-step=3.ckpt": "incomplete",
+        "step-1": "complete",
+        "step-2": "incomplete",
+    }
+
+
+def test_what_is_not_understood_is_not_passed_over_as_if_it_were_being_written(tmp_path):
+    torch = pytest.importorskip("torch")
+    for step, held in ((1, 3), (2, Own())):
+        torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
+    assert [*states(tmp_path).values()] == ["complete", "not understood"]
+    with pytest.raises(UnsupportedError, match="newest checkpoint is not understood"):
+        newest_complete(tmp_path)
+    (tmp_path / "epoch=0-step=1.ckpt").unlink()
+    with pytest.raises(UnsupportedError, match="newest checkpoint is not understood"):
+        newest_complete(tmp_path)
+
+
+def test_older_ones_that_are_not_understood_do_not_matter(tmp_path):
+    torch = pytest.importorskip("torch")
+    for step, held in ((1, Own()), (2, 3)):
+        torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
+    assert newest_complete(tmp_path)[0].entry.path.name == "epoch=0-step=2.ckpt"
+
+
+def test_a_trainer_may_have_begun_with_what_is_not_recognised_yet(tmp_path):
+    save_step(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "config.json").write_text("{}")
+    assert states(tmp_path)["checkpoint-2"] == "writing"
+    assert newest_complete(tmp_path)[0].entry.path.name == "checkpoint-1"
+    age(tmp_path / "checkpoint-2", START + 120)
+    assert states(tmp_path)["checkpoint-2"] == "not understood"
+    with pytest.raises(UnsupportedError):
+        newest_complete(tmp_path)
