@@ -95,6 +95,7 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         max_shard_size=parse_bytes(options.get("max_shard_size", "5GB")),
         mp=checks.positive("mp", options.get("mp", 1)) or 1,
         assets=checks.path(options.get("assets")),
+        trust_assets=options.get("trust_assets", False),
         like=checks.path(options.get("like")),
         overwrite=options.get("overwrite", False),
         resume=options.get("resume", False),

@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
         max_shard_size: Bytes of tensors per output file: a number, or text such as ``5GB``.
         mp: Number of model-parallel files, in ``meta`` and ``deepseek``.
         assets: Directory with configuration and tokenizer; None: the source's own.
+        trust_assets: Take what *assets* say where the source's own files contradict them.
         like: Checkpoint whose distribution of keys over files is copied.
         overwrite: Replace the destination if it is a checkpoint.
         resume: Go on with an interrupted run.
@@ -70,6 +71,7 @@ class Options(TypedDict, total=False):
     max_shard_size: int | str
     mp: int
     assets: AnyPath | None
+    trust_assets: bool
     like: AnyPath | None
     overwrite: bool
     resume: bool

@@ -240,6 +240,10 @@ Assets = Annotated[
         parser=checks.place, metavar="DIR", help="Where configuration and tokenizer come from."
     ),
 ]
+TrustAssets = Annotated[
+    bool,
+    typer.Option("--trust-assets", help="Believe --assets where SRC's own files contradict it."),
+]
 Like = Annotated[
     Path | None,
     typer.Option(

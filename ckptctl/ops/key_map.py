@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import families, formats
-from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, nearest
+from ckptctl.errors import SourceNotFoundError, UsageError, nearest
 from ckptctl.formats import meta
 from ckptctl.formats.assets import DOCUMENTS, documents
-from ckptctl.planner.configs.params_facts import contradictions
+from ckptctl.ops.recognition.agreement import Description, agree
 from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.arrivals import Arrival, Piece
@@ -87,12 +87,8 @@ def map_key(
     source = from_layout or _layout_of(family, key)
     read = _configuration(config, family) if config else {}
     described, params = read.get("config.json"), read.get("params.json")
-    if described and params and (found := contradictions(family, described, params)):
-        raise MappingError(
-            "config.json and params.json contradict each other",
-            where=str(config),
-            why="; ".join(found),
-        )
+    files = [Description(name, _place(config, name), one) for name, one in read.items()]
+    agree(family, files, given, asked=model_type)
     sizes = read_sizes(family, described, params, given)
     tied = is_tied(family, described, params)
     lists = read_lists(family, described)
@@ -169,6 +165,10 @@ def _configuration(place: Path, family: Family) -> Mapping[str, Json]:
         # Only the shards tell heads that ranks repeat from heads of their own.
         return formats.open_checkpoint(root, "meta", family.name).documents
     return found
+
+
+def _place(config: Path | None, name: str) -> str:
+    return str(config) if config and config.name == name else f"{config}/{name}"
 
 
 def _target(arrival: Arrival) -> dict[str, object]:

@@ -85,14 +85,16 @@ def _same_papers(source: Path, back: Path) -> None:
 def _meant(params: dict[str, Any]) -> dict[str, Any]:
     """Return *params* with the feed-forward size in place of what it is computed from.
 
-    An unstated number of key/value heads is the number of heads, and Llama 2's -1 any vocabulary.
+    An unstated number of key/value heads is the number of heads, Llama 2's -1 any vocabulary, and
+    its rotary base of 10000 is not stated in Meta's own files.
     """
     derived = ("multiple_of", "ffn_dim_multiplier")
     ffn = ffn_size(params["dim"], params["multiple_of"], params.get("ffn_dim_multiplier"))
     rest = {name: value for name, value in params.items() if name not in derived}
     heads = params.get("n_kv_heads", params["n_heads"])
-    vocabulary = params["vocab_size"] if "rope_theta" in params else -1
-    meant = {"n_kv_heads": heads, "vocab_size": vocabulary}
+    theta = params.get("rope_theta", 10000.0)
+    vocabulary = -1 if theta == 10000.0 else params["vocab_size"]
+    meant = {"n_kv_heads": heads, "vocab_size": vocabulary, "rope_theta": theta}
     return rest | meant | {"ffn": ffn}
 
 

@@ -54,6 +54,10 @@ DOCUMENT = document(
             "their names in the source, and files that cannot be used and of which nothing tells "
             "what they hold",
         ),
+        "decided": mapping(
+            string("what was taken, and what it was taken of"),
+            "facts of the model that files state in different ways, where `--trust-assets` decided",
+        ),
         "notes": array(string(), "what the user should know"),
         "seconds": number("time that copying and publishing took", optional=True),
         "resumed_bytes": integer("bytes that an earlier run had written", optional=True),

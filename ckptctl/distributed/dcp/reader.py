@@ -54,6 +54,7 @@ class Reader(StorageReader):
         rules: TOML file that says how ranks divide tensors.
         sizes: Axis sizes that no configuration states.
         assets: Directory with configuration.
+        trust_assets: Take what *assets* say where other files contradict them.
         dequantize: Turn quantised tensors into ``bf16`` or ``fp32``; None: take them as they are.
         cast: Whether floating tensors may get another dtype than the checkpoint's.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
@@ -82,6 +83,7 @@ class Reader(StorageReader):
         rules: str | Path | None = None,
         sizes: Mapping[str, int] | None = None,
         assets: str | Path | None = None,
+        trust_assets: bool = False,
         dequantize: str | None = None,
         cast: bool = False,
         trusted: bool = False,
@@ -100,6 +102,7 @@ class Reader(StorageReader):
             rules=rules,
             sizes=sizes,
             assets=assets,
+            trust_assets=trust_assets,
             dequantize=dequantize,
             cast=cast,
             trusted=trusted,

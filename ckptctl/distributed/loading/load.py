@@ -33,6 +33,7 @@ def load(
     rules: str | Path | None = None,
     sizes: Mapping[str, int] | None = None,
     assets: str | Path | None = None,
+    trust_assets: bool = False,
     converter: str | Path | None = None,
     dequantize: str | None = None,
     strict: bool = True,
@@ -63,6 +64,7 @@ def load(
         rules: TOML file that says how ranks divide tensors, where theirs do not.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
         assets: Directory with configuration; None: the checkpoint's own.
+        trust_assets: Take what *assets* say where the checkpoint's own files contradict them.
         converter: Python file that defines one more family; it is run.
         dequantize: Turn quantised tensors into ``bf16`` or ``fp32``; None: take them as they are.
         strict: Whether names that are missing or left over are errors; else the report has them.
@@ -92,6 +94,7 @@ def load(
         rules=rules,
         sizes=sizes,
         assets=assets,
+        trust_assets=trust_assets,
         dequantize=dequantize,
         strict=strict,
         cast=cast,

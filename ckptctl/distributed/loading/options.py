@@ -19,6 +19,7 @@ class AsGiven(TypedDict, total=False):
     from_layout: str | None
     root: str | None
     tag: str | None
+    trust_assets: bool
     strict: bool
     cast: bool
     trusted: bool

@@ -29,6 +29,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         f"--like has no meaning for --to {target.name}": (
             asked.like is not None and not target.cut_by
         ),
+        "--trust-assets goes with --assets": asked.trust_assets and asked.assets is None,
         "--like and --mp both say how many shards": asked.like is not None and asked.mp > 1,
         "--like and --max-shard-size both say how to cut files": (
             asked.like is not None and asked.max_shard_size != 5 * GB

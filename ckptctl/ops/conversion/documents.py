@@ -10,9 +10,11 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
-from ckptctl.formats.assets import amended, documents, left_behind, side_files
+from ckptctl.formats.assets import DOCUMENTS, amended, documents, left_behind, side_files
 from ckptctl.formats.base import copied, document
+from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import Change
+from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.config_to_params import config_to_params
 from ckptctl.planner.configs.params_to_config import assumed, params_to_config
 from ckptctl.planner.configs.stated import Json, plain
@@ -35,9 +37,11 @@ class Assets:
     Attributes:
         roots: For each side file the directory that it lies in.
         sizes: Their sizes in bytes.
-        documents: Parsed ``config.json`` and ``params.json``.
+        documents: Parsed ``config.json`` and ``params.json``, those of ``--assets`` alone where it
+            has any.
         notes: What lies in the directory of ``--assets`` and is not carried.
         changed: Documents that no longer say what their files say.
+        described: All of them, those that ``--assets`` replaces, too.
     """
 
     roots: Mapping[str, str]
@@ -45,6 +49,7 @@ class Assets:
     documents: Mapping[str, Json]
     notes: tuple[str, ...] = ()
     changed: frozenset[str] = frozenset()
+    described: tuple[Description, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +90,15 @@ def gather(catalog: Catalog, directory: Path | None) -> Assets:
     found, described = side_files(root), documents(root)
     if not found and not described:
         raise UsageError("there is no configuration or tokenizer here", where=str(directory))
+    if str(root) == catalog.root:
+        described = own.documents
+    theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
     return Assets(
         {**own.roots, **dict.fromkeys(found, str(root))},
         {**own.sizes, **found},
         {**({} if described else own.documents), **described},
         left_behind(root),
+        described=(*(own.described if str(root) != catalog.root else ()), *theirs),
     )
 
 
@@ -98,17 +107,27 @@ def _own(catalog: Catalog) -> Assets:
     places = {Path(name).name: (path_at(catalog.root) / name).parent for name in catalog.assets}
     sizes = {Path(name).name: size for name, size in catalog.assets.items()}
     roots = {name: str(place) for name, place in places.items()}
-    return Assets(roots, sizes, catalog.documents)
+    described = (
+        Description(name, str(places.get(name, path_at(catalog.root)) / name), content)
+        for name, content in catalog.documents.items()
+        if name in DOCUMENTS
+    )
+    return Assets(roots, sizes, catalog.documents, described=tuple(described))
 
 
 def unquantised(assets: Assets) -> Assets:
     """Return *assets* as they hold once nothing is quantised any more."""
-    config = assets.documents.get(CONFIG)
-    if config is None or "quantization_config" not in config:
-        return assets
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    described = tuple(replace(one, content=_plain(one.content)) for one in assets.described)
+    config = assets.documents.get(CONFIG, {})
+    if QUANTIZATION not in config:
+        return replace(assets, described=described)
+    documents = {**assets.documents, CONFIG: _plain(config)}
     changed = assets.changed | {CONFIG}
-    return replace(assets, documents={**assets.documents, CONFIG: plain}, changed=changed)
+    return replace(assets, documents=documents, changed=changed, described=described)
+
+
+def _plain(config: Json) -> Json:
+    return {key: value for key, value in config.items() if key != QUANTIZATION}
 
 
 def papers(

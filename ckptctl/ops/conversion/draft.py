@@ -108,12 +108,15 @@ class Draft:
             given=self.options.sizes,
             vocab=self.options.vocab_size,
             whole=self.whole,
+            documents=self.assets.described,
+            trust_assets=self.options.trust_assets,
         )
         if self.options.only == "model":
             require_one_model(self.known, self.catalog.path)
         change = change_layout(self.known, selection.tensors, asked)
         self.notes += change.notes
         self.warnings += self._strange(change)
+        self.notes += [f"`{fact}`: {why}" for fact, why in change.decided.items()]
         keep_together(
             self.catalog,
             {self.known.root + name for name in selection.tensors},

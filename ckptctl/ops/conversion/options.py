@@ -35,6 +35,7 @@ class ConversionOptions:
         max_shard_size: Bytes of tensors per output file.
         mp: Number of model-parallel files, in ``meta`` and ``deepseek``.
         assets: Directory with configuration and tokenizer.
+        trust_assets: Take what *assets* say where other files contradict them.
         like: Checkpoint whose distribution of keys over files is copied.
         overwrite: Replace an existing checkpoint.
         resume: Go on from the journal of an interrupted run.
@@ -70,6 +71,7 @@ class ConversionOptions:
     max_shard_size: int = 5 * GB
     mp: int = 1
     assets: Path | None = None
+    trust_assets: bool = False
     like: Path | None = None
     overwrite: bool = False
     resume: bool = False

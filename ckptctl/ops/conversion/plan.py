@@ -165,6 +165,7 @@ class ConversionPlan:
             "dropped": dict(self.dropped),
             "left_out": dict(self.left_out),
             "missing": dict(self.missing),
+            "decided": dict(self.change.decided),
             "notes": [*self.warnings, *self.notes],
         }
 

@@ -88,7 +88,8 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
         return StateMapping(catalog, tuple(same))
     catalog = unwrapped(catalog)
     assets = gather(catalog, None)
-    documents = (unquantised(assets) if options.dequantize else assets).documents
+    assets = unquantised(assets) if options.dequantize else assets
+    documents = assets.documents
     known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
     tensors = select(catalog, known.root).tensors
     asked = LayoutRequest(
@@ -97,6 +98,7 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
         source_layout=formats.get(catalog.format).layout,
         given=options.sizes,
         whole=tuple(tensors),
+        documents=assets.described,
     )
     with advised(catalog, known.root):
         change = change_layout(known, tensors, asked)

@@ -28,6 +28,7 @@ class LoadOptions:
         rules: A file that says how ranks divide tensors, where theirs do not.
         sizes: Axis sizes that no configuration states, by any of their names.
         assets: Directory with configuration; None: the checkpoint's own.
+        trust_assets: Whether *assets* are right where the checkpoint's own files contradict them.
         dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
         strict: Whether names that are missing or left over are errors.
         cast: Whether floating elements may change their dtype.
@@ -48,6 +49,7 @@ class LoadOptions:
     rules: Path | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     assets: Path | None = None
+    trust_assets: bool = False
     dequantize: str | None = None
     strict: bool = True
     cast: bool = False

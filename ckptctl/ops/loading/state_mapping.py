@@ -19,6 +19,7 @@ from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.payloads import keep_together
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
 from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.quantised import advised
@@ -160,7 +161,8 @@ def _catalog_of(state: Mapping[str, Leaf]) -> Catalog:
 def _changed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
     catalog = unwrapped(catalog)
     assets = gather(catalog, options.assets)
-    documents = (unquantised(assets) if options.dequantize else assets).documents
+    assets = unquantised(assets) if options.dequantize else assets
+    documents, files = assets.documents, assets.described
     known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
     wanted = _recognised_state(state, known, options)
     if known.model_type is None:
@@ -170,7 +172,7 @@ def _changed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) 
     selection = select(catalog, known.root)
     names = {name for name in state if name.startswith(wanted.root)}
     with advised(catalog, known.root):
-        change = _change(catalog, known, selection.tensors, wanted, names, options)
+        change = _change(catalog, known, selection.tensors, wanted, names, options, files)
     _require_scales(catalog, known.root, selection.tensors, renamed=not change.identity)
     catalog, zeros = made(catalog, change.zeros, known.root, wanted.root)
     model = [_placed(one, known.root, wanted.root) for one in change.tensors]
@@ -225,13 +227,14 @@ def _change(
     wanted: Recognition,
     names: AbstractSet[str],
     options: LoadOptions,
+    files: tuple[Description, ...],
 ) -> Change:
     """Map the model; a tied tensor that the state has twice is written twice."""
-    change = _mapped(catalog, known, tensors, wanted, options, untie=False)
+    change = _mapped(catalog, known, tensors, wanted, options, files, untie=False)
     if names <= {wanted.root + view.key for one in change.tensors for view in one.targets}:
         return change
     try:
-        return _mapped(catalog, known, tensors, wanted, options, untie=True)
+        return _mapped(catalog, known, tensors, wanted, options, files, untie=True)
     except UsageError:
         return change
 
@@ -242,6 +245,7 @@ def _mapped(
     tensors: Mapping[str, TensorEntry],
     wanted: Recognition,
     options: LoadOptions,
+    files: tuple[Description, ...],
     *,
     untie: bool,
 ) -> Change:
@@ -253,6 +257,8 @@ def _mapped(
         partial=options.partial,
         given=options.sizes,
         whole=tuple(tensors),
+        documents=files,
+        trust_assets=options.trust_assets,
     )
     return change_layout(known, tensors, asked)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptctl import families
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UsageError, listed
+from ckptctl.ops.recognition.agreement import Agreement, Description, agree
 from ckptctl.ops.recognition.recognise import Recognition, require_one
-from ckptctl.planner.configs.params_facts import contradictions
 from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
@@ -39,6 +39,7 @@ class Change:
         notes: What the user should know.
         tilings: What becomes of embeddings of tiles that the target stores in another way.
         vocab: Size that the vocabulary was padded or cut to; None: it was kept.
+        decided: Facts on which descriptions differ, and what ``--trust-assets`` took.
     """
 
     family: Family | None
@@ -54,6 +55,7 @@ class Change:
     notes: tuple[str, ...] = ()
     tilings: tuple[Tiling, ...] = ()
     vocab: int | None = None
+    decided: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def identity(self) -> bool:
@@ -76,6 +78,8 @@ class LayoutRequest:
         given: Axis sizes that the user states.
         vocab: Size that the vocabulary is padded or cut to; None: keep it.
         whole: Names of all of the model's tensors, where those to be changed are a part of them.
+        documents: The files that describe the model, those that ``--assets`` replaces, too.
+        trust_assets: Whether ``--assets`` is right where they contradict each other.
     """
 
     target_layout: str | None
@@ -87,6 +91,8 @@ class LayoutRequest:
     given: Mapping[str, int] | None = None
     vocab: int | None = None
     whole: Collection[str] | None = None
+    documents: tuple[Description, ...] = ()
+    trust_assets: bool = False
 
     @property
     def needs_family(self) -> bool:
@@ -107,7 +113,7 @@ def change_layout(
     Raises:
         MappingError: The family is not known without doubt, or keys, shapes and configuration do
             not fit it.
-        UsageError: A given size has no such name, or contradicts the configuration.
+        UsageError: A given size has no such name, or contradicts a file.
     """
     target = asked.target_layout or known.layout
     unknown = not known.candidates and target in (None, asked.source_layout or "hf")
@@ -118,8 +124,8 @@ def change_layout(
         family = families.family(known.model_type)
     else:
         _require_no_family(tensors, asked)
-        return _unchanged(known, tensors, target)
-    _agree(family, known, asked.where)
+        return _unchanged(known, tensors, target, _agreement(None, known, tensors, asked))
+    agreed = _agreement(family, known, tensors, asked)
     source = known.layout or ""
     written = source if same else target or source
     found = _mapped(family, (source, written), known, tensors, asked)
@@ -135,9 +141,10 @@ def change_layout(
         found.zeros,
         found.sizes,
         found.tied,
-        tuple(tiling.note for tiling in found.tilings),
+        (*agreed.notes, *(tiling.note for tiling in found.tilings)),
         found.tilings,
         asked.vocab,
+        agreed.decided,
     )
 
 
@@ -230,21 +237,28 @@ def _interchangeable(known: Recognition, target: str) -> bool:
     )
 
 
-def _agree(family: Family, known: Recognition, where: str) -> None:
-    if known.config is None or known.params is None:
-        return
-    found = contradictions(family, known.config, known.params)
-    if found:
-        raise MappingError(
-            "config.json and params.json contradict each other",
-            where=where,
-            why="; ".join(found),
-            hint="--assets DIR names a directory with the right one",
-        )
+def _agreement(
+    family: Family | None,
+    known: Recognition,
+    tensors: Mapping[str, TensorEntry],
+    asked: LayoutRequest,
+) -> Agreement:
+    names = tensors if asked.whole is None else asked.whole
+    return agree(
+        family,
+        asked.documents,
+        asked.given,
+        asked=known.asked,
+        held=(known.layout, names) if known.layout else None,
+        trust_assets=asked.trust_assets,
+    )
 
 
 def _unchanged(
-    known: Recognition, tensors: Mapping[str, TensorEntry], target: str | None
+    known: Recognition,
+    tensors: Mapping[str, TensorEntry],
+    target: str | None,
+    agreed: Agreement,
 ) -> Change:
     if target is not None and known.layout is None and target != "hf":
         raise MappingError(
@@ -253,11 +267,11 @@ def _unchanged(
             hint="without mapping, hf, dcp and torch keep the names as they are",
         )
     mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
-    notes: tuple[str, ...] = ()
+    notes = agreed.notes
     if known.asked and not known.candidates:
-        notes = (f"names are kept: no layout of `{known.asked}` has these keys",)
+        notes += (f"names are kept: no layout of `{known.asked}` has these keys",)
     elif known.candidates and not known.exact:
-        notes = (f"names are kept; not all of them are those of {known.named}",)
+        notes += (f"names are kept; not all of them are those of {known.named}",)
     return Change(
         None,
         known.layout,
@@ -265,6 +279,7 @@ def _unchanged(
         mapped,
         {},
         notes=notes,
+        decided=agreed.decided,
     )
 
 

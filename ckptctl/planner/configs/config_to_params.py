@@ -57,8 +57,6 @@ def config_to_params(
     for name, fact in facts_of(style):
         if fact.back:
             _state(params, fact, name, values)
-    if style.derived and params["rope_theta"] == preset(family, {}).get("rope_theta") == 10000.0:
-        del params["rope_theta"]
     for name, value in style.constant.items():
         put(params, name, value)
     tied = config.get("tie_word_embeddings") is True and not style.derived

@@ -6,6 +6,7 @@ Source: ``FeedForward`` in ``llama/model.py`` and ``llama_models/llama3/model.py
 from __future__ import annotations
 
 from ckptctl.errors import MappingError
+from ckptctl.planner.configs.stated import Json, count, number
 
 PARAMS = ("multiple_of", "ffn_dim_multiplier")
 _FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
@@ -17,6 +18,17 @@ def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
     if multiplier is not None:
         hidden = int(multiplier * hidden)
     return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
+
+
+def ffn_of(params: Json, dim: int) -> int:
+    """Return the feed-forward size that params.json gives by the formula.
+
+    Raises:
+        MappingError: What it says of the formula is no number.
+    """
+    factor = params.get("ffn_dim_multiplier")
+    multiple = count(params.get("multiple_of"), "multiple_of") or 256
+    return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
 
 
 def ffn_params(dim: int, size: int) -> tuple[int, float | None]:

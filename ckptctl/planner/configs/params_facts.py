@@ -1,4 +1,4 @@
-"""What config.json and params.json say of one model, fact by fact, and where they disagree."""
+"""What config.json and params.json say of one model, fact by fact."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.stated import Json, count, number, plain, read_sizes, rope
+from ckptctl.planner.configs.feed_forward import PARAMS as FORMULA
+from ckptctl.planner.configs.stated import Json, count, number, rope
 from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.families.statements import ParamsStyle, Rule, Same, looked_up
+from ckptctl.planner.families.statements import (
+    ParamsStyle,
+    Rule,
+    Same,
+    spellings,
+)
 from ckptctl.planner.layouts import Family
 
 SCALED = "use_scaled_rope"
-_MODULES = ("text_config", "vision_config")
+MODULES = ("text_config", "vision_config")
+"""Objects of config.json that describe models inside of the model."""
 
 
 def preset(family: Family, params: Json) -> dict[str, object]:
@@ -76,7 +83,7 @@ def merge(values: dict[str, object], added: Json) -> None:
     """Add *added* to *values*, inside of objects that both have."""
     for key, value in added.items():
         inner = values.get(key)
-        if isinstance(inner, dict) and isinstance(value, Mapping) and key in _MODULES:
+        if isinstance(inner, dict) and isinstance(value, Mapping) and key in MODULES:
             merge(inner, value)
         else:
             values[key] = deepcopy(value)
@@ -85,7 +92,7 @@ def merge(values: dict[str, object], added: Json) -> None:
 def canonical(config: Json) -> dict[str, object]:
     """Return *config* with ``rope_theta`` and ``rope`` wherever it describes rotary frequencies."""
     values = dict(config)
-    for name in _MODULES:
+    for name in MODULES:
         inner = values.get(name)
         if isinstance(inner, Mapping):
             values[name] = canonical(inner)
@@ -115,26 +122,9 @@ def require_translated(family: Family, wanted: str, given: str) -> None:
         )
 
 
-def contradictions(family: Family, config: Json, params: Json) -> list[str]:
-    """Return where config.json and params.json of one checkpoint disagree, for people.
-
-    Args:
-        family: The model type.
-        config: config.json.
-        params: params.json.
-
-    Raises:
-        MappingError: One of them holds a value of the wrong kind.
-    """
-    ours, theirs = read_sizes(family, config), read_sizes(family, None, params)
-    found = [
-        f"{family.called(axis)}: {ours[axis]} and {theirs[axis]}"
-        for axis in ours
-        if theirs.get(axis, ours[axis]) != ours[axis]
-    ]
-    inner, outer = plain(params), canonical(config)
-    for name, fact in facts_of(family.params):
-        one, other = looked_up(outer, name), looked_up(inner, fact.params)
-        if fact.kind == "number" and None not in (one, other) and one != other:
-            found.append(f"`{fact.params}`: {one} and {other}")
-    return found
+def named_in(family: Family) -> set[str]:
+    """Return the names of params.json that mean something, or nothing of the model."""
+    style = family.params
+    known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in facts_of(style))}
+    known |= {one for names in family.sizes.values() for one in spellings(names[1])}
+    return known | ({*FORMULA, SCALED} if style.derived else set())

@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.feed_forward import PARAMS as FORMULA
-from ckptctl.planner.configs.feed_forward import ffn_size
+from ckptctl.planner.configs.feed_forward import ffn_of
 from ckptctl.planner.configs.params_facts import (
+    MODULES,
     SCALED,
     facts_of,
     merge,
+    named_in,
     preset,
     put,
     require_translated,
     rules_of,
     value_of,
 )
-from ckptctl.planner.configs.stated import Json, count, facts, number, plain, read_sizes
+from ckptctl.planner.configs.stated import Json, facts, plain, read_sizes
 from ckptctl.planner.families.statements import ParamsStyle, Same, looked_up, spellings
 from ckptctl.planner.layouts import Family
 
@@ -76,18 +77,28 @@ def params_to_config(
 
 
 def assumed(family: Family, params: Json) -> dict[str, object]:
-    """Return what config.json says for want of a word in *params*, by its names there."""
+    """Return what config.json says for want of a word in *params*, by its names there.
+
+    That is what differs between models of one family: ids of tokens, lengths, rotary periods.
+    """
     values, style = facts(params), family.params
-    stated = {n for n, fact in facts_of(style) if looked_up(values, fact.params) is not None}
-    extra = preset(family, values)
-    found = {name: looked_up(extra, name) for name, _ in facts_of(style) if name not in stated}
-    return {name: value for name, value in found.items() if value is not None}
+    known = {n for n, fact in facts_of(style) if looked_up(values, fact.params) is not None}
+    known |= {"model_type", *(name for name, _ in rules_of(style))}
+    return {n: v for n, v in _scalars(preset(family, values)) if n not in known and v is not None}
+
+
+def _scalars(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if key in MODULES and isinstance(value, Mapping):
+            yield from _scalars(value, f"{key}.")
+        elif not isinstance(value, Mapping):
+            yield prefix + key, value
 
 
 def _known_sizes(family: Family, values: Json, known: dict[str, int]) -> Iterator[tuple[str, int]]:
     """Yield the size of each axis that config.json states."""
     if family.params.derived and "f" not in known and "d" in known:
-        known["f"] = _ffn_of(values, known["d"])
+        known["f"] = ffn_of(values, known["d"])
     lacking = [family.called(a) for a, names in family.sizes.items() if names[0] and a not in known]
     if lacking:
         raise MappingError(
@@ -96,18 +107,9 @@ def _known_sizes(family: Family, values: Json, known: dict[str, int]) -> Iterato
     yield from ((axis, known[axis]) for axis, names in family.sizes.items() if names[0])
 
 
-def _ffn_of(values: Json, dim: int) -> int:
-    factor = values.get("ffn_dim_multiplier")
-    multiple = count(values.get("multiple_of"), "multiple_of") or 256
-    return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
-
-
 def _understood(family: Family, params: Json) -> None:
     """Refuse what params.json says and config.json of this family has no word for."""
-    style = family.params
-    known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in facts_of(style))}
-    known |= {one for names in family.sizes.values() for one in spellings(names[1])}
-    known |= {*FORMULA, SCALED} if style.derived else set()
+    style, known = family.params, named_in(family)
     for name, value in _leaves(params, known | style.constant.keys()):
         if name in style.constant:
             if value != style.constant[name]:

@@ -120,8 +120,8 @@ def read_sizes(
     """Return the axis sizes that a configuration states or implies.
 
     The number of key/value heads defaults to that of the query heads, the head dimension to the
-    hidden size divided by the query heads. Where both files are given, config.json wins: compare
-    them with :func:`ckptctl.planner.configs.params_facts.contradictions`.
+    hidden size divided by the query heads. Of several statements the last one is taken, of
+    params.json, config.json and *given*: :mod:`ckptctl.planner.configs.agreement` compares them.
 
     Args:
         family: The model type.
@@ -133,7 +133,7 @@ def read_sizes(
 
     Raises:
         MappingError: A size is not a positive integer, or the hidden size is not divisible.
-        UsageError: A given size contradicts the configuration or another one.
+        UsageError: A given size is not one of the family's.
     """
     sizes: dict[str, int] = {}
     for column, file in ((1, params), (0, config)):
@@ -143,23 +143,14 @@ def read_sizes(
         names = {axis: spelled(values, n[column]) for axis, n in family.sizes.items()}
         named = {axis: count(looked_up(values, name), name) for axis, name in names.items()}
         sizes |= {axis: size for axis, size in named.items() if size is not None}
-    agreed = _agreed(family, sizes, given or {})
-    return _implied(family, agreed) if implied else agreed
+    sizes |= {axis_called(family, name): size for name, size in (given or {}).items()}
+    return _implied(family, sizes) if implied else sizes
 
 
-def _agreed(family: Family, stated: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
-    """Return *stated* sizes together with those *given*; no two may disagree."""
-    sizes = dict(stated)
-    source = dict.fromkeys(stated, "the configuration")
-    for name, size in given.items():
-        axis = axis_called(family, name)
-        if sizes.setdefault(axis, size) != size:
-            raise UsageError(
-                f"`--set {name}={size}` contradicts {source[axis]}",
-                why=f"there, {family.called(axis)} is {sizes[axis]}",
-            )
-        source.setdefault(axis, f"`--set {name}={size}`")
-    return sizes
+def fact_of(family: Family, axis: str) -> str:
+    """Return what config.json calls the size of *axis*, or what else names it."""
+    config, params = family.sizes.get(axis, ("", ""))
+    return spellings(config)[0] or spellings(params)[0] or axis
 
 
 def axis_called(family: Family, name: str) -> str:

@@ -20,6 +20,22 @@ SIZES: Mapping[str, tuple[str, str]] = {
 """What most of transformers' configurations call the sizes of axes."""
 
 
+QKV = ("q_bias", "k_bias", "v_bias")
+MLP = ("w1_bias", "w2_bias", "w3_bias", "shared_w1_bias", "shared_w2_bias", "shared_w3_bias")
+SWITCHES: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": (*QKV, "qkv_bias", "q_a_bias", "kv_a_bias"),
+    "attention_out_bias": ("o_bias",),
+    "mlp_bias": MLP,
+    "multimodal_projector_bias": ("adapter_w1_bias", "adapter_w2_bias"),
+    "qk_layernorm": ("q_norm", "k_norm"),
+    "qkv_bias": QKV,
+    "use_bias": (*QKV, "o_bias", *MLP),
+    "use_qk_norm": ("q_norm", "k_norm"),
+    "use_qkv_bias": QKV,
+}
+"""What config.json switches on, and the optional tensors, without indices, that come with it."""
+
+
 class Present:
     """The sign that a value is stated, whatever it is."""
 

@@ -7,6 +7,7 @@ import pytest
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
 from ckptctl.ops.conversion.documents import resized
+from ckptctl.ops.recognition.agreement import Description, agree
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.stated import axis_called, read_sizes
 
@@ -60,11 +61,11 @@ def test_the_same_twice_is_fine():
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"h": 16}, "the configuration"), ({"k": 8, "n_kv_heads": 4}, "`--set k=8`")],
+    [({"h": 16}, "m/config.json"), ({"k": 8, "n_kv_heads": 4}, "`--set n_kv_heads=4`")],
 )
 def test_contradictions_are_refused(given, said):
     with pytest.raises(UsageError) as caught:
-        read_sizes(LLAMA, CONFIG, given=given)
+        agree(LLAMA, [Description("config.json", "m/config.json", CONFIG)], given)
     assert said in caught.value.what
 
 

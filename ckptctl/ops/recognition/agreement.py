@@ -1,0 +1,220 @@
+"""Whether all that describes a model says the same of it, and what ``--trust-assets`` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from ckptctl import families
+from ckptctl.errors import SHOWN, MappingError, UsageError
+from ckptctl.planner.configs.agreement import (
+    Contradiction,
+    Statement,
+    contradictions,
+    differences,
+    of_config,
+    of_params,
+    of_sizes,
+    of_tensors,
+    switched,
+    unsaid,
+)
+from ckptctl.planner.configs.stated import Json, facts
+from ckptctl.planner.families.declarations import Signs as Sign
+from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.matching import match
+
+CONFIG = "config.json"
+Signs: TypeAlias = tuple[Sign, ...]
+
+WRONG = "tensors of one of these models compute something else by the description of the other"
+TRUST = "`--trust-assets` takes what `--assets` says"
+RIGHT = "`--assets DIR --trust-assets` takes the right ones from DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A file that describes the model.
+
+    Attributes:
+        name: What kind of file it is.
+        place: Its path.
+        content: What it says.
+        assets: Whether it is one of ``--assets``.
+    """
+
+    name: Literal["config.json", "params.json"]
+    place: str
+    content: Json
+    assets: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What came of the comparison.
+
+    Attributes:
+        decided: Facts that are stated in two ways, and which one was taken of which.
+        notes: Differences that change nothing of what the tensors compute.
+    """
+
+    decided: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def agree(
+    family: Family | None,
+    described: Sequence[Description],
+    given: Mapping[str, int] | None = None,
+    *,
+    asked: str | None = None,
+    held: tuple[str, Collection[str]] | None = None,
+    trust_assets: bool = False,
+) -> Agreement:
+    """Compare every statement about a model with all others of the same fact.
+
+    Args:
+        family: The model type; None: it is not known, and params.json is not understood.
+        described: The files that describe it.
+        given: What ``--set`` says.
+        asked: The model type, where the user named it.
+        held: Layout and names of all of the model's tensors.
+        trust_assets: Whether ``--assets`` decides.
+
+    Raises:
+        MappingError: Two files contradict each other, or the tensors.
+        UsageError: ``--set`` contradicts a file or another ``--set``.
+    """
+    configs = [facts(one.content) for one in described if one.name == CONFIG]
+    by_file = [[*_of_file(family, one, configs, asked)] for one in described]
+    statements = [one for said in by_file for one in said]
+    if family is not None:
+        _require_given(family, statements, given or {})
+        if held is not None:
+            statements += _of_tensors(family, *held, [*statements])
+    found = contradictions(statements)
+    undecided = [one for one in found if not (trust_assets and one.decided)]
+    if undecided:
+        raise _contradiction(undecided, described, trusted=trust_assets)
+    return Agreement({one.fact: _decision(one) for one in found}, tuple(_notes(described, by_file)))
+
+
+def _of_file(
+    family: Family | None, file: Description, configs: Sequence[Json], asked: str | None
+) -> Iterator[Statement]:
+    """Yield what one file says."""
+    said: Iterable[Statement] = ()
+    if file.name == CONFIG:
+        said = of_config(family, file.content, file.place)
+    elif family is not None:
+        writer = family if asked else _writer(family, facts(file.content), configs)
+        other = Statement("model_type", f"not {family.name}", file.place)
+        said = of_params(writer, file.content, file.place) if writer else (other,)
+    yield from (replace(one, trusted=file.assets) for one in said)
+
+
+def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:
+    """Return the family whose params.json this is: *family*, or one that refines or is refined.
+
+    Sizes that tell a release (Llama 3.2) are believed; where they are others, a config.json tells.
+    """
+    known = families.families()
+    below = [one for one in known.values() if family.name in _refined(one, known)]
+    below.sort(key=lambda one: -len(_refined(one, known)))
+    above = [known[name] for name in _refined(family, known)]
+    possible = [one for one in below if any(_holds(one.config_signs, file) for file in configs)]
+    orders = (
+        (one for one in below if _holds(one.params_signs, params)),
+        (one for one in (*possible, family) if _holds(_sizeless(one), params)),
+        (one for one in (family, *above) if _holds(one.params_signs, params)),
+    )
+    return next((one for order in orders for one in order), None)
+
+
+def _sizeless(family: Family) -> Signs:
+    """Return the signs of a family's params.json without sizes; those of sizes alone are none."""
+    sizes = {name for _, name in family.sizes.values()}
+    found = ({k: v for k, v in sign.items() if k not in sizes} for sign in family.params_signs)
+    return tuple(sign for sign in found if sign)
+
+
+def _holds(signs: Signs, values: Json) -> bool:
+    return any(holds(sign, values) for sign in signs)
+
+
+def _refined(family: Family, known: Mapping[str, Family]) -> list[str]:
+    """Return the families that *family* is a special case of, the nearest first."""
+    found: list[str] = []
+    parent = family.refines
+    while parent in known and parent not in found:
+        found.append(parent)
+        parent = known[parent].refines
+    return found
+
+
+def _require_given(
+    family: Family, statements: Sequence[Statement], given: Mapping[str, int]
+) -> None:
+    """Refuse a ``--set`` that something else contradicts: of the user nothing is overruled."""
+    said = [*of_sizes(family, given)]
+    sources = {one.source for one in said}
+    for found in contradictions([*said, *(one for one in statements if one.stated)]):
+        options = [one for one in found.statements if one.source in sources]
+        if options:
+            other = next(one for one in found.statements if one is not options[0])
+            raise UsageError(
+                f"{options[0].source} contradicts {other.source}",
+                why=f"there, `{found.fact}` is {other.value}",
+                hint="`--set` is for sizes that nothing else states",
+            )
+
+
+def _of_tensors(
+    family: Family, layout: str, names: Collection[str], statements: Iterable[Statement]
+) -> Iterator[Statement]:
+    """Yield what the tensors say of what *statements* switch on or off."""
+    switches = [*switched(family)]
+    if not {one.fact for one in statements}.isdisjoint(switches):
+        held = match(family, family.layout(layout), names).held
+        yield from of_tensors(family, {name.partition(".")[0] for name in held})
+
+
+def _contradiction(
+    found: Sequence[Contradiction], described: Sequence[Description], *, trusted: bool
+) -> MappingError:
+    more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
+    assets = any(file.assets for file in described)
+    hint = "correct the file that is wrong" if trusted else TRUST if assets else RIGHT
+    return MappingError(
+        "what describes the model contradicts itself",
+        where=" and ".join(file.place for file in described),
+        why="; ".join(map(str, found[:SHOWN])) + more + f": {WRONG}",
+        hint=hint,
+    )
+
+
+def _decision(found: Contradiction) -> str:
+    """Say which statement was taken, and of which others."""
+    taken = found.decided
+    return f"{taken}, not " + " or ".join(str(one) for one in found.statements if one != taken)
+
+
+def _notes(
+    described: Sequence[Description], by_file: Sequence[Sequence[Statement]]
+) -> Iterator[str]:
+    """Yield what two config.json differ on that changes no logits, and what only one says."""
+    configs = [pair for pair in zip(described, by_file, strict=True) if pair[0].name == CONFIG]
+    for file, said in configs:
+        for other, theirs in configs:
+            if file.assets or not other.assets:
+                continue
+            differ = differences(file.content, other.content)
+            for fact, (one, two) in differ.items():
+                yield f"`{fact}` is {one!r} in {file.place} and {two!r} in {other.place}"
+            alone = unsaid(said, theirs)
+            if alone:
+                shown = ", ".join(f"`{one.fact}` ({one.value!r})" for one in alone[:SHOWN])
+                more = f" and {len(alone) - SHOWN:,} more" if len(alone) > SHOWN else ""
+                yield f"{other.place} does not state {shown}{more}, as {file.place} does"

@@ -1,0 +1,359 @@
+"""Statements of the same fact, whoever makes them, and where they contradict each other.
+
+Facts have the names that config.json gives them; what describes the rotary frequencies is found
+under ``rope.`` whichever way it is spelled. A config.json states all that it holds but for the keys
+of :data:`IGNORED`; the keys of :data:`NOTED` say nothing of what the tensors compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptctl.errors import listed
+from ckptctl.planner.configs.feed_forward import ffn_of
+from ckptctl.planner.configs.params_facts import (
+    MODULES,
+    SCALED,
+    canonical,
+    facts_of,
+    named_in,
+    preset,
+    rules_of,
+    value_of,
+)
+from ckptctl.planner.configs.stated import Json, axis_called, fact_of, facts, plain, read_sizes
+from ckptctl.planner.families.declarations import SWITCHES
+from ckptctl.planner.families.statements import NEEDED, looked_up, spellings
+from ckptctl.planner.layouts import Family
+
+IGNORED: Mapping[str, tuple[str, ...]] = {
+    "where the model comes from": ("architectures", "auto_map", "transformers_version"),
+    "the element type, which the tensors have": ("dtype", "torch_dtype", "use_bfloat16"),
+    "the tokenizer": ("model_max_length", "tokenizer_class"),
+    "training": (
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "aux_loss_alpha",
+        "classifier_dropout",
+        "dropout",
+        "dropout_rate",
+        "embd_pdrop",
+        "embedding_dropout",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "initializer_factor",
+        "initializer_range",
+        "pretraining_tp",
+        "projector_dropout",
+        "resid_pdrop",
+        "residual_dropout",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "seq_aux",
+    ),
+    "what a call returns": (
+        "id2label",
+        "label2id",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "problem_type",
+        "return_dict",
+        "task_specific_params",
+        "torchscript",
+        "use_cache",
+    ),
+}
+"""Keys of config.json that say nothing of what the tensors compute, by what they are about.
+
+Whatever begins with an underscore belongs to them.
+"""
+
+NOTED = (
+    "bos_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "max_position_embeddings",
+    "pad_token_id",
+)
+"""Keys of config.json that change no logits: that two files differ on them is said in a note."""
+
+PLACED = ("dynamic", "longrope", "su", "yarn")
+"""Kinds of rotary scaling that ``max_position_embeddings`` takes part in."""
+
+SILENT: Mapping[str, object] = {"rope.rope_type": "default", "quantization_config": None}
+"""What a config.json means that does not say it, in every family."""
+
+SAME_WORDS = {"swish": "silu"}
+RENAMED = {
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+    "rope.partial_rotary_factor": "partial_rotary_factor",
+    "original_max_position_embeddings": "rope.original_max_position_embeddings",
+}
+"""Names of versions of transformers for the same fact."""
+
+ROPE = frozenset({"rope_scaling", "rope_parameters"})
+"""What says how rotary frequencies are scaled; null there means that they are not."""
+
+PRECISION = 1e-6
+"""How far apart two spellings of one number may be: float32 has seven digits."""
+
+_SKIPPED = frozenset(key for keys in IGNORED.values() for key in keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What is said of one fact in one place.
+
+    Attributes:
+        fact: Its name.
+        value: In canonical terms.
+        source: The file or option.
+        stated: Whether it is said there; else it is what silence means there.
+        said: What the fact is called there.
+        trusted: Whether it stands in ``--assets``.
+    """
+
+    fact: str
+    value: object
+    source: str
+    stated: bool = True
+    said: str = ""
+    trusted: bool = False
+
+    def __str__(self) -> str:
+        called = f" as `{self.said}`" if self.said not in ("", self.fact) else ""
+        silent = "" if self.stated else ", which does not state it"
+        return f"{self.value!r} in {self.source}{called}{silent}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A fact that is stated in two ways.
+
+    Attributes:
+        fact: Its name.
+        statements: The first one of each value.
+    """
+
+    fact: str
+    statements: tuple[Statement, ...]
+
+    def __str__(self) -> str:
+        return f"`{self.fact}` is {' and '.join(map(str, self.statements))}"
+
+    @property
+    def decided(self) -> Statement | None:
+        """Return what ``--assets`` says, where it says one thing."""
+        trusted = [one for one in self.statements if one.trusted]
+        return trusted[0] if len(trusted) == 1 else None
+
+
+def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]:
+    """Return the facts of which not all *statements* say the same, in the order of the first.
+
+    What is stated nowhere is no contradiction, whatever silence means.
+    """
+    by_fact: dict[str, list[Statement]] = {}
+    for one in statements:
+        by_fact.setdefault(one.fact, []).append(one)
+    found = []
+    for fact, said in by_fact.items():
+        different: list[Statement] = []
+        for one in sorted(said, key=lambda one: one.trusted, reverse=True):
+            if not any(_equal(one.value, other.value) for other in different):
+                different.append(one)
+        different.sort(key=said.index)
+        if len(different) > 1 and any(one.stated for one in said):
+            found.append(Contradiction(fact, tuple(different)))
+    return tuple(found)
+
+
+def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
+    """Yield what a config.json says.
+
+    Args:
+        family: The model type, which knows the defaults of sizes; None: it is not known.
+        config: The file's content.
+        source: What to call the file.
+
+    Raises:
+        MappingError: A size is not a positive integer.
+    """
+    values = dict(_leaves(canonical(_told(config))))
+    if family is not None:
+        named = read_sizes(family, config, implied=False)
+        for axis, size in read_sizes(family, config).items():
+            yield Statement(fact_of(family, axis), size, source, axis in named)
+        for names in family.sizes.values():
+            for name in spellings(names[0]):
+                values.pop(name, None)
+    yield from (Statement(name, value, source) for name, value in values.items())
+    named = {f"{name}.": config.get(name) for name in MODULES}
+    unscaled = {
+        f"{prefix}rope.rope_type"
+        for prefix, inner in {"": config, **named}.items()
+        if isinstance(inner, Mapping) and not ROPE.isdisjoint(inner)
+    }
+    for name, value in _defaults(family, config).items():
+        if name not in values:
+            yield Statement(name, value, source, stated=name in unscaled)
+
+
+def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
+    """Yield what a params.json says, in the words of config.json.
+
+    Args:
+        family: The model type whose params.json it is.
+        params: The file's content.
+        source: What to call the file.
+
+    Raises:
+        MappingError: It holds a value of the wrong kind.
+    """
+    style, values = family.params, facts(params)
+    sizes = read_sizes(family, None, params)
+    named = read_sizes(family, None, params, implied=False)
+    if style.derived and "f" not in sizes and "d" in sizes and "multiple_of" in values:
+        sizes["f"] = ffn_of(values, sizes["d"])
+    for axis, size in sizes.items():
+        yield Statement(fact_of(family, axis), size, source, axis in named, family.sizes[axis][1])
+    unscaled = f"{style.prefix}rope.rope_type"
+    told = {unscaled: Statement(unscaled, "default", source, stated=False)}
+    for name, value in _leaves(canonical(preset(family, values))):
+        if name.rpartition(".")[2] not in (*NOTED, "model_type"):
+            by_word = SCALED in values and name.startswith(unscaled.removesuffix("rope_type"))
+            told[name] = Statement(name, value, source, by_word, SCALED if by_word else "")
+    for name, rule in rules_of(style):
+        told[name] = Statement(name, _plain(rule.allowed[0]), source, stated=False)
+    for name, fact in facts_of(style):
+        stated = looked_up(plain(params), fact.params)
+        value = value_of(fact, fact.absent if stated is None else stated, fact.params)
+        if value is not None and name.rpartition(".")[2] not in NOTED:
+            told[name] = Statement(name, value, source, stated is not None, fact.params)
+    if isinstance(tied := values.get("tied_embeddings"), bool):
+        name = f"{style.prefix}tie_word_embeddings"
+        told[name] = Statement(name, tied, source, said="tied_embeddings")
+    known = named_in(family)
+    for name, value in _leaves(plain(params)):
+        if name not in known and name.partition(".")[0] not in known:
+            told.setdefault(name, Statement(name, value, source))
+    yield from told.values()
+
+
+def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
+    """Yield what ``--set`` says.
+
+    Raises:
+        UsageError: The family has no size of that name.
+    """
+    for name, size in given.items():
+        axis = axis_called(family, name)
+        yield Statement(fact_of(family, axis), size, f"`--set {name}={size}`")
+
+
+def switched(family: Family) -> Mapping[str, set[str]]:
+    """Return what a config.json may switch on in *family*, and the tensors that come with it."""
+    module, dot, _ = spellings(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")
+    optional = {name.partition(".")[0] for name, one in family.tensors.items() if one.optional}
+    found = {name: optional.intersection(tensors) for name, tensors in SWITCHES.items()}
+    both = {f"{prefix}{name}": one for name, one in found.items() for prefix in {"", module + dot}}
+    return {name: tensors for name, tensors in both.items() if tensors}
+
+
+def of_tensors(family: Family, present: Collection[str]) -> Iterator[Statement]:
+    """Yield what the logical tensors that are there, by name without indices, say of switches."""
+    for name, tensors in switched(family).items():
+        on = not tensors.isdisjoint(present)
+        source = f"the tensors ({'with' if on else 'without any'} {listed(sorted(tensors))})"
+        yield Statement(name, on, source)
+
+
+def differences(one: Json, other: Json) -> dict[str, tuple[object, object]]:
+    """Return on which of the facts of :data:`NOTED` two config.json differ, and their values."""
+    first, second = dict(_noted(one)), dict(_noted(other))
+    return {
+        name: (value, second[name])
+        for name, value in first.items()
+        if name in second and value != second[name]
+    }
+
+
+def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[Statement]:
+    """Return what *statements* say and the *other* ones do not, but for what is off or empty."""
+    known = {one.fact for one in other}
+    return [one for one in statements if one.stated and one.value and one.fact not in known]
+
+
+def _told(config: Json) -> Json:
+    """Return *config* without windows that it does not use, and one base for each kind of layer."""
+    unused = ("sliding_window", "max_window_layers")
+    used = config.get("use_sliding_window") is not False
+    values = {key: value for key, value in config.items() if used or key not in unused}
+    layers = values.get("rope_parameters")
+    if isinstance(layers, Mapping) and isinstance(layers.get("full_attention"), Mapping):
+        values["rope_parameters"] = layers["full_attention"]
+        theta = looked_up(layers, "sliding_attention.rope_theta")
+        values |= {} if theta is None else {"rope_local_base_freq": theta}
+    inner = {key: _told(one) for key in MODULES if isinstance(one := values.get(key), Mapping)}
+    return values | inner
+
+
+def _leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the facts that a config.json states, in its order, under their canonical names."""
+    placed = looked_up(values, "rope.rope_type") in PLACED
+    for key, value in values.items():
+        if key in _SKIPPED or key.startswith("_") or key in ROPE:
+            continue
+        if key in NOTED and not (placed and key == "max_position_embeddings"):
+            continue
+        name = prefix + key
+        if isinstance(value, Mapping):
+            if key == "quantization_config":
+                yield name, value.get("quant_method")
+            yield from _leaves(value, f"{name}.")
+        elif value is not None or key == "sliding_window":
+            yield _renamed(name), _plain(value)
+
+
+def _renamed(name: str) -> str:
+    module, dot, inner = name.partition(".")
+    if module in MODULES:
+        return module + dot + RENAMED.get(inner, inner)
+    return RENAMED.get(name, name)
+
+
+def _plain(value: object) -> object:
+    return SAME_WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def _defaults(family: Family | None, config: Json) -> dict[str, object]:
+    """Return what a config.json means that does not say it."""
+    modules = ("", *(f"{name}." for name in MODULES[:1] if isinstance(config.get(name), Mapping)))
+    found = {module + name: value for module in modules for name, value in SILENT.items()}
+    if family is not None and family.params_signs and family.params.translated:
+        known = ((name, fact.default) for name, fact in facts_of(family.params))
+        found |= {n: v for n, v in known if v is not NEEDED and n.rpartition(".")[2] not in NOTED}
+    return found
+
+
+def _noted(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if key in NOTED and value is not None:
+            yield prefix + key, value
+        elif key in MODULES and isinstance(value, Mapping):
+            yield from _noted(value, f"{prefix}{key}.")
+
+
+def _equal(one: object, other: object) -> bool:
+    """Return whether two values are the same, whatever a number is spelled like."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return one == other or math.isclose(one, other, rel_tol=PRECISION)
+    return one == other

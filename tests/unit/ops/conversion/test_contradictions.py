@@ -1,0 +1,192 @@
+"""Files that describe one model in two ways: refused with both named, or decided by the user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import MappingError, UsageError
+from tests.checkpoints import save_hf, save_meta, tiny_llama
+from tests.checkpoints.llama import Config, StateDict
+
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("num_attention_heads", {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}),
+    ("rms_norm_eps", {"rms_norm_eps": 1e-2}),
+    ("rope_theta", {"rope_theta": 1e4}),
+    ("rope.factor", {"rope_scaling": SCALED | {"factor": 32.0}}),
+    ("rope.rope_type", {"rope_scaling": None}),
+    ("hidden_act", {"hidden_act": "gelu"}),
+)
+
+
+def model(**sizes: Any) -> tuple[StateDict, Config]:
+    return tiny_llama("llama3", **({"kv_heads": 4} | sizes))
+
+
+def folder(path: Path, content: Mapping[str, Any], name: str = "config.json") -> Path:
+    path.mkdir(exist_ok=True)
+    (path / name).write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(("fact", "change"), CHANGES)
+@pytest.mark.parametrize("form", ["meta", "hf"])
+def test_what_assets_say_otherwise_is_refused_or_decided(
+    tmp_path: Path, form: str, fact: str, change: dict[str, Any]
+) -> None:
+    state, config = model()
+    source = (save_meta if form == "meta" else save_hf)(tmp_path / "in", state, config)
+    own = source / ("params.json" if form == "meta" else "config.json")
+    assets = folder(tmp_path / "assets", config | change)
+    with pytest.raises(MappingError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
+    error = caught.value
+    assert str(own) in error.why and str(assets / "config.json") in error.why
+    assert f"`{fact}`" in error.why and "something else" in error.why
+    assert "--trust-assets" in error.hint
+    plan = ckptctl.plan_conversion(
+        source, tmp_path / "out", to="hf", assets=assets, trust_assets=True
+    )
+    decided = plan.to_json()["decided"]
+    assert fact in decided and str(own) in decided[fact]
+    assert [note for note in plan.notes if note.startswith(f"`{fact}`: ")]
+
+
+def test_the_right_assets_are_taken_silently(tmp_path: Path) -> None:
+    state, config = model()
+    expected = config | {"rope_scaling": None, "rope_parameters": {**SCALED, "rope_theta": 5e5}}
+    del expected["rope_theta"]
+    for form, save in (("meta", save_meta), ("hf", save_hf)):
+        source = save(tmp_path / form, state, config)
+        assets = folder(tmp_path / "assets", expected | {"_name_or_path": "x", "use_cache": False})
+        plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
+        assert plan.change.decided == {}
+        assert not [note for note in plan.notes if "assets" in note], plan.notes
+
+
+def test_trusted_assets_decide_how_rows_move(tmp_path: Path) -> None:
+    state, config = model(heads=8, kv_heads=8)
+    source = save_meta(tmp_path / "in", state, config)
+    params = json.loads((source / "params.json").read_text())
+    folder(source, params | {"n_heads": 4, "n_kv_heads": 4}, "params.json")
+    assets = folder(tmp_path / "assets", config)
+    with pytest.raises(MappingError, match="contradicts itself"):
+        ckptctl.convert(source, tmp_path / "out", to="hf", assets=assets)
+    assert not (tmp_path / "out").exists()
+    ckptctl.convert(source, tmp_path / "out", to="hf", assets=assets, trust_assets=True)
+    read = torch.load(source / "consolidated.00.pth", weights_only=True)
+    found: dict[str, Any] = {name: torch.empty_like(value) for name, value in state.items()}
+    ckptctl.load(found, tmp_path / "out")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(found[name], state[name])
+    assert not torch.equal(found[name], read["layers.0.attention.wq.weight"])
+
+
+def test_ids_of_tokens_and_lengths_are_notes(tmp_path: Path) -> None:
+    state, config = model()
+    source = save_hf(tmp_path / "in", state, config)
+    assets = folder(tmp_path / "assets", config | {"eos_token_id": 9})
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
+    said = "\n".join(plan.notes)
+    assert f"`eos_token_id` is 2 in {source / 'config.json'} and 9 in {assets}" in said
+
+
+def test_a_default_is_a_statement_where_it_is_known(tmp_path: Path) -> None:
+    state, config = model()
+    source = save_hf(tmp_path / "in", state, config)
+    silent = {name: value for name, value in config.items() if name != "rope_theta"}
+    assets = folder(tmp_path / "assets", silent)
+    with pytest.raises(MappingError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
+    assert "10000.0 in" in caught.value.why and "which does not state it" in caught.value.why
+
+
+def test_what_assets_leave_out_is_said(tmp_path: Path) -> None:
+    state, config = model()
+    source = save_hf(tmp_path / "in", state, config | {"embedding_multiplier": 12.0})
+    assets = folder(tmp_path / "assets", config)
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
+    assert any("does not state `embedding_multiplier` (12.0)" in note for note in plan.notes)
+
+
+def test_the_era_of_a_params_file_says_the_rotary_base(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama2")
+    source = save_meta(tmp_path / "in", state, config)
+    params = json.loads((source / "params.json").read_text())
+    params.pop("rope_theta", None)
+    folder(source, params, "params.json")
+    assets = folder(tmp_path / "assets", config | {"rope_theta": 500000.0})
+    with pytest.raises(MappingError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
+    assert "`rope_theta` is 10000.0" in caught.value.why
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
+    assert any("bos_token_id 1, eos_token_id 2" in note for note in plan.notes)
+
+
+def test_the_rotary_base_is_always_written(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama2")
+    source = save_hf(tmp_path / "in", state, config)
+    out = tmp_path / "out"
+    ckptctl.convert(source, out, to="meta")
+    assert json.loads((out / "params.json").read_text())["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool) -> None:
+    state, config = model()
+    if biased:
+        names = [name for name in state if name.endswith("q_proj.weight")]
+        state |= {name.replace("weight", "bias"): torch.zeros(64) for name in names}
+    source = save_hf(tmp_path / "in", state, config | {"attention_bias": not biased})
+    with pytest.raises(MappingError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    assert "`attention_bias` is " in caught.value.why and "the tensors (with" in caught.value.why
+    right = save_hf(tmp_path / "right", state, config | {"attention_bias": biased})
+    assert ckptctl.plan_conversion(right, tmp_path / "out", to="dcp")
+
+
+def test_set_states_what_nothing_else_does(tmp_path: Path) -> None:
+    state, config = model()
+    source = save_hf(tmp_path / "in", state, config)
+    with pytest.raises(UsageError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", sizes={"n_heads": 8})
+    assert "`--set n_heads=8` contradicts" in caught.value.what
+    assert str(source / "config.json") in caught.value.what
+
+
+def test_trust_needs_what_is_trusted(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "in", *model())
+    with pytest.raises(UsageError, match="--trust-assets goes with --assets"):
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", trust_assets=True)
+
+
+def test_assets_that_contradict_themselves_decide_nothing(tmp_path: Path) -> None:
+    state, config = model()
+    source = save_hf(tmp_path / "in", state, config)
+    other = save_meta(tmp_path / "meta", state, config | {"rms_norm_eps": 1e-3})
+    assets = folder(other, config)
+    with pytest.raises(MappingError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets, trust_assets=True)
+    assert "`rms_norm_eps`" in caught.value.why and "correct the file" in caught.value.hint
+
+
+def test_loading_compares_as_well(tmp_path: Path) -> None:
+    state, config = model(heads=8, kv_heads=8)
+    source = save_meta(tmp_path / "in", state, config)
+    assets = folder(tmp_path / "assets", config | {"num_attention_heads": 4, "head_dim": 16})
+    found: dict[str, Any] = {name: torch.empty_like(value) for name, value in state.items()}
+    with pytest.raises(MappingError, match="contradicts itself"):
+        ckptctl.load(found, source, model_type="llama3", assets=assets)
