@@ -303,6 +303,8 @@ class Catalog:
             of its extents, and has to hold the same elements. Only where they were asked for.
         findings: What is wrong with what could not be read, where a part was asked for.
         lost: For each tensor the boxes in files that cannot be used, and those files; likewise.
+        save_id: What no other save has, nor any part of one; empty: it does not say so.
+        world: How many ranks saved it; 0: it does not say so.
     """
 
     root: str
@@ -319,6 +321,8 @@ class Catalog:
     replicas: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     lost: Mapping[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
+    save_id: str = ""
+    world: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -105,6 +105,7 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         memory=None if memory is None else parse_bytes(memory),
         untie=options.get("untie", False),
         tied=checks.tied(options.get("tied")),
+        allow_overflow=options.get("allow_overflow", False),
         allow_missing=options.get("allow_missing", False),
         verify_replicas=options.get("verify_replicas", False),
         vocab_size=options.get("vocab_size"),

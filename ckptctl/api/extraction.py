@@ -31,6 +31,7 @@ def extract(
     converter: AnyPath | None = None,
     sizes: Mapping[str, int] | None = None,
     root: str | None = None,
+    allow_overflow: bool = False,
     overwrite: bool = False,
     jobs: int | None = None,
 ) -> Extraction:
@@ -53,6 +54,8 @@ def extract(
         converter: Python file that defines one more family, as ``FAMILY``; it is run.
         sizes: Axis sizes that no configuration states: ``{"n_heads": 32}``.
         root: What stands before the model's names in the checkpoint; None: find it.
+        allow_overflow: Write elements that became infinite, NaN or saturated; else they are
+            refused.
         overwrite: Replace *output* if it is a file of tensors.
         jobs: Threads; None: its part of the cores, at most four.
 
@@ -76,6 +79,7 @@ def extract(
         model_type=model_type,
         sizes=checks.sizes(sizes or {}),
         root=root,
+        allow_overflow=allow_overflow,
         overwrite=overwrite,
         jobs=checks.positive("jobs", jobs) or 0,
     )

@@ -47,6 +47,8 @@ class Options(TypedDict, total=False):
         untie: Write both of two tied tensors.
         tied: ``drop`` all but one of the tensors that share memory, or ``copy`` each in full; None:
             as the target format does.
+        allow_overflow: Publish elements that became infinite, NaN or saturated; else they are
+            refused. Needed for a float8 ``dtype``, which has no scales.
         allow_missing: Write what is whole of a source that is not; the result says what is missing.
         verify_replicas: Compare every copy of the same elements before anything is written.
         vocab_size: Pad the vocabulary with zeros, or cut it, to so many rows.
@@ -81,6 +83,7 @@ class Options(TypedDict, total=False):
     memory: int | str | None
     untie: bool
     tied: Literal["drop", "copy"] | None
+    allow_overflow: bool
     allow_missing: bool
     verify_replicas: bool
     vocab_size: int | None

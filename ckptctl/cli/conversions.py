@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
 from ckptctl.errors import SHOWN, listed
+from ckptctl.storage.out_of_range import worst
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def print_result(output: Output, result: ConversionResult, dst: Path, published:
         return
     for note in result.notes:
         output.note(note)
+    if result.out_of_range:
+        output.warning(f"published out of range: {worst(result.out_of_range)}")
     if output.mode == "quiet":
         output.line(str(dst))
     elif output.mode == "plain":
@@ -127,6 +130,7 @@ def print_result(output: Output, result: ConversionResult, dst: Path, published:
             )
         )
         output.table([("missing", key, why) for key, why in result.plan.missing.items()])
+        output.table([("out_of_range", key, str(n)) for key, n in result.out_of_range.items()])
     else:
         output.line(_summary(result, dst), "bold")
         _show_reasons(output, "missing", result.plan.missing)

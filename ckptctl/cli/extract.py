@@ -74,6 +74,7 @@ def extract(
     converter: opt.Converter = None,
     sizes: opt.Set = None,
     root: opt.Root = None,
+    allow_overflow: opt.AllowOverflow = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace FILE if it is a file of tensors.")
     ] = False,
@@ -107,6 +108,7 @@ def extract(
         model_type=model_type,
         sizes=checks.sizes_of(sizes),
         root=root,
+        allow_overflow=allow_overflow,
         overwrite=overwrite,
         jobs=jobs,
     )

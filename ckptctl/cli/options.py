@@ -269,6 +269,10 @@ Tied = Annotated[
         help="Tensors that share memory: drop all but one, or copy each in full.",
     ),
 ]
+AllowOverflow = Annotated[
+    bool,
+    typer.Option("--allow-overflow", help="Publish what became infinite, NaN or saturated, too."),
+]
 AllowMissing = Annotated[
     bool, typer.Option("--allow-missing", help="Write what is whole, list the rest, exit with 7.")
 ]

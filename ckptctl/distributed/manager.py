@@ -226,6 +226,7 @@ class CheckpointManager(Closing):
         model_type: str | None = None,
         only: Literal["model", "all"] = "model",
         dtype: str | None = None,
+        allow_overflow: bool = False,
         max_shard_size: int | str = "5GB",
         mp: int = 1,
         assets: str | Path | None = None,
@@ -244,6 +245,7 @@ class CheckpointManager(Closing):
             model_type: Model family; None: the manager's.
             only: ``model``, or ``all``, as for all that follow: see :func:`ckptctl.convert`.
             dtype: Cast floating tensors; None: keep theirs.
+            allow_overflow: Publish elements that became infinite, NaN or saturated.
             max_shard_size: Bytes of tensors per file: a number, or text such as ``5GB``.
             mp: Number of model-parallel files.
             assets: Directory with configuration and tokenizer.
@@ -263,6 +265,7 @@ class CheckpointManager(Closing):
             model_type=model_type or self._final[1],
             only=only,
             dtype=option_checks.floating(dtype),
+            allow_overflow=allow_overflow,
             max_shard_size=parse_bytes(max_shard_size),
             mp=mp,
             assets=option_checks.path(assets),

@@ -3,7 +3,8 @@
 Source: ``torch/distributed/checkpoint/filesystem.py`` (``_FileSystemWriter.finish``) with
 ``dcp.save(use_collectives=False)``: rank N writes ``__N.metadata`` and ``__N_*.distcp``. Its
 metadata has the global size of every tensor and the chunks of that rank alone; there is no
-``.metadata``, and nothing records how many ranks there were.
+``.metadata``. How many ranks there were is in every rank's metadata where ckptctl wrote it; torch
+does not record it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp.metadata import METADATA, Leaf, decode, metadata_name
+from ckptctl.formats.dcp.metadata import METADATA, Decoded, decode, metadata_name
 from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.dcp.union import Union
 from ckptctl.formats.dcp.values import Values
@@ -31,7 +32,7 @@ from ckptctl.storage.remote.read_ahead import ahead
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
 _DATA = re.compile(r"__(0|[1-9]\d*)_\d+\.distcp")
-UNRECORDED = "a save without collectives does not record how many ranks there were"
+UNRECORDED = "torch does not record how many ranks save without collectives"
 
 
 class DcpRankLocalFormat(Format):
@@ -42,8 +43,8 @@ class DcpRankLocalFormat(Format):
     recognised = "`__N.metadata` of every rank, and no `.metadata`"
     wholeness = (
         "the ranks are numbered from 0 without a gap, no other rank has left `__N_*.distcp` or an "
-        "unfinished `__N.metadata.tmp`, and the chunks of all tile every tensor; how many ranks "
-        "there were is recorded nowhere"
+        "unfinished `__N.metadata.tmp`, and the chunks of all tile every tensor; where ckptctl "
+        "wrote it, there are as many ranks as the metadata of each says"
     )
     proof = (
         "read: what torch 2.13 saved on 2 and 4 ranks has the bytes of the live tensors; with the "
@@ -69,7 +70,7 @@ class DcpRankLocalFormat(Format):
             found.require_whole()
             kept = found.leaves() | values.apart
             catalog = dcp.catalog_of(files, kept, self.name, _notes(found, values), found.ends)
-            return _with_replicas(catalog, asked.replicas)
+            return _with_replicas(found.saved(catalog), asked.replicas)
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
@@ -81,19 +82,19 @@ def _partial(files: SourceFiles, asked: ReadOptions) -> Catalog:
 
     What one rank cannot give any more is taken of another that has a copy.
     """
-    findings = list(_absent(files.root))
     ranks = _numbers(files.root, _RANK)
+    findings = list(_absent(files))
     found, values = Union(str(files.root), len(ranks), repeated=True), Values(files, partial=True)
     for rank in sorted(ranks):
         try:
-            leaves = _leaves(files, rank)
+            leaves, origin = _decoded(files, rank)
         except UnsafePickleError:
             raise
         except UNUSABLE as error:
             ranks.discard(rank)
             findings.append(of_error(error, files.root, file=metadata_name(rank)))
         else:
-            found.add(rank, leaves)
+            found.add(rank, leaves, origin)
             values.add(rank, leaves)
     findings += _beyond(found, found.with_holes(), findings)
     kept = found.leaves() | (values.apart if 0 in ranks else {})
@@ -106,17 +107,17 @@ def _partial(files: SourceFiles, asked: ReadOptions) -> Catalog:
     known = {one.file for one in used.findings}
     used.findings += [one for one in values.findings if one.file not in known]
     catalog = dcp.partial_catalog_of(files, used, DcpRankLocalFormat.name, _notes(found, values))
-    return _with_replicas(catalog, asked.replicas)
+    return _with_replicas(found.saved(catalog), asked.replicas)
 
 
-def _absent(path: Path) -> Iterator[Finding]:
+def _absent(files: SourceFiles) -> Iterator[Finding]:
     """Yield that the metadata of some ranks is missing; what only they had has no name."""
     try:
-        _ranks(path)
+        _ranks(files)
     except DamagedError as error:
-        ranks = _numbers(path, _RANK)
+        ranks = _numbers(files.root, _RANK)
         first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
-        yield of_error(error, path, file=metadata_name(first))
+        yield of_error(error, files.root, file=metadata_name(first))
 
 
 def _beyond(found: Union, torn: Sequence[str], known: Sequence[Finding]) -> Iterator[Finding]:
@@ -147,17 +148,17 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
 
 def _union(files: SourceFiles, values: Values, *, repeated: bool) -> Union:
     """Read the metadata of every rank, one at a time."""
-    ranks = _ranks(files.root)
+    ranks = _ranks(files)
     found = Union(str(files.root), len(ranks), repeated=repeated)
     for rank in ahead(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
-        leaves = _leaves(files, rank)
-        found.add(rank, leaves)
+        leaves, origin = _decoded(files, rank)
+        found.add(rank, leaves, origin)
         if len(ranks) > 1:
             values.add(rank, leaves)
     return found
 
 
-def _leaves(files: SourceFiles, rank: int) -> dict[str, Leaf]:
+def _decoded(files: SourceFiles, rank: int) -> Decoded:
     name = metadata_name(rank)
     return decode(dcp.read_metadata(files, name), str(files.root / name))
 
@@ -172,7 +173,9 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
         return None
     with SourceFiles(path) as files, no_collection():
         note = f"read from what rank {rank} wrote, alone"
-        return dcp.catalog_of(files, _leaves(files, rank), DcpRankLocalFormat.name, (note,))
+        leaves, origin = _decoded(files, rank)
+        catalog = dcp.catalog_of(files, leaves, DcpRankLocalFormat.name, (note,))
+        return replace(catalog, save_id=origin.save_id, world=origin.world)
 
 
 def rank_files(path: Path) -> list[str]:
@@ -182,16 +185,18 @@ def rank_files(path: Path) -> list[str]:
         DamagedError: One is missing.
         FormatError: There are none.
     """
-    return [metadata_name(rank) for rank in _ranks(path)]
+    with SourceFiles(path) as files:
+        return [metadata_name(rank) for rank in _ranks(files)]
 
 
-def _ranks(path: Path) -> list[int]:
+def _ranks(files: SourceFiles) -> list[int]:
     """Return the numbers of the ranks, 0 to the last.
 
     Raises:
         DamagedError: One is missing.
         FormatError: There are none.
     """
+    path = files.root
     ranks = _numbers(path, _RANK)
     if not ranks:
         raise FormatError(
@@ -200,7 +205,7 @@ def _ranks(path: Path) -> list[int]:
             why=f"expected a directory with {metadata_name(0)} and .distcp files",
         )
     known = ranks | _numbers(path, _UNFINISHED) | _numbers(path, _DATA)
-    last = max(known)
+    last = max(*known, _world(files, min(ranks)) - 1)
     if len(ranks) > last:
         return sorted(ranks)
     count, missing = absent(ranks, 0, last, metadata_name)
@@ -212,6 +217,17 @@ def _ranks(path: Path) -> list[int]:
     )
 
 
+def _world(files: SourceFiles, rank: int) -> int:
+    """Return how many ranks saved, as the metadata of *rank* says; 0: it does not, or is damaged.
+
+    Whoever reads all of it says what the damage is.
+    """
+    try:
+        return _decoded(files, rank).origin.world
+    except UNUSABLE:
+        return 0
+
+
 def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
     matches = (pattern.fullmatch(item.name) for item in path.glob("__*"))
     return {int(match[1]) for match in matches if match}
@@ -219,7 +235,8 @@ def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
 
 def _notes(found: Union, values: Values) -> tuple[str, ...]:
     ranks = f"{found.ranks} ranks" if found.ranks > 1 else "1 rank"
-    return (f"{ranks}; {UNRECORDED}", *kept_apart(values.differing))
+    counted = () if found.world else (f"{ranks}; {UNRECORDED}",)
+    return (*counted, *kept_apart(values.differing))
 
 
 FORMAT = DcpRankLocalFormat()

@@ -7,13 +7,15 @@ the only ones below ``distributed/`` that import torch, and they do so when firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
+from ckptctl.storage.out_of_range import NONE, OutOfRange
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +70,9 @@ def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item
         )
 
 
-def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
+def cast(
+    source: memoryview, source_dtype: str, target: memoryview, target_dtype: str
+) -> OutOfRange:
     """Convert elements exactly as ``tensor.to(dtype)`` does.
 
     Args:
@@ -76,11 +80,63 @@ def cast(source: memoryview, source_dtype: str, target: memoryview, target_dtype
         source_dtype: torch's dtype name.
         target: Room for as many elements of *target_dtype*.
         target_dtype: torch's dtype name.
+
+    Returns:
+        What *target_dtype* could not hold.
     """
     import torch
 
     values = torch.frombuffer(source, dtype=_dtype(source_dtype))
-    torch.frombuffer(target, dtype=_dtype(target_dtype)).copy_(values)
+    made = torch.frombuffer(target, dtype=_dtype(target_dtype)).copy_(values)
+    return NONE if _holds(target_dtype, source_dtype) else out_of_range(made, lambda: values)
+
+
+def out_of_range(made: torch.Tensor, given: Callable[[], torch.Tensor | None]) -> OutOfRange:
+    """Count what became infinite, NaN or saturated; quick where nothing did.
+
+    Args:
+        made: Floating elements.
+        given: Returns as many elements that they were made of; None: all of those were finite.
+    """
+    import torch
+
+    if _in_range(made):
+        return NONE
+    source, values = given(), made.to(torch.float64)
+    before = torch.zeros_like(values) if source is None else source.to(torch.float64)
+    nan = values.isnan() & ~before.isnan()
+    infinite = values.isinf() & ~before.isinf()
+    limits = torch.finfo(made.dtype)
+    half = limits.eps * 2.0 ** math.floor(math.log2(limits.max)) / 2
+    saturated = (values.abs() == limits.max) & (before.abs() > limits.max + half)
+    return OutOfRange(*(int(found.sum()) for found in (infinite, nan, saturated)))
+
+
+def _in_range(values: torch.Tensor) -> bool:
+    """Return whether all elements are finite, by their bits: faster than ``isfinite``."""
+    if values.element_size() == 1 or not values.numel():
+        return not values.numel()
+    import torch
+
+    opaque = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    exponent = _exponent(values.dtype, opaque)
+    return int(values.view(opaque).bitwise_and(exponent).max()) < exponent
+
+
+@cache
+def _exponent(dtype: torch.dtype, opaque: torch.dtype) -> int:
+    """Return the bits of infinity, which NaN has, too."""
+    import torch
+
+    return int(torch.tensor(math.inf, dtype=dtype).view(opaque))
+
+
+@cache
+def _holds(target: str, source: str) -> bool:
+    """Return whether every number of the dtype *source* is in the range of *target*."""
+    import torch
+
+    return torch.finfo(_dtype(target)).max >= torch.finfo(_dtype(source)).max
 
 
 def elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:

@@ -10,12 +10,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Computed, is_computed, made_of
+from ckptctl.storage.arithmetic import elements, out_of_range
 from ckptctl.storage.computed_inputs import Inputs, last_of
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.kinds import kinds
+from ckptctl.storage.kinds import given_to, kinds
+from ckptctl.storage.out_of_range import NONE, OutOfRange
+
+if TYPE_CHECKING:
+    import torch
 
 RECTANGLE = 1 << 20
 """Bytes computed at a time."""
@@ -78,16 +85,40 @@ class ComputedFiles:
         self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
         self._scratch = memoryview(bytearray())
 
-    def gather(self, name: str, pieces: Iterable[Piece], buffer: memoryview) -> None:
+    def gather(self, name: str, pieces: Iterable[Piece], buffer: memoryview) -> OutOfRange:
         """Read pieces of the file called *name*; quickest when neighbours follow each other.
+
+        Returns:
+            What of them became infinite, NaN or saturated when it was computed.
 
         Raises:
             DamagedError: A file that it is made of is too short.
             StorageError: A read failed.
         """
-        computed = self._computed[name]
+        computed, inputs = self._computed[name], self._made_of(name)
+        given = given_to(computed)
+        lost = NONE
+        for rows, columns, out in self._computing(name, pieces, buffer):
+            if given is not None:
+                lost += _lost(computed, out, columns, partial(given, inputs, rows))
+        return lost
+
+    def given(self, name: str, rows: range) -> torch.Tensor | None:
+        """Return the source's own elements in rows of the file called *name*; see ``Given``."""
+        given = given_to(self._computed[name])
+        return given(self._made_of(name), rows) if given else None
+
+    def _made_of(self, name: str) -> Inputs:
+        if name not in self._inputs:
+            self._inputs[name] = Inputs(self, name, self._computed[name])
+        return self._inputs[name]
+
+    def _computing(
+        self, name: str, pieces: Iterable[Piece], buffer: memoryview
+    ) -> Iterator[tuple[range, range, memoryview]]:
+        """Fill *buffer*; yield the rows and columns of each rectangle, and its elements."""
+        computed, inputs = self._computed[name], self._made_of(name)
         item = dtypes.itemsize(computed.dtype)
-        inputs = self._inputs.setdefault(name, Inputs(self, name, computed))
         compute = kinds()[computed.kind].compute
         for found in rectangles(pieces, last_of(computed.shape) * item):
             rows = range(found.row, found.row + found.rows)
@@ -95,6 +126,7 @@ class ComputedFiles:
             views = [buffer[start : start + nbytes] for start, nbytes in found.places]
             out = views[0] if len(views) == 1 else self._room(found.rows * found.nbytes)
             compute(inputs, computed, rows, columns, out)
+            yield rows, columns, out
             if len(views) > 1:
                 _scatter(out, views)
 
@@ -106,7 +138,8 @@ class ComputedFiles:
             StorageError: A read failed.
         """
         for view in views:
-            self.gather(name, [(offset, len(view), 0)], view)
+            for _ in self._computing(name, [(offset, len(view), 0)], view):
+                pass
             offset += len(view)
 
     def reader(self, root: str) -> Reader:
@@ -178,6 +211,21 @@ def _parts(offset: int, nbytes: int, width: int, limit: int) -> Iterator[tuple[i
         yield row, rows, start, size
         offset += rows * size
         nbytes -= rows * size
+
+
+def _lost(
+    computed: Computed,
+    out: memoryview,
+    columns: range,
+    given: Callable[[], torch.Tensor | None],
+) -> OutOfRange:
+    """Count what became infinite, NaN or saturated in a rectangle; *given* has its whole rows."""
+
+    def before() -> torch.Tensor | None:
+        found = given()
+        return None if found is None else found[:, columns.start : columns.stop]
+
+    return out_of_range(elements(out, computed.dtype, len(columns)), before)
 
 
 def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from ckptctl.catalog import Box, Computed, TensorEntry
+from ckptctl.catalog import Box, Computed, TensorEntry, is_computed
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.compare import Readable, read_box
@@ -20,6 +20,9 @@ class Files(Protocol):
 
     def reader(self, root: str) -> Readable:
         """Return what reads the files below *root*, virtual ones included."""
+
+    def given(self, name: str, rows: range) -> torch.Tensor | None:
+        """Return the source's own elements in rows of the virtual file *name*; see ``Given``."""
 
     def kept(self, key: tuple[str, str], read: Callable[[], memoryview]) -> memoryview:
         """Return what *read* returned for *key*, now or, where it is small, earlier."""
@@ -52,6 +55,11 @@ class Inputs:
         entry = self.entry(key)
         return elements(memoryview(self._rows(key, rows)), entry.dtype, last_of(entry.shape))
 
+    def given(self, key: str, rows: range) -> torch.Tensor | None:
+        """Return what :meth:`tensor` is made of in the source; None: all of that is finite."""
+        file = self.entry(key).extents[0].file
+        return self._files.given(file, rows) if is_computed(file) else self.tensor(key, rows)
+
     def whole(self, key: str) -> torch.Tensor:
         """Return all of a small input as it is shaped; kept for the next call, so do not write.
 
@@ -67,6 +75,11 @@ class Inputs:
         entry, reader = found.entry, self._files.reader(found.root)
         parts = [read_box(reader, entry, box) for box in _boxes(entry.shape, rows)]
         return parts[0] if len(parts) == 1 else bytearray(b"".join(parts))
+
+
+Given = Callable[[Inputs, range], "torch.Tensor | None"]
+"""Returns of consecutive rows the elements that the source itself has there, ``[rows, last
+dimension]``: what is infinite or NaN among these may be so. None: nothing is."""
 
 
 def last_of(shape: tuple[int, ...]) -> int:

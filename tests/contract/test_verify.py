@@ -192,7 +192,7 @@ def test_headers_finds_every_bad_item_of_a_tensor(data: Path, tmp_path: Path) ->
 
 def rewrite(path: Path, change: Any) -> None:
     """Write `.metadata` again with other items; *change* maps ``{(name, box): item}``."""
-    leaves = decode((path / METADATA).read_bytes(), "")
+    leaves = decode((path / METADATA).read_bytes(), "").leaves
     tensors = [OutputTensor(n, x.dtype, x.shape, x.path) for n, x in leaves.items() if x.dtype]
     items = {(n, box): item for n, leaf in leaves.items() for box, item in leaf.items if box}
     items = change(items)

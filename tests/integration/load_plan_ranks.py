@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptctl.distributed.loading import collective as collective_load
+from ckptctl.distributed.loading.collective import CollectiveLoad
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import save
 from ckptctl.ops.loading.identity import identity
-from ckptctl.ops.loading.options import LoadOptions
 
 
 def settled(folder: Path) -> Path:
@@ -29,28 +29,28 @@ def settled(folder: Path) -> Path:
 def again_on_ranks(rank: int, world: int, folder: str, truth: str) -> None:
     """Load twice, once more after one rank alone has changed, and twice with broadcast."""
     full: dict[str, Any] = torch.load(truth)
-    opened: list[int] = []
-    own = LoadOptions.open
+    planned: list[int] = []
+    own = CollectiveLoad._own_plan
 
     def noted(*given: Any) -> Any:
-        opened.append(1)
+        planned.append(1)
         return own(*given)
 
-    setattr(LoadOptions, "open", noted)  # noqa: B010
+    setattr(CollectiveLoad, "_own_plan", noted)  # noqa: B010
     for _ in range(2):
         once(full, folder)
-    assert len(opened) == 1
+    assert len(planned) == 1
     once(full, folder, less=rank == 1)
-    assert len(opened) == 2, "one rank has changed, so all of them plan"
+    assert len(planned) == 2, "one rank has changed, so all of them plan"
     for _ in range(2):
         once(full, folder)
-    assert len(opened) == 3, "a plan is one of all ranks: the other one has that of two loads ago"
+    assert len(planned) == 3, "a plan is one of all ranks: the other one has that of two loads ago"
     for _ in range(2):
         report = once(full, folder, broadcast=True)
         read = torch.tensor(report.bytes_read)
         dist.all_reduce(read)
         assert int(read) == full["w"].nbytes + full["r"].nbytes, "each byte is read once"
-    assert len(opened) == 4
+    assert len(planned) == 4
     with torch.inference_mode():
         kept: dict[str, Any] = {"w": torch.zeros(24, 4), "r": torch.zeros(10000)[::2], "at": 0}
     load(kept, folder, broadcast=True)

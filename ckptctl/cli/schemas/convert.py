@@ -17,7 +17,7 @@ DOCUMENT = document(
     "convert",
     {
         "dry_run": boolean(
-            "whether this is a plan; then the last three fields of this table are absent"
+            "whether this is a plan; then the last four fields of this table are absent"
         ),
         "source": string("absolute path"),
         "target": string("absolute path"),
@@ -62,5 +62,18 @@ DOCUMENT = document(
         "seconds": number("time that copying and publishing took", optional=True),
         "resumed_bytes": integer("bytes that an earlier run had written", optional=True),
         "verified": boolean("whether the result was read again and found right", optional=True),
+        "out_of_range": mapping(
+            record(
+                {
+                    "infinite": integer("elements that became infinite"),
+                    "nan": integer("elements that became NaN"),
+                    "saturated": integer("elements that became the largest number of the dtype"),
+                }
+            ),
+            "what a cast, a dequantisation or a merge could not keep, and the source had "
+            "otherwise, by the name of the tensor in the output; on model-parallel ranks a "
+            "repeated tensor counts each time",
+            optional=True,
+        ),
     },
 )

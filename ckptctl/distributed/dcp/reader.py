@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from ckptctl.distributed.values import read_values
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops.loading.nothing_lost import require_nothing_lost
 from ckptctl.ops.loading.reading import prepare
+from ckptctl.ops.loading.sight import Sight, require_one_sight, sight_of
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
 from ckptctl.planner.boxes import check_coverage
@@ -57,6 +59,8 @@ class Reader(StorageReader):
         trust_assets: Take what *assets* say where other files contradict them.
         dequantize: Turn quantised tensors into ``bf16`` or ``fp32``; None: take them as they are.
         cast: Whether floating tensors may get another dtype than the checkpoint's.
+        allow_overflow: Whether elements may become infinite, NaN or saturated by that or by
+            *dequantize*; else the load fails, after it has filled the tensors.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
         jobs: Threads per rank; 0: its part of the host's cores, at most four.
@@ -86,6 +90,7 @@ class Reader(StorageReader):
         trust_assets: bool = False,
         dequantize: str | None = None,
         cast: bool = False,
+        allow_overflow: bool = False,
         trusted: bool = False,
         checksum: bool = False,
         jobs: int = 0,
@@ -105,6 +110,7 @@ class Reader(StorageReader):
             trust_assets=trust_assets,
             dequantize=dequantize,
             cast=cast,
+            allow_overflow=allow_overflow,
             trusted=trusted,
             checksum=checksum,
             jobs=jobs,
@@ -117,6 +123,7 @@ class Reader(StorageReader):
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self._rank = 0
+        self._opened: Catalog | None = None
         self._metadata: CatalogMetadata | None = None
         self.bytes_read = 0
 
@@ -127,7 +134,8 @@ class Reader(StorageReader):
         that says nothing.
         """
         try:
-            self._metadata = CatalogMetadata(self._open(), self._options)
+            self._opened = self._open()
+            self._metadata = CatalogMetadata(self._opened, self._options)
             if self._state is not None:
                 self._metadata.adapt(leaves_of(state_of(self._state)))
         except CkptError as error:
@@ -156,7 +164,7 @@ class Reader(StorageReader):
 
     @noted
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Prove that the tensors which *plan* reads are whole.
+        """Prove that the tensors which *plan* reads are whole; say which checkpoint this rank sees.
 
         Raises:
             CoverageError: One is not.
@@ -167,7 +175,8 @@ class Reader(StorageReader):
             if any(view.key in wanted for view in one.targets):
                 for view in one.sources:
                     check_coverage(mapping.catalog.tensors[view.key])
-        return plan
+        assert self._opened
+        return replace(plan, storage_data=sight_of(self._opened))
 
     @noted
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -175,7 +184,10 @@ class Reader(StorageReader):
 
         Raises:
             MappingError: Something is.
+            RefusedError: The ranks see different checkpoints.
         """
+        seen = [one.storage_data for one in plans if isinstance(one.storage_data, Sight)]
+        require_one_sight(seen, str(self.checkpoint_id))
         mapping = self._mapping()
         if mapping.must_equal or mapping.must_be_zero or mapping.tilings:
             require_nothing_lost(mapping)
@@ -221,6 +233,7 @@ class Reader(StorageReader):
         how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
         done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
         self.bytes_read = done.bytes_read
+        self._options.require_in_range(done.lost)
         for item, tensor in found:
             planner.commit_tensor(item, tensor)
 

@@ -160,7 +160,8 @@ class Writer(StorageWriter):
         _require_all(metadata, stored, self._target)
         metadata.version, metadata.storage_data = VERSION, stored
         metadata.storage_meta = self.storage_meta()
-        content = encoded(metadata)
+        # Without collectives nobody tells a writer how many ranks its group has.
+        content = encoded(metadata, 0 if self._apart else len(results))
         self._require_files(stored.values())
         if self._stack is None:
             raise RefusedError("another save took the place of this one", where=self._target)

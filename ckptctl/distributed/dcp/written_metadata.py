@@ -16,15 +16,16 @@ from ckptctl.catalog import Blob, Box, Index, Path
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.dcp.metadata import Item
+from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import Located, encode_tensors
 
 
-def encoded(metadata: Metadata) -> tuple[bytes, ...]:
+def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
     """Return the content of ``.metadata``, in parts.
 
     Args:
-        metadata: With the places of all items.
+        metadata: With the places of all items, and the id of the save.
+        world: How many ranks save; 0: it is not known.
 
     Raises:
         RefusedError: It holds more than torch's own planners put in it.
@@ -48,7 +49,9 @@ def encoded(metadata: Metadata) -> tuple[bytes, ...]:
         for name, entry in entries.items()
         if isinstance(entry, BytesStorageMetadata)
     ]
-    return encode_tensors(tensors, boxes, _items(metadata)).complete(values)
+    meta = metadata.storage_meta
+    origin = Origin(meta.save_id or "" if meta else "", world)
+    return encode_tensors(tensors, boxes, _items(metadata)).complete(values, origin)
 
 
 def _tensor(name: str, entry: TensorStorageMetadata, path: Path) -> OutputTensor:

@@ -16,6 +16,7 @@ from ckptctl.distributed.loading.ties import sharing
 from ckptctl.distributed.state import State, plain_of, state_of
 from ckptctl.ops.loading.identity import identity
 from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.sight import Sight, require_one_sight
 from ckptctl.ops.ranks.agreement import Statement, new_nonce, require_agreement
 from ckptctl.ops.ranks.coordinator import Coordinator, sendable
 from ckptctl.ops.saving.holdings import digest
@@ -83,11 +84,13 @@ class Said(NamedTuple):
         statement: What it is about to do.
         host: Its machine.
         objects: Whether objects in its state take what is loaded.
+        sight: The checkpoint that it sees; None: none that it can read, or it loads alone.
     """
 
     statement: Statement
     host: str
     objects: bool
+    sight: Sight | None
 
 
 def request(
@@ -135,6 +138,7 @@ def agree(
     ranks: Coordinator,
     how: How,
     own: Request | None,
+    sight: Sight | None,
     generation: bytes,
     objects: bool,
     error: BaseException | None,
@@ -145,6 +149,7 @@ def agree(
         ranks: The group.
         how: What is asked of this rank.
         own: What it wants; None: it cannot say.
+        sight: See :class:`Said`.
         generation: See :func:`statement_of`.
         objects: Whether objects in its state take what is loaded.
         error: Why it cannot go on.
@@ -154,7 +159,7 @@ def agree(
     """
     problem = Statement("", problem=sendable(error))
     statement = problem if own is None else statement_of(own, how, generation)
-    said = ranks.all_gather(Said(statement, socket.gethostname(), objects))
+    said = ranks.all_gather(Said(statement, socket.gethostname(), objects, sight))
     if error is not None:
         raise error
     statements = [one.statement for one in said]
@@ -162,6 +167,7 @@ def agree(
     if not alike and not any(one.problem for one in statements):
         statements = ranks.all_gather(statement._replace(how=how.listed()))
     require_agreement(statements, ranks.rank, "checkpoints")
+    require_one_sight([one.sight for one in said if one.sight], statement.target)
     return said
 
 

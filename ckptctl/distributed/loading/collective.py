@@ -31,6 +31,7 @@ from ckptctl.ops.loading.leftovers import Comparison, compare
 from ckptctl.ops.loading.nothing_lost import require_nothing_lost
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_places
+from ckptctl.ops.loading.sight import Sight, sight_of
 from ckptctl.ops.loading.state_mapping import map_state
 from ckptctl.ops.loading.wanted import Wanted
 from ckptctl.ops.ranks.agreement import generation, unchanged
@@ -40,6 +41,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.out_of_range import OutOfRange
 
 
 class CollectiveLoad:
@@ -53,6 +55,7 @@ class CollectiveLoad:
     """
 
     _asked: Request
+    _catalog: Catalog
 
     def __init__(
         self,
@@ -70,6 +73,9 @@ class CollectiveLoad:
         self._kept: LoadPlan | None = None
         self._hosts: list[str] = []
         self._values: dict[str, object] | None = None
+        self._lost: dict[str, OutOfRange] = {}
+        self._sight: Sight | None = None
+        self._own_part = False
 
     def into(
         self,
@@ -84,17 +90,19 @@ class CollectiveLoad:
             here = (self._rank, self._ranks.world, self._every)
             self._asked = request(state_dict, path, self._how, here)
             self._kept = self._plans.get(self._asked.key) if self._asked.key else None
+            self._look()
         except BaseException as failure:
             error = failure
         own = None if error else self._asked
         made = self._kept.generation if self._kept else b""
-        said = agree(self._ranks, self._how, own, made, has_objects(state_dict), error)
+        said = agree(self._ranks, self._how, own, self._sight, made, has_objects(state_dict), error)
         self._hosts = [one.host for one in said]
         statements = [one.statement for one in said]
         plan = self._kept
         if plan is None or not unchanged(statements):
             alike = len({one.identity for one in statements}) == 1
-            plan = replace(self._planned(alike=alike), generation=generation(statements))
+            made = generation(statements)
+            plan = replace(self._planned(alike=alike), generation=made, sight=self._sight)
         read, received, values = self._carried_out(plan)
         if any(one.objects for one in said):
             together(self._ranks, lambda: self._give(state_dict, values))
@@ -105,6 +113,15 @@ class CollectiveLoad:
         return self._report(plan, values, read, received)
 
     # Planning
+
+    def _look(self) -> None:
+        """Open the checkpoint, unless this rank knows it; see what other ranks have to see, too."""
+        if self._kept:
+            self._catalog, self._sight = self._kept.opened, self._kept.sight
+        else:
+            self._catalog = self._of_this_rank() or self._options.open(self._asked.source)
+        if self._sight is None and self._ranks.world > 1:
+            self._sight = sight_of(self._catalog)
 
     def _planned(self, *, alike: bool) -> LoadPlan:
         own = self._asked.part
@@ -121,14 +138,13 @@ class CollectiveLoad:
 
     def _own_plan(self, all_of_it: Everything) -> tuple[LoadPlan, float]:
         """Plan as if every rank read for itself; tell how fast this one does, where that counts."""
-        alone = self._of_this_rank()
-        catalog = alone or self._options.open(self._asked.source)
+        catalog = self._catalog
         structure = digest((self._asked.structure or os.urandom(16), all_of_it.digest))
         known = like(self._plans, structure, catalog)
         if known:
             found, reading = known.comparison, known.reading.elsewhere(catalog)
         else:
-            found, reading = self._compared(catalog, all_of_it, whole=alone is None)
+            found, reading = self._compared(catalog, all_of_it)
         wanted = self._wanted(self._untied(reading)[0])
         entries = reading.locate(wanted)
         checksum = self._options.checksum
@@ -141,9 +157,7 @@ class CollectiveLoad:
         made = LoadPlan(structure, catalog, reading, entries, plan, found, again=again)
         return made, speed_of(catalog) if self._asks_speed() else 0.0
 
-    def _compared(
-        self, catalog: Catalog, all_of_it: Everything, *, whole: bool
-    ) -> tuple[Comparison, Reading]:
+    def _compared(self, catalog: Catalog, all_of_it: Everything) -> tuple[Comparison, Reading]:
         mapping = map_state(catalog, all_of_it.tensors, self._options)
         paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
         found = compare(mapping, paths, all_of_it.values)
@@ -152,7 +166,7 @@ class CollectiveLoad:
             seen = found if self._every else replace(found, unexpected=())
             seen.require_equal(mapping)
         wanted = self._wanted(self._asked.places)
-        return found, prepare(mapping, wanted, cast=self._options.cast, whole=whole)
+        return found, prepare(mapping, wanted, cast=self._options.cast, whole=not self._own_part)
 
     def _shared(self, plan: LoadPlan, fill: Sequence[Place], turns: tuple[Turn, ...]) -> LoadPlan:
         reads = own_reads(fill, turns, self._ranks.rank)
@@ -185,6 +199,7 @@ class CollectiveLoad:
         if self._every or asked != LoadOptions(
             strict=asked.strict,
             cast=asked.cast,
+            allow_overflow=asked.allow_overflow,
             trusted=asked.trusted,
             checksum=asked.checksum,
             jobs=asked.jobs,
@@ -193,7 +208,8 @@ class CollectiveLoad:
         if formats.detect(self._asked.source).name != DcpRankLocalFormat.name:
             return None
         found = read_rank(self._asked.source, self._rank)
-        return found if found and _holds(found, self._asked.state) else None
+        self._own_part = found is not None and _holds(found, self._asked.state)
+        return found if self._own_part else None
 
     # Reading
 
@@ -225,6 +241,8 @@ class CollectiveLoad:
         how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
         with no_collection():  # short reads are made by the thousand, and none is in a circle
             done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+        self._lost |= done.lost
+        self._options.require_in_range(done.lost)
         return done.bytes_read
 
     def _read_values(self, reading: Reading) -> dict[str, object]:
@@ -256,6 +274,7 @@ class CollectiveLoad:
             bytes_read=read,
             bytes_received=received,
         )
+        report = replace(report, out_of_range=self._lost)
         held = held_names(mapping, self._asked.state.values, self._rank)
         own = [other for other in held.values() if other in plan.comparison.left_out]
         note = f"taken as this rank's own: {listed(own)}"

@@ -38,6 +38,7 @@ def load(
     dequantize: str | None = None,
     strict: bool = True,
     cast: bool = False,
+    allow_overflow: bool = False,
     trusted: bool = False,
     checksum: bool = False,
     jobs: int | None = None,
@@ -69,6 +70,8 @@ def load(
         dequantize: Turn quantised tensors into ``bf16`` or ``fp32``; None: take them as they are.
         strict: Whether names that are missing or left over are errors; else the report has them.
         cast: Whether floating tensors may get another dtype than the checkpoint's.
+        allow_overflow: Whether elements may become infinite, NaN or saturated by that or by
+            *dequantize*; else the load fails, after it has filled the tensors.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
         jobs: Threads per rank; None: its part of the host's cores, at most four.
@@ -98,6 +101,7 @@ def load(
         dequantize=dequantize,
         strict=strict,
         cast=cast,
+        allow_overflow=allow_overflow,
         trusted=trusted,
         checksum=checksum,
         jobs=jobs,

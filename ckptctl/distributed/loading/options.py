@@ -22,6 +22,7 @@ class AsGiven(TypedDict, total=False):
     trust_assets: bool
     strict: bool
     cast: bool
+    allow_overflow: bool
     trusted: bool
     checksum: bool
 

@@ -10,6 +10,7 @@ from ckptctl.distributed.loading.broadcast import Turn
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.ops.loading.leftovers import Comparison
 from ckptctl.ops.loading.reading import Reading, same_index
+from ckptctl.ops.loading.sight import Sight
 from ckptctl.planner.plan import Plan
 
 NBYTES = 1 << 28
@@ -29,6 +30,7 @@ class LoadPlan:
         turns: What it shares with other ranks; None: every rank reads for itself.
         again: How it reads what has to be in its memory already; None: nothing has.
         generation: Names the planning of all ranks together.
+        sight: The checkpoint as other ranks are told of it; None: there are none.
     """
 
     structure: bytes
@@ -40,6 +42,7 @@ class LoadPlan:
     turns: tuple[Turn, ...] | None = None
     again: Plan | None = None
     generation: bytes = b""
+    sight: Sight | None = None
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from ckptctl.distributed.saving.plans import SavedPlan
 from ckptctl.distributed.saving.rank_output import Held, held
 from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
-from ckptctl.formats.dcp.metadata import Item
+from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.ops.ranks.agreement import (
     Statement,
     first_to_say,
@@ -86,6 +86,7 @@ class CollectiveSave:
     _key: bytes
     _place: Place
     _decision: Decision
+    _save_id: str
 
     def __init__(
         self,
@@ -126,6 +127,7 @@ class CollectiveSave:
         if self._error is not None:
             raise self._error
         require_agreement(said, self._ranks.rank)
+        self._save_id = generation(said).hex()
 
     def planned(self, said: Sequence[Statement]) -> LayOut:
         """Return how this rank lays out its files, by the plan that all have or by a new one."""
@@ -205,7 +207,8 @@ class CollectiveSave:
         if items:
             plan.metadata = metadata(self._decision, items)
         assert plan.metadata
-        content = plan.metadata.complete([value for one in written for value in one.values])
+        values = [value for one in written for value in one.values]
+        content = plan.metadata.complete(values, Origin(self._save_id, self._ranks.world))
         self._place.publish(content)
         return [None] * len(written)
 

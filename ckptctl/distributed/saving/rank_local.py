@@ -19,7 +19,8 @@ from ckptctl.distributed.saving.place import size_of
 from ckptctl.distributed.saving.rank_output import Held, fill, held, require_local
 from ckptctl.distributed.state import State
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.formats.dcp.metadata import METADATA, metadata_name
+from ckptctl.formats.dcp.metadata import METADATA, Origin, metadata_name
+from ckptctl.ops.ranks.agreement import new_nonce
 from ckptctl.ops.saving.decision import all_of
 from ckptctl.ops.saving.files import RankItems, metadata, rank_files
 from ckptctl.ops.saving.holdings import pack
@@ -140,5 +141,6 @@ def write_alone(
         place.fill(files.plan, own.pieces)
         items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
         values = [(Blob(name, own.holding.paths[name]), item) for name, item in files.items.items()]
-        place.publish(metadata(decision, items).complete(values))
+        origin = Origin(new_nonce().hex(), world)
+        place.publish(metadata(decision, items).complete(values, origin))
     return place.target

@@ -73,11 +73,13 @@ class DcpFormat(WritableFormat):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         with SourceFiles(path) as files:
-            leaves = decode(_metadata(files), str(path / METADATA))
-            if not asked.partial:
-                return with_companions(files, catalog_of(files, leaves, self.name))
-            catalog = partial_catalog_of(files, usable(files, leaves), self.name)
-            return with_companions(files, catalog, partial=True)
+            leaves, origin = decode(_metadata(files), str(path / METADATA))
+            if asked.partial:
+                catalog = partial_catalog_of(files, usable(files, leaves), self.name)
+            else:
+                catalog = catalog_of(files, leaves, self.name)
+            catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
+            return with_companions(files, catalog, partial=asked.partial)
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""

@@ -23,6 +23,10 @@ METADATA = ".metadata"
 MAX_METADATA = 4 << 30
 """Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
 MAX_RANK = 64
+OWN = "ckptctl"
+"""An attribute of the metadata that torch does not have and leaves alone: a dictionary."""
+WORLD = "world_size"
+"""A key of it: how many ranks saved."""
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
 _VESCALE = "vescale.checkpoint.storage.filesystem"
@@ -78,6 +82,33 @@ class Leaf:
     requires_grad: bool = False
 
 
+class Origin(NamedTuple):
+    """Which save wrote metadata, as far as it says so.
+
+    Attributes:
+        save_id: What no other save has; empty: not recorded.
+        world: How many ranks saved; 0: not recorded.
+    """
+
+    save_id: str = ""
+    world: int = 0
+
+
+UNKNOWN = Origin()
+
+
+class Decoded(NamedTuple):
+    """What a ``.metadata`` file says.
+
+    Attributes:
+        leaves: By name, in its order.
+        origin: Which save wrote it.
+    """
+
+    leaves: dict[str, Leaf]
+    origin: Origin
+
+
 class _IndexRecord(Inert):
     """A ``MetadataIndex``: equal, as torch's are, when name and offsets are."""
 
@@ -119,8 +150,8 @@ def metadata_name(rank: int) -> str:
     return f"__{rank}{METADATA}"
 
 
-def decode(raw: bytes, where: str) -> dict[str, Leaf]:
-    """Return the leaves that a ``.metadata`` file lists, by name and in its order.
+def decode(raw: bytes, where: str) -> Decoded:
+    """Return the leaves that a ``.metadata`` file lists, and which save wrote it.
 
     Raises:
         DamagedError: It is malformed, contradicts itself or points outside the directory.
@@ -129,9 +160,32 @@ def decode(raw: bytes, where: str) -> dict[str, Leaf]:
     """
     scanner = Scanner()
     try:
-        return leaves_of(loads(raw, where=where, table=TABLE, hook=scanner), where, scanner)
+        root = loads(raw, where=where, table=TABLE, hook=scanner)
+        return Decoded(leaves_of(root, where, scanner), origin_of(root))
     except CkptError:  # whatever it is, the slow way says it exactly
-        return leaves_of(loads(raw, where=where, table=TABLE), where)
+        root = loads(raw, where=where, table=TABLE)
+        return Decoded(leaves_of(root, where), origin_of(root))
+
+
+def origin_of(root: object) -> Origin:
+    """Return which save wrote a pickle that was read already: torch has a field for its id.
+
+    Args:
+        root: The pickle.
+    """
+    metadata = _fields(root)
+    save_id = _fields(metadata.get("storage_meta")).get("save_id")
+    own = metadata.get(OWN)
+    world = own.get(WORLD) if isinstance(own, dict) else None
+    return Origin(
+        save_id if type(save_id) is str else "",
+        world if type(world) is int and world > 0 else 0,
+    )
+
+
+def _fields(record: object) -> Mapping[str, object]:
+    state = record.state if isinstance(record, Inert) else None
+    return state if isinstance(state, dict) else {}
 
 
 def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[str, Leaf]:

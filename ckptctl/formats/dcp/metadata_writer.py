@@ -14,7 +14,7 @@ from itertools import chain, groupby
 from ckptctl.catalog import Blob, Box, Index
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.formats.dcp.metadata import MAX_METADATA, Item
+from ckptctl.formats.dcp.metadata import MAX_METADATA, OWN, UNKNOWN, WORLD, Item, Origin
 
 VERSION = "1.0.0"
 BATCH = 1000
@@ -36,6 +36,7 @@ def encode(
     blobs: Sequence[Blob],
     boxes: Mapping[str, Sequence[Place]],
     items: Mapping[tuple[str, _Offsets], Item],
+    origin: Origin = UNKNOWN,
 ) -> bytes:
     """Return a ``.metadata`` that stock ``dcp.load`` reads.
 
@@ -44,6 +45,7 @@ def encode(
         blobs: The other leaves.
         boxes: The chunks of each tensor.
         items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
+        origin: Which save it is of.
     """
     writer = _Writer(tensors)
     writer.section("state_dict_metadata")
@@ -57,7 +59,7 @@ def encode(
     writer.section("storage_data")
     for name, some in groupby(items.items(), key=lambda pair: pair[0][0]):
         writer.items(name, ((offsets, *item) for (_, offsets), item in some))
-    return _readable(writer.finish())
+    return _readable(writer.finish(origin))
 
 
 class TensorMetadata:
@@ -76,11 +78,14 @@ class TensorMetadata:
         self._writer = writer
         self.nbytes = len(self._content)
 
-    def complete(self, values: Sequence[tuple[Blob, Item]]) -> tuple[bytes, bytes]:
+    def complete(
+        self, values: Sequence[tuple[Blob, Item]], origin: Origin = UNKNOWN
+    ) -> tuple[bytes, bytes]:
         """Return the ``.metadata`` in two parts.
 
         Args:
             values: The other leaves, and where they lie.
+            origin: Which save it is of.
 
         Raises:
             RefusedError: It is longer than what is ever read again.
@@ -97,7 +102,7 @@ class TensorMetadata:
         writer.again("storage_data")
         for blob, item in values:
             writer.items(blob.name, [(None, *item)])
-        return self._content, _readable(writer.finish(), self.nbytes)
+        return self._content, _readable(writer.finish(origin), self.nbytes)
 
 
 def _readable(content: bytes, before: int = 0) -> bytes:
@@ -248,12 +253,33 @@ class _Writer:
             parts += (head, position, info, file, self._place(start, nbytes))
         self.out += b"".join(parts)
 
-    def finish(self) -> bytes:
+    def finish(self, origin: Origin) -> bytes:
         """Return the whole pickle."""
         self._close()
-        self.out += self.text("storage_meta") + b"N"
+        if origin.world:
+            self.out += self.text(OWN) + b"}" + self._remembered()
+            self.out += self.text(WORLD) + _integer(origin.world) + b"s"
+        self._storage_meta(origin.save_id)
         self.out += self.text("version") + self.text(VERSION) + b"ub."
         return bytes(self.out)
+
+    def _storage_meta(self, save_id: str) -> None:
+        """Write a ``StorageMeta`` that says nothing but the id, or none."""
+        if not save_id:
+            self.out += self.text("storage_meta") + b"N"
+            return
+        made = self._global(_HOME, "StorageMeta")
+        self.out += self.text("storage_meta") + made + b")\x81" + self._remembered()
+        self.out += b"}" + self._remembered() + b"("
+        for name, value in (("checkpoint_id", b"N"), ("load_id", b"N"), ("modules", b"]")):
+            self.out += self.text(name) + value
+            self.out += self._remembered() if value == b"]" else b""
+        self.out += self.text("save_id") + self.text(save_id) + b"ub"
+
+    def _remembered(self) -> bytes:
+        """Return the opcode that remembers an object."""
+        self._next()
+        return b"\x94"
 
     def text(self, text: str) -> bytes:
         """Return a string the first time, later what refers to it."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
-from ckptctl.catalog import Box
+from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import CoverageError, DamagedError, listed
-from ckptctl.formats.dcp.metadata import Item, Leaf, metadata_name, refuse_twins
+from ckptctl.formats.dcp.metadata import UNKNOWN, Item, Leaf, Origin, metadata_name, refuse_twins
 from ckptctl.planner.boxes import coverage
 
 _Offsets = tuple[int, ...]
@@ -43,22 +44,26 @@ class Union:
         ends: For each data file the byte after its last item, copies too.
         copies: For each tensor the chunks that several ranks have, and every item but the first;
             empty unless *repeated*.
+        world: How many ranks saved, as they say; 0: none says so.
     """
 
     def __init__(self, where: str, ranks: int, *, repeated: bool = False) -> None:
         self.ranks = ranks
         self.ends: dict[str, int] = {}
         self.copies: dict[str, dict[Box, list[Item]]] = {}
+        self.world = 0
+        self._save_ids: list[str] = []
         self._where = where
         self._repeated = repeated
         self._held: dict[str, _Held] = {}
 
-    def add(self, rank: int, leaves: Mapping[str, Leaf]) -> None:
-        """Take what *rank* lists.
+    def add(self, rank: int, leaves: Mapping[str, Leaf], origin: Origin = UNKNOWN) -> None:
+        """Take what *rank* lists, and which save it took part in.
 
         Raises:
             DamagedError: It contradicts a lower rank, or is another rank's.
         """
+        self._of_one_save(rank, origin)
         own = f"__{rank}_"
         for name, leaf in leaves.items():
             held = self._held.get(name)
@@ -140,6 +145,27 @@ class Union:
     def _repeats(self, name: str) -> Iterator[_Chunk]:
         for box, items in self.copies.get(name, {}).items():
             yield from ((box, item) for item in items)
+
+    def saved(self, catalog: Catalog) -> Catalog:
+        """Return *catalog* with what the ranks say of their save: each has an id of its own."""
+        ids = "\n".join(self._save_ids) if all(self._save_ids) else ""
+        save_id = blake2b(ids.encode(), digest_size=16).hexdigest() if ids else ""
+        return replace(catalog, save_id=save_id, world=self.world)
+
+    def _of_one_save(self, rank: int, origin: Origin) -> None:
+        self._save_ids.append(origin.save_id)
+        if not origin.world:
+            return
+        if rank >= origin.world or self.world not in (0, origin.world):
+            said = f"rank {rank} of {origin.world}"
+            raise DamagedError(
+                "the files belong to different saves",
+                where=self._file(rank),
+                why=f"it is of {said}"
+                + (f", that of a lower rank is of {self.world}" if self.world else ""),
+                hint="restore those of one save: the others lie in its directory",
+            )
+        self.world = origin.world
 
     def blobs(self) -> list[str]:
         """Return the names of the leaves that are no tensors."""

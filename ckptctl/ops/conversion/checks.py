@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from ckptctl.errors import UsageError
-from ckptctl.formats.base import GB, WritableFormat
+from collections.abc import Mapping, Sequence
+
+from ckptctl import dtypes
+from ckptctl.catalog import TensorEntry, is_computed
+from ckptctl.errors import RefusedError, UsageError, listed
+from ckptctl.formats.base import GB, OutputTensor, WritableFormat
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.units import format_bytes
 
@@ -57,3 +62,47 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     found = next((problem for problem, holds in problems.items() if holds), None)
     if found:
         raise UsageError(found)
+
+
+def require_scaled(
+    asked: ConversionOptions,
+    mapped: Sequence[MappedTensor],
+    entries: Mapping[str, TensorEntry],
+    tensors: Sequence[OutputTensor],
+) -> None:
+    """Refuse to cast weights to float8: without scales most of them leave its range.
+
+    Args:
+        asked: The options.
+        mapped: What becomes what.
+        entries: The source's tensors, located.
+        tensors: The output's.
+
+    Raises:
+        RefusedError: A tensor that is none becomes float8, and `--allow-overflow` is not given.
+    """
+    if asked.allow_overflow:
+        return
+    float8 = {one.name: one.dtype for one in tensors if _is_float8(one.dtype)}
+    cast = [
+        view.key
+        for item in mapped
+        for view in item.targets
+        if view.key in float8 and _made(entries[item.sources[0].key], float8[view.key])
+    ]
+    if cast:
+        raise RefusedError(
+            f"--dtype {asked.dtype} would write {len(cast):,} float8 tensors without scales",
+            why=f"{listed(cast)}: no loader reads such a model; small weights become 0, large "
+            "ones the largest number of the dtype",
+            hint="`--allow-overflow` writes them nevertheless",
+        )
+
+
+def _is_float8(dtype: str) -> bool:
+    return dtypes.BY_NAME[dtype].floating and dtypes.itemsize(dtype) == 1
+
+
+def _made(source: TensorEntry, dtype: str) -> bool:
+    """Return whether *source* is cast to *dtype*, here or where it is computed."""
+    return source.dtype != dtype or any(is_computed(extent.file) for extent in source.extents)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from ckptctl import families, formats
@@ -36,6 +37,8 @@ from ckptctl.ops.verification.replicas import replicated
 from ckptctl.planner.configs.stated import Json
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.destinations import Replaceable, require_space
+from ckptctl.storage.execution.options import Execution
+from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.publish import Staging, staging
 from ckptctl.storage.remote.path import named, path_at
 from ckptctl.storage.remote.urls import is_url
@@ -144,6 +147,7 @@ def run_conversion(
         on_first(ranks, lambda: _require_room(plan, stage))
         report = progress or (lambda _: None)
         done = sharing.execute_together(plan.plan, stage, options.execution(), report, ranks)
+        _require_in_range(plan, done)
         on_first(ranks, lambda: _publish(stage))
         if options.verify:
             _verify(plan, stage, done.crcs, ranks)
@@ -155,6 +159,7 @@ def run_conversion(
         done.resumed_bytes,
         options.verify,
         tuple(stage.notes) if stage else (),
+        done.lost,
     )
 
 
@@ -174,13 +179,22 @@ def _run_upload(
         options.execution(),
         progress or (lambda _: None),
         overwrite=options.overwrite,
+        written=partial(_require_in_range, plan),
         proven=proven,
     )
     seconds = time.monotonic() - start
     target = path_at(plan.plan.target)
     notes = upload.notes(plan.plan)
     resumed = done.resumed_bytes
-    return ConversionResult(plan, target, plan.nbytes, seconds, resumed, options.verify, notes)
+    return ConversionResult(
+        plan, target, plan.nbytes, seconds, resumed, options.verify, notes, done.lost
+    )
+
+
+def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
+    """Refuse to publish elements that became infinite, NaN or saturated."""
+    if not plan.options.allow_overflow:
+        require_in_range(done.lost, "`--allow-overflow` publishes them as they are")
 
 
 def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:

@@ -13,6 +13,7 @@ from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
 from ckptctl.formats.shared.unknown_classes import require_known
 from ckptctl.ops.conversion import ties
 from ckptctl.ops.conversion.adapter_files import adapter_papers
+from ckptctl.ops.conversion.checks import require_scaled
 from ckptctl.ops.conversion.documents import Assets, Papers, papers
 from ckptctl.ops.conversion.executable import LaidOut, executable, provenance
 from ckptctl.ops.conversion.missing import Missing, leave_out, without
@@ -265,6 +266,7 @@ class Draft:
         model = output_tensors(
             mapped, entries, placed, dtype=self.options.dtype, pinned=pinned, aliases=aliases
         )
+        require_scaled(self.options, mapped, entries, model)
         others = output_tensors(
             rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
         )

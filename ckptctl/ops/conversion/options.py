@@ -46,6 +46,7 @@ class ConversionOptions:
         untie: Keep both of two tied tensors.
         tied: ``drop`` all but one of the tensors that share memory, or ``copy`` each in full; None:
             as the target format does.
+        allow_overflow: Publish elements that became infinite, NaN or saturated.
         allow_missing: Write what is whole of a source that is not, and say what is missing.
         verify_replicas: Compare every copy of the same elements with the one that is used.
         vocab_size: Rows of the vocabulary: padded with zeros or cut; None: keep them.
@@ -81,6 +82,7 @@ class ConversionOptions:
     memory: int | None = None
     untie: bool = False
     tied: Literal["drop", "copy"] | None = None
+    allow_overflow: bool = False
     allow_missing: bool = False
     verify_replicas: bool = False
     vocab_size: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -14,6 +14,7 @@ from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.kinds import needs_torch
+from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.units import format_bytes
 
 START_UP = 32 << 20
@@ -182,6 +183,8 @@ class ConversionResult:
         resumed_bytes: Bytes that an earlier run had written already.
         verified: Whether the published output was read again and found right.
         notes: What the user should know.
+        out_of_range: What became infinite, NaN or saturated, by the name of the tensor in the
+            output.
     """
 
     plan: ConversionPlan
@@ -191,6 +194,7 @@ class ConversionResult:
     resumed_bytes: int
     verified: bool
     notes: tuple[str, ...]
+    out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)
 
     @property
     def missing(self) -> Mapping[str, str]:
@@ -204,5 +208,6 @@ class ConversionResult:
             "seconds": round(self.seconds, 3),
             "resumed_bytes": self.resumed_bytes,
             "verified": self.verified,
+            "out_of_range": {name: asdict(lost) for name, lost in self.out_of_range.items()},
             "notes": [*self.plan.warnings, *self.plan.notes, *self.notes],
         }

@@ -51,6 +51,7 @@ def upload(
     progress: Advance,
     *,
     overwrite: bool,
+    written: Callable[[Execution], None],
     proven: Callable[[Sequence[int]], None],
 ) -> Execution:
     """Carry out *plan* and publish the output at the URL that is its target.
@@ -60,6 +61,7 @@ def upload(
         options: How; to resume means to upload nothing that an interrupted run has uploaded.
         progress: Called with the bytes done since the last call.
         overwrite: Whether a checkpoint there may be replaced.
+        written: Called with what was done when all is written and nothing published; may raise.
         proven: Called with the checksums of the records when all is published; if it raises, the
             output is taken back where that can be done.
 
@@ -83,6 +85,7 @@ def upload(
         try:
             outbox = Outbox(target.put, last)
             done = execute(plan, root, options, progress, outbox=outbox)
+            written(done)
             outbox.close(root, target.require_whole)
             target.commit()
             mounts.drop(plan.target)

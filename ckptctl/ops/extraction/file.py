@@ -15,6 +15,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.publish import staging
 
 
@@ -59,7 +60,8 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> int:
     """Write and publish the file, whole or not at all; return the bytes that were read.
 
     Raises:
-        RefusedError: It exists, or does not fit on the disk.
+        RefusedError: It exists, or does not fit on the disk; or elements do not fit into their
+            dtype.
         DamagedError: The checkpoint changed meanwhile, or contradicts its checksums.
         StorageError: A read or a write failed.
     """
@@ -68,6 +70,8 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> int:
         target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE
     ) as stage:
         require_space(stage.data, plan.nbytes)
-        read = execute(plan, stage.data, how, lambda _: None).bytes_read
+        done = execute(plan, stage.data, how, lambda _: None)
+        if not options.allow_overflow:
+            require_in_range(done.lost, "`--allow-overflow` writes them as they are")
         stage.publish()
-    return read
+    return done.bytes_read

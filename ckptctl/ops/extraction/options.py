@@ -28,6 +28,7 @@ class ExtractOptions:
         model_type: Family; None: detect.
         root: The model's prefix in the checkpoint; None: find it.
         sizes: Axis sizes that no configuration states.
+        allow_overflow: Write elements that became infinite, NaN or saturated.
         overwrite: Replace a file of tensors.
         jobs: Threads; 0: its part of the cores, at most four.
     """
@@ -44,6 +45,7 @@ class ExtractOptions:
     model_type: str | None = None
     root: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    allow_overflow: bool = False
     overwrite: bool = False
     jobs: int = 0
 

@@ -10,6 +10,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.formats import open_checkpoint
 from ckptctl.formats.base import Weights
 from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.storage.out_of_range import OutOfRange, require_in_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class LoadOptions:
         dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
         strict: Whether names that are missing or left over are errors.
         cast: Whether floating elements may change their dtype.
+        allow_overflow: Whether elements may become infinite, NaN or saturated.
         trusted: Whether leaves that are no tensors may run code when they are unpickled.
         checksum: Whether to compare recorded checksums of what is read whole.
         jobs: Threads; 0: its part of the cores, at most four.
@@ -53,6 +55,7 @@ class LoadOptions:
     dequantize: str | None = None
     strict: bool = True
     cast: bool = False
+    allow_overflow: bool = False
     trusted: bool = False
     checksum: bool = False
     jobs: int = 0
@@ -74,6 +77,15 @@ class LoadOptions:
         )
         return dequantised(catalog, self.dequantize) if self.dequantize else catalog
 
+    def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
+        """Refuse elements that became infinite, NaN or saturated, unless they are allowed.
+
+        Raises:
+            RefusedError: There are any; the tensors of the state hold them.
+        """
+        if not self.allow_overflow:
+            require_in_range(found, "`allow_overflow=True` takes them as they are")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -92,6 +104,8 @@ class LoadReport:
         layout: Layout of the state, likewise.
         bytes_read: Bytes that this rank read of tensors.
         bytes_received: Bytes that other ranks read for it.
+        out_of_range: What of that which this rank read became infinite, NaN or saturated, by the
+            name of the tensor in the state.
     """
 
     loaded: tuple[str, ...]
@@ -106,3 +120,4 @@ class LoadReport:
     layout: str | None = None
     bytes_read: int = 0
     bytes_received: int = 0
+    out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)

@@ -96,7 +96,13 @@ class Reading:
         """
         own = self.mapping.catalog
         moved = replace(
-            own, root=catalog.root, path=catalog.path, files=catalog.files, notes=catalog.notes
+            own,
+            root=catalog.root,
+            path=catalog.path,
+            files=catalog.files,
+            notes=catalog.notes,
+            save_id=catalog.save_id,
+            world=catalog.world,
         )
         return replace(self, mapping=replace(self.mapping, catalog=moved))
 
@@ -109,7 +115,14 @@ def same_index(one: Catalog, other: Catalog) -> bool:
     if one.computed or other.computed:
         return False
     there = replace(
-        other, root=one.root, path=one.path, files=one.files, notes=one.notes, assets=one.assets
+        other,
+        root=one.root,
+        path=one.path,
+        files=one.files,
+        notes=one.notes,
+        assets=one.assets,
+        save_id=one.save_id,
+        world=one.world,
     )
     return one == there
 

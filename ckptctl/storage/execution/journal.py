@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ckptctl.errors import StorageError
 from ckptctl.storage.crc import crc32
 
-VERSION = 1
+VERSION = 2
 Header = Mapping[str, object]
 Key = tuple[int, int]
 
@@ -30,12 +30,14 @@ class Done(NamedTuple):
         number: Index of its tile.
         written: CRC-32 of each of its writes.
         read: CRC-32 of each of its checked reads.
+        lost: The numbers of an :class:`~ckptctl.storage.out_of_range.OutOfRange`; empty: nothing.
     """
 
     transfer: int
     number: int
     written: Sequence[int]
     read: Sequence[int]
+    lost: Sequence[int] = ()
 
 
 class Journal:
@@ -143,4 +145,5 @@ def _units(line: bytes) -> list[Done] | None:
     check, _, text = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
         return None
-    return [Done(*unit) for unit in json.loads(text)["units"]]
+    found = (Done(*unit) for unit in json.loads(text)["units"])
+    return [unit._replace(lost=tuple(unit.lost)) for unit in found]

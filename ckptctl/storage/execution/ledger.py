@@ -12,6 +12,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.crc import combine
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
+from ckptctl.storage.out_of_range import NONE, OutOfRange
 
 Parts = list[tuple[int, int, int]]
 """``(position, bytes, CRC-32)`` of the parts of a record or operand."""
@@ -40,6 +41,7 @@ class Books(NamedTuple):
         sources: Parts of operands whose checksum is still to be compared, by transfer and operand.
         written: Bytes of each output file.
         finished: Output files that need nothing more.
+        lost: What became infinite, NaN or saturated, by transfer.
         read: Bytes read from source files.
     """
 
@@ -48,6 +50,7 @@ class Books(NamedTuple):
     sources: dict[tuple[int, int], Parts]
     written: dict[str, int]
     finished: list[str]
+    lost: dict[int, OutOfRange]
     read: int = 0
 
 
@@ -69,6 +72,7 @@ class Ledger:
         self._parts: dict[int, Parts] = {}
         self._sources: dict[tuple[int, int], Parts] = {}
         self._covered: Counter[tuple[int, int]] = Counter()
+        self._lost: dict[int, OutOfRange] = {}
         self._all: Counter[str] = Counter()
         for record in plan.records:
             self._all[record.file] += record.nbytes
@@ -101,7 +105,8 @@ class Ledger:
         with self._lock:
             written = {p: n - self._left[p] for p, n in self._all.items() if n > self._left[p]}
             finished = [path for path in written if not self._left[path]]
-            return Books(self._whole, self._parts, self._sources, written, finished)
+            lost = self._lost
+            return Books(self._whole, self._parts, self._sources, written, finished, lost)
 
     def add(self, books: Books) -> None:
         """Enter what another process did.
@@ -116,6 +121,8 @@ class Ledger:
             for path, nbytes in books.written.items():
                 self._left[path] -= nbytes
                 self.written += nbytes
+            for transfer, lost in books.lost.items():
+                self._lose(transfer, lost)
             complete = [
                 entry for key, parts in books.sources.items() if (entry := self._cover(key, parts))
             ]
@@ -145,6 +152,18 @@ class Ledger:
             self._check(transfer, operand, parts)
         return news
 
+    def lost(self) -> dict[str, OutOfRange]:
+        """Return what became infinite, NaN or saturated, by the name of the tensor."""
+        found: dict[str, OutOfRange] = {}
+        with self._lock:
+            for transfer, lost in sorted(self._lost.items()):
+                name = self._plan.transfers[transfer].name
+                found[name] = found.get(name, NONE) + lost
+        return found
+
+    def _lose(self, transfer: int, lost: OutOfRange) -> None:
+        self._lost[transfer] = self._lost.get(transfer, NONE) + lost
+
     def crc(self, record: int) -> int:
         """Return the CRC-32 of a finished record; 0 for an empty one.
 
@@ -161,6 +180,8 @@ class Ledger:
 
     def _enter(self, unit: Unit, done: Done, news: News, resumed: bool) -> None:
         records = self._plan.records
+        if done.lost:
+            self._lose(unit.transfer, OutOfRange(*done.lost))
         total = 0
         for write, crc in zip(unit.tile.writes, done.written, strict=True):
             if write.record >= 0:

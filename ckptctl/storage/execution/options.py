@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ckptctl.planner.copying.tile import MIB, Limits
+from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.threads import default_threads
 
 ARITHMETIC = 384 * MIB
@@ -62,9 +64,12 @@ class Execution:
         resumed_bytes: Those that an earlier run had written.
         bytes_read: Bytes read into memory from source files, what computed tensors are made of
             apart.
+        lost: What became infinite, NaN or saturated, by the name of the tensor in the output;
+            none: nothing did.
     """
 
     crcs: list[int]
     bytes_written: int
     resumed_bytes: int
     bytes_read: int = 0
+    lost: Mapping[str, OutOfRange] = field(default_factory=dict)

@@ -279,7 +279,8 @@ class Run:
             self._ledger.crc(index) if checksum and not is_memory(record.file) else 0
             for index, record in enumerate(self._plan.records)
         ]
-        return Execution(crcs, self._ledger.written, self._ledger.resumed, self._read)
+        books = self._ledger
+        return Execution(crcs, books.written, books.resumed, self._read, books.lost())
 
     def _require_all(self) -> None:
         unfinished = self._ledger.unfinished()

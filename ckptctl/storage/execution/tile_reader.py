@@ -14,6 +14,7 @@ from ckptctl.storage.execution.descriptors import Descriptors
 from ckptctl.storage.execution.tile_buffers import TileBuffers, scatter
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.local_files import after
+from ckptctl.storage.out_of_range import OutOfRange
 
 if TYPE_CHECKING:
     from ckptctl.storage.computed import ComputedFiles
@@ -74,8 +75,12 @@ class TileReader:
                     crc = crc32(view, crc)
         return crc if read.operand >= 0 else -1
 
-    def gather(self, name: str, reads: Sequence[Read], buffer: memoryview) -> None:
-        """Fill the buffer with all that a tile reads of one virtual file, in one go."""
+    def gather(self, name: str, reads: Sequence[Read], buffer: memoryview) -> OutOfRange:
+        """Fill the buffer with all that a tile reads of one virtual file, in one go.
+
+        Returns:
+            What became infinite, NaN or saturated on the way.
+        """
         pieces: list[tuple[int, int, int]] = []
         for read in reads:
             if read.file != name:
@@ -84,7 +89,7 @@ class TileReader:
             for start, nbytes in read.pattern.runs if read.pattern else ((0, read.nbytes),):
                 pieces.append((offset, nbytes, start))
                 offset += nbytes
-        self.computed().gather(name, pieces, buffer)
+        return self.computed().gather(name, pieces, buffer)
 
     def rows(self, files: SourceFiles, tile: Tile, place: memoryview) -> bool:
         """Read many short runs of one file; return whether the tile is made of such."""

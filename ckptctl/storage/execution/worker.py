@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.execution.target_files import write_all
 from ckptctl.storage.execution.tile_buffers import TILE, TileBuffers
 from ckptctl.storage.execution.tile_reader import TileReader
+from ckptctl.storage.out_of_range import NONE, OutOfRange
 
 if TYPE_CHECKING:
     from ckptctl.storage.computed import ComputedFiles
@@ -61,6 +63,7 @@ class Worker:
         self._arithmetic = arithmetic
         self._memory = memory
         self.alone = True
+        self._lost: OutOfRange = NONE
         self._descriptors = Descriptors(root)
         self._kernel_copy = not checksum
         self._buffers = TileBuffers()
@@ -76,12 +79,17 @@ class Worker:
         self._descriptors.close()
 
     def do(self, unit: Unit) -> Done:
-        """Do one unit and return its checksums.
+        """Do one unit; return its checksums, and what of it did not fit into its dtype.
 
         Raises:
             DamagedError: A source file is shorter than it should be.
             StorageError: A read or write failed.
         """
+        self._lost = NONE
+        done = self._do(unit)
+        return done._replace(lost=astuple(self._lost)) if self._lost else done
+
+    def _do(self, unit: Unit) -> Done:
         tile = unit.tile
         if tile.flat and is_memory(tile.reads[0].file):
             return self._from_memory(unit)
@@ -94,7 +102,7 @@ class Worker:
             return self._flat(unit)
         buffer = self._buffers.get(TILE, tile.nbytes)
         for name in {one.file for one in tile.reads if is_computed(one.file)}:
-            self._reader.gather(name, tile.reads, buffer)
+            self._lost += self._reader.gather(name, tile.reads, buffer)
         read = [
             crc for one in tile.reads if (crc := self._reader.read(unit.files, one, buffer)) >= 0
         ]
@@ -146,7 +154,7 @@ class Worker:
     def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
         staged = self._buffers.get("staging", move.staging)
         if is_computed(move.file):
-            self._reader.computed().gather(move.file, move.reads, staged)
+            self._lost += self._reader.computed().gather(move.file, move.reads, staged)
         else:
             known = unit.files.local and not is_memory(move.file)
             descriptor = self._descriptors.source(unit.files, move.file) if known else None
@@ -182,7 +190,7 @@ class Worker:
         count = unit.tile.nbytes // dtypes.itemsize(transfer.source_dtype)
         size = count * dtypes.itemsize(transfer.target_dtype)
         target = self._buffers.get("cast", size)[:size]
-        self._arithmetic().cast(
+        self._lost += self._arithmetic().cast(
             buffer[: unit.tile.nbytes], transfer.source_dtype, target, transfer.target_dtype
         )
         return target
@@ -196,7 +204,8 @@ class Worker:
             size = min(self._chunk, read.nbytes - done)
             view = buffer[:size]
             if is_computed(read.file):
-                self._reader.computed().gather(read.file, [(read.offset + done, size, 0)], view)
+                piece = (read.offset + done, size, 0)
+                self._lost += self._reader.computed().gather(read.file, [piece], view)
             else:
                 self._reader.fill(unit.files, read.file, [view], read.offset + done, size)
             if self._checksum:

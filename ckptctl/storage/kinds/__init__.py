@@ -2,7 +2,9 @@
 
 A kind is a module with a function ``compute`` as :class:`Kind` describes it; its name is that of
 the module. Nothing else needs to be told about it. One that does without torch now and then has a
-function ``plain``, which takes the virtual file and says so.
+function ``plain``, which takes the virtual file and says so. One whose arithmetic can leave the
+range of a dtype has a function ``given``, as
+:data:`~ckptctl.storage.computed_inputs.Given` describes it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Computed
-    from ckptctl.storage.computed_inputs import Inputs
+    from ckptctl.storage.computed_inputs import Given, Inputs
 
 
 class Kind(Protocol):
@@ -40,6 +42,11 @@ def kinds() -> dict[str, Kind]:
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     found = ((name, importlib.import_module(f"{__name__}.{name}")) for name in names)
     return {name: cast(Kind, module) for name, module in found}
+
+
+def given_to(computed: Computed) -> Given | None:
+    """Return what knows the source's own elements; None: *computed* does no arithmetic."""
+    return cast("Given | None", getattr(kinds()[computed.kind], "given", None))
 
 
 def needs_torch(computed: Computed) -> bool:

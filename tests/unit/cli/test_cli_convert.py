@@ -48,6 +48,7 @@ class Result:
     resumed_bytes = 1 << 30
     verified = True
     notes = ("no renameat2 here",)
+    out_of_range = MISSING
 
     def to_json(self):
         return {**self.plan.to_json(), "verified": True}
@@ -102,7 +103,7 @@ def test_options_arrive(run, calls):
         "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
         "weights": "master", "tag": "t", "rules": Path("r.toml"),
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
-        "tied": None, "allow_missing": False, "verify_replicas": False,
+        "tied": None, "allow_overflow": False, "allow_missing": False, "verify_replicas": False,
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorStorageMetadata,
 )
 
@@ -19,7 +20,15 @@ from ckptctl.catalog import Blob, Box, Index
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp import metadata_writer as dcp_metadata_writer
-from ckptctl.formats.dcp.metadata import TABLE, Item, decode, leaves_of
+from ckptctl.formats.dcp.metadata import (
+    TABLE,
+    Decoded,
+    Item,
+    Origin,
+    decode,
+    leaves_of,
+    origin_of,
+)
 from ckptctl.formats.dcp.metadata_scan import Scanner
 from ckptctl.formats.dcp.metadata_writer import encode, encode_tensors
 from ckptctl.storage.pickles.reader import loads
@@ -39,8 +48,9 @@ def pickle_of(data: Path, name: str) -> bytes:
     return pickle.dumps(metadata, protocol=4)
 
 
-def slowly(raw: bytes) -> object:
-    return leaves_of(loads(raw, where="here", table=TABLE), "here")
+def slowly(raw: bytes) -> Decoded:
+    root = loads(raw, where="here", table=TABLE)
+    return Decoded(leaves_of(root, "here"), origin_of(root))
 
 
 def outcome(read: Any, *arguments: Any) -> object:
@@ -149,10 +159,30 @@ def test_torch_reads_what_is_written(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2001])
 def test_what_is_written_is_read_either_way(count: int) -> None:
     raw, boxes = written(count)
-    leaves = decode(raw, "here")
-    assert leaves == slowly(raw)
+    assert decode(raw, "here") == slowly(raw)
+    leaves = slowly(raw).leaves
     assert {n: [box for box, _ in leaf.items] for n, leaf in leaves.items() if leaf.dtype} == boxes
     assert leaves["step"].items[0][1].nbytes == 1 << 40
+
+
+@pytest.mark.parametrize("origin", [Origin(), Origin("a" * 32), Origin("", 3), Origin("b", 70_000)])
+def test_which_save_it_is_of_stands_where_torch_has_a_field(origin: Origin) -> None:
+    tensor = OutputTensor("save_id", "float32", (4,), ("modules",))
+    made = encode_tensors([tensor], [[Box((0,), (4,))]], [("save_id", [((0,), "x", 0, 16)])])
+    values = [(Blob("ckptctl", ("version",)), Item("x", 16, 2))]
+    raw = b"".join(made.complete(values, origin))
+    found, read = decode(raw, "here"), pickle.loads(raw)
+    assert (found.origin, slowly(raw)) == (origin, found)
+    assert list(found.leaves) == ["save_id", "ckptctl"]
+    assert read.version == "1.0.0"
+    expected = StorageMeta(save_id=origin.save_id) if origin.save_id else None
+    assert read.storage_meta == expected
+    assert getattr(read, "ckptctl", {}) == ({"world_size": origin.world} if origin.world else {})
+
+
+def test_stock_saves_say_which_save_they_are(data: Path) -> None:
+    raw = (data / "dcp/dcp_2d/ckpt/.metadata").read_bytes()
+    assert decode(raw, "here").origin == Origin(pickle.loads(raw).storage_meta.save_id)
 
 
 def test_what_would_be_too_large_to_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,12 +129,12 @@ def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
             len(contents[name]) for name in share.values
         )
     made = metadata(decision, written)
-    leaves = decode(b"".join(made.complete(values)), "x")
+    leaves = decode(b"".join(made.complete(values)), "x").leaves
     assert list(leaves) == ["w", "step", "rng", "rank_1.values.rng"]
     assert [item.file for _, item in leaves["w"].items] == ["__0_0.distcp", "__1_0.distcp"]
     assert leaves["rank_1.values.rng"].path == ("rank_1", "values", "rng")
     assert leaves["rank_1.values.rng"].items[0][1].file == "__1_0.distcp"
-    other = decode(b"".join(made.complete([])), "x")
+    other = decode(b"".join(made.complete([])), "x").leaves
     assert list(other) == ["w"]
     assert other["w"] == leaves["w"]
 

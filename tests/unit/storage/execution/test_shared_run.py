@@ -129,3 +129,21 @@ def test_files_of_one_rank_are_finished_by_it(case):
         assert runs[0].books().finished == []
         assert runs[1].books().finished == ["sub/config.json"]
         assert zlib.crc32((case.out / "all.bin").read_bytes()[:4]) == zlib.crc32(bytes(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_what_ranks_lost_is_summed(case, ranks):
+    """Each of them casts a part of the tensor to fp16."""
+    rows = ((0,), (1,))
+    lost = []
+
+    def cast(data):
+        values = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+        made = values.to(torch.float16)
+        lost.append(int((made.isinf() & ~values.isinf()).sum()))
+        return made.view(torch.uint8).numpy().tobytes()
+
+    case.add((4096, 64), rows, rows, cast, to="float16")
+    done = carry_out(case, case.plan(), ranks, **SMALL)
+    assert [one.infinite for one in done.lost.values()] == lost
+    assert lost[0] > 1000

@@ -1,0 +1,71 @@
+"""Elements that a cast, a dequantisation or a merge could not keep, and what becomes of them.
+
+What a source holds itself is none of them: its infinities and NaN may stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from operator import add
+
+from ckptctl.errors import RefusedError
+
+SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfRange:
+    """Numbers of elements, none of which the source had.
+
+    Attributes:
+        infinite: They became infinite.
+        nan: They became NaN.
+        saturated: They became the largest number of their dtype.
+    """
+
+    infinite: int = 0
+    nan: int = 0
+    saturated: int = 0
+
+    def __add__(self, other: OutOfRange) -> OutOfRange:
+        return OutOfRange(*map(add, astuple(self), astuple(other)))
+
+    def __bool__(self) -> bool:
+        return self.total > 0
+
+    @property
+    def total(self) -> int:
+        """Return the number of all of them."""
+        return self.infinite + self.nan + self.saturated
+
+    def __str__(self) -> str:
+        words = {"infinite": self.infinite, "NaN": self.nan, "saturated": self.saturated}
+        return ", ".join(f"{count:,} {word}" for word, count in words.items() if count)
+
+
+NONE = OutOfRange()
+
+
+def worst(found: Mapping[str, OutOfRange]) -> str:
+    """Return the tensors with most such elements, their numbers, and how many more there are."""
+    names = sorted(found, key=lambda name: (-found[name].total, name))
+    more = len(names) - SHOWN
+    head = "; ".join(f"`{name}`: {found[name]}" for name in names[:SHOWN])
+    return f"{head}; and {more:,} more tensors" if more > 0 else head
+
+
+def require_in_range(found: Mapping[str, OutOfRange], hint: str) -> None:
+    """Refuse elements that became infinite, NaN or saturated.
+
+    Args:
+        found: By the name of the tensor.
+        hint: What to do about it.
+
+    Raises:
+        RefusedError: There are any.
+    """
+    if found:
+        raise RefusedError(
+            "elements became infinite, NaN or saturated", why=worst(found), hint=hint
+        )
