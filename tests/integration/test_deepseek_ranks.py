@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, MappingError
+from ckptctl.errors import CkptError, DamagedError, MappingError, RefusedError
 from tests.checkpoints import save_hf
 
 D, H, NOPE, ROPE, VALUE, LATENT, F, M, X, V = 32, 4, 8, 4, 8, 16, 24, 8, 4, 48
@@ -236,3 +236,51 @@ def test_scales_are_cut_with_their_weights(tmp_path: Path, monkeypatch: pytest.M
     assert all(
         torch.equal(back[k].view(torch.uint8), v.view(torch.uint8)) for k, v in state.items()
     )
+
+
+def test_no_rank_gets_a_part_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks cut w1 of 384 rows, three blocks, at row 96; two would at 192; three do not."""
+    sizes = {"D": 256, "NOPE": 128, "ROPE": 128, "VALUE": 128, "LATENT": 128, "M": 384, "V": 384}
+    for name, size in {**sizes, "F": 12 * 128, "H": 12, "X": 12}.items():
+        monkeypatch.setattr(f"{__name__}.{name}", size)
+    stated = {"hidden_size": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 128}
+    stated |= {"v_head_dim": 128, "kv_lora_rank": 128, "num_attention_heads": 12}
+    state = with_scales(hf())
+    config = {**CONFIG, **stated, "n_routed_experts": 12}
+    source, out = save_hf(tmp_path / "hf", state, config), tmp_path / "out"
+    with pytest.raises(RefusedError, match="blocks of 128x128") as caught:
+        ckptctl.convert(source, out, to="deepseek", mp=4)
+    assert "`layers.1.ffn.shared_experts.w1.weight`" in (caught.value.why or "")
+    assert "--mp 3 " in (caught.value.hint or "")
+    assert not out.exists()
+    ckptctl.convert(source, tmp_path / "plain", to="deepseek", mp=4, dequantize="bf16")
+    ckptctl.convert(source, out, to="deepseek", mp=3)
+    for rank in range(3):
+        found = load_file(out / f"model{rank}-mp3.safetensors")
+        for new, old, dim in (("w1", "gate_proj", 0), ("w2", "down_proj", 1)):
+            whole = dequantised(*(state[f"{SHARED}{old}.weight{end}"] for end in ("", SCALE)))
+            key = f"layers.1.ffn.shared_experts.{new}"
+            part = dequantised(found[f"{key}.weight"], found[f"{key}.scale"])
+            assert torch.equal(part, whole.chunk(3, dim)[rank])
+
+
+def test_two_blocks_are_not_two_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """192 rows have two scales: of the first 96 and the last 96 rows 32 would get a wrong one."""
+    for name, size in {"D": 256, "NOPE": 64, "ROPE": 64, "VALUE": 64, "LATENT": 128}.items():
+        monkeypatch.setattr(f"{__name__}.{name}", size)
+    monkeypatch.setattr(f"{__name__}.F", 256)
+    monkeypatch.setattr(f"{__name__}.M", 192)
+    stated = {"hidden_size": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
+    stated |= {"v_head_dim": 64, "kv_lora_rank": 128}
+    source = save_hf(tmp_path / "hf", with_scales(hf()), {**CONFIG, **stated})
+    with pytest.raises(RefusedError) as caught:
+        ckptctl.convert(source, tmp_path / "out", to="deepseek", mp=2)
+    assert "[256, 192]" in (caught.value.where or "") and "--mp 1 " in (caught.value.hint or "")
+
+
+SHARED, SCALE = "model.layers.1.mlp.shared_experts.", "_scale_inv"
+
+
+def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return weight.float() * spread[: weight.shape[0], : weight.shape[1]]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ckptctl import formats
@@ -27,6 +28,7 @@ from ckptctl.ops.conversion.output_tensors import (
 )
 from ckptctl.ops.conversion.payloads import keep_together
 from ckptctl.ops.conversion.plan import ConversionPlan
+from ckptctl.ops.conversion.rank_blocks import Divide, require_whole_blocks
 from ckptctl.ops.conversion.reference import reference, require_same_keys
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
@@ -90,8 +92,11 @@ class Draft:
         equal = self._equal(change, rest)
         self._locate(read, change, equal)
         tensors = self._tensors(mapped, change, rest)
+        divide = _divide(change, self.target.layout) if self.ranks > 1 else None
+        if divide:
+            require_whole_blocks(self._described(), mapped, tensors, divide, self.ranks)
         blobs = self._blobs(selection, change, rest)
-        output = self.target.lay_out(self._request(tensors, blobs, change))
+        output = self.target.lay_out(self._request(tensors, blobs, divide))
         beside = self._papers(change, tensors)
         single_file = self.target.single_file
         laid = LaidOut(read, tensors, output, beside, self.destination, single_file)
@@ -293,7 +298,7 @@ class Draft:
         return kept
 
     def _request(
-        self, tensors: tuple[OutputTensor, ...], blobs: list[Blob], change: Change
+        self, tensors: tuple[OutputTensor, ...], blobs: list[Blob], divide: Divide | None
     ) -> OutputRequest:
         request = OutputRequest(
             name=self.destination.name,
@@ -301,7 +306,7 @@ class Draft:
             blobs=blobs,
             max_shard_size=self.options.max_shard_size,
             mp=self.ranks,
-            rank_boxes=_rank_boxes(change, self.target.layout, self.ranks),
+            rank_boxes=divide and partial(divide, ranks=self.ranks),
             checksum=self.options.checksum,
         )
         if self.like is None:
@@ -310,6 +315,11 @@ class Draft:
         if self.target.parallel:
             return request
         return replace(request, like=self.like.file_of, like_files=self.like.files)
+
+    def _described(self) -> Catalog:
+        """Return the source with all that is said of it, by `--assets`, too."""
+        said = {**self.catalog.documents, **self.assets.documents}
+        return replace(self.catalog, documents=said)
 
     @property
     def ranks(self) -> int:
@@ -337,10 +347,13 @@ def _no_place(change: Change) -> str:
     return f"layout {change.target_layout} has no place for it"
 
 
-def _rank_boxes(
-    change: Change, layout: str | None, ranks: int
-) -> Callable[[OutputTensor], Sequence[Share | None]] | None:
+def _divide(change: Change, layout: str | None) -> Divide | None:
+    """Return how ranks divide tensors; None: nobody knows."""
     family, sizes = change.family, Sizes(change.sizes or {}, {})
-    if family is None or layout is None or ranks == 1:
+    if family is None or layout is None:
         return None
-    return lambda tensor: divide(family, layout, tensor.name, tensor.shape, sizes, ranks)
+
+    def shares(tensor: OutputTensor, ranks: int) -> Sequence[Share | None]:
+        return divide(family, layout, tensor.name, tensor.shape, sizes, ranks)
+
+    return shares
