@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ckptctl
+from ckptctl.errors import RefusedError
 from tests.checkpoints import load_any_reference
 from tests.oracle.models import distance, tokens
 
@@ -45,8 +46,7 @@ def transformers_model(kind: str, folder: Path, dtype: torch.dtype = torch.float
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for name, value in model.named_parameters():
-        # torchtune multiplies biases by the lengths of DoRA, which PEFT and its own merge do not.
-        value.data = torch.zeros_like(value) if "bias" in name else torch.randn_like(value) * 0.1
+        value.data = torch.randn_like(value) * (1.0 if "bias" in name else 0.1)
     model = model.to(dtype).eval()
     model.save_pretrained(folder)
     return model
@@ -173,8 +173,7 @@ def torchtune_adapted(kind: str, base: Path, folder: Path, dora: bool) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(("kind", "dora"), [("llama", False), ("llama", True), ("qwen2", False)])
 def test_peft_computes_what_torchtune_computes(kind: str, dora: bool, tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "tune"
     transformers_model(kind, base)
@@ -225,15 +224,37 @@ def test_merged_as_torchtune_merges(kind: str, dora: bool, tmp_path: Path) -> No
     with torch.no_grad():
         logits = model(tokens())
     expected = get_merged_lora_ckpt(dict(model.state_dict()), RANK, ALPHA)
+    scaled = {name for name in expected if dora and name.endswith("_proj.bias")}
+    assert bool(scaled) == (dora and kind == "qwen2")
     source = folder / "adapter_model.pt"
     ckptctl.merge(
         base, source, tmp_path / "out.pt", to="torch", to_layout="torchtune", lora_alpha=ALPHA
     )
     found = torch.load(tmp_path / "out.pt")
     assert found.keys() <= expected.keys()
-    assert max(distance(found[name], expected[name]) for name in found) <= TOLERANCE
+    # Its forward pass scales biases by the lengths of DoRA, its merge does not.
+    assert all(distance(found[name], expected[name]) > 0.1 for name in scaled)
+    same = found.keys() - scaled
+    assert max(distance(found[name], expected[name]) for name in same) <= TOLERANCE
     ckptctl.merge(base, source, tmp_path / "hf", lora_alpha=ALPHA)
     assert distance(logits_of(tmp_path / "hf"), logits) < 2e-5
+
+
+def test_biases_that_torchtune_scales_and_peft_does_not(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "tune"
+    model = transformers_model("qwen2", base)
+    torchtune_adapted("qwen2", base, folder, dora=True)
+    source = folder / "adapter_model.pt"
+    with pytest.raises(RefusedError, match="layers with a bias"):
+        ckptctl.convert(source, tmp_path / "p", to="peft", assets=base, lora_alpha=ALPHA)
+    adapter = tmp_path / "adapter"
+    adapted = trained(model, adapter, target_modules=["q_proj", "v_proj"], use_dora=True)
+    with torch.no_grad():
+        logits = adapted(tokens()).logits
+    with pytest.raises(RefusedError, match="layers with a bias"):
+        ckptctl.convert(adapter, tmp_path / "p", to="torch", to_layout="torchtune", assets=base)
+    ckptctl.merge(base, adapter, tmp_path / "merged")
+    assert distance(logits_of(tmp_path / "merged"), logits) < 2e-5
 
 
 def test_factors_that_peft_shares_are_not_made_up(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ckptctl import families
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.formats.assets import documents
@@ -17,7 +18,15 @@ from ckptctl.ops.conversion.documents import Assets, Papers, dumped
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.families.templates import skeleton
-from ckptctl.planner.mapping.adapters import PEFT, is_adapter, module_of
+from ckptctl.planner.mapping.adapters import (
+    PEFT,
+    ROLES,
+    SCALED_BIASES,
+    SUFFIX,
+    is_adapter,
+    module_of,
+    scaled_biases,
+)
 from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.remote.path import path_at
 
@@ -42,13 +51,15 @@ def adapter_papers(
         alpha: ``--lora-alpha``.
 
     Raises:
-        RefusedError: The target has no place for what the configuration says.
+        RefusedError: The target has no place for what the configuration says, or its program
+            computes something else.
         UsageError: The target's configuration needs what nothing says.
         DamagedError: Configuration and tensors do not belong together.
     """
     config = described(catalog)
     known = settings(config, alpha)
     ranks = _ranks(change)
+    _require_same_biases(change, assets)
     peft = change.target_layout in (None, *PEFT.values())
     if not peft and not known.plain:
         raise RefusedError(
@@ -63,6 +74,36 @@ def adapter_papers(
     if peft and (config is None or change.source_layout not in (None, *PEFT.values())):
         content = _written(change, known, config, ranks)
     return _files(catalog, assets, content)
+
+
+def _require_same_biases(change: Change, assets: Assets) -> None:
+    """Refuse DoRA of layers with a bias where the other program treats that in another way.
+
+    Raises:
+        RefusedError: torchtune scales the bias as the rows, PEFT does not.
+    """
+    layouts = (change.source_layout or "", change.target_layout or "")
+    scaling = [layout for layout in layouts if layout in SCALED_BIASES]
+    if len(scaling) != 1 or change.family is None:
+        return
+    base = families.family(change.family.name.removesuffix(SUFFIX))
+    stated = assets.documents.get("config.json", {}).get("attention_bias") is True
+    biases = scaled_biases(base, scaling[0])
+    sure = {t.name.partition(".")[0] for t in base.tensors.values() if stated or not t.optional}
+    found = [
+        item.sources[0].key
+        for item in change.tensors
+        for logical, _, role in [item.logical.partition(".")[0].rpartition("-")]
+        if role == ROLES[2] and biases.get(logical) in sure
+    ]
+    if found:
+        raise RefusedError(
+            f"DoRA of {len(found):,} layers with a bias, which {scaling[0]} scales and PEFT does "
+            "not",
+            where=f"tensor `{found[0]}`",
+            why="the adapter would compute something else",
+            hint="`ckptctl merge BASE ADAPTER DST` merges it into its model, biases as well",
+        )
 
 
 def _written(

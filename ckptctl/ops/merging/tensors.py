@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.deltas import Delta, Deltas, Factor, deltas
+from ckptctl.storage.kinds import given_to
 
 ORDER = "the order is `ckptctl merge BASE ADAPTER DST`"
 KINDS = ("float64", "float32", "float16", "bfloat16")
@@ -79,16 +80,25 @@ class Merging:
         )
         require_saved(described(self.adapter), self.found.replaced)
         factors = self._factors()
-        names = [delta.key for delta in self.found.changed] + list(self.found.replaced)
+        weights = _grouped(self.found.changed, lambda delta: delta.key)
+        biases = _grouped(self.found.changed, lambda delta: delta.bias and delta.bias.key)
+        names = [*weights, *biases, *self.found.replaced]
         base = located(catalog, [held[name].name for name in names]).tensors
         self._refuse_tied(catalog, set(base))
         self._refuse_untied(catalog, family, known)
+        tensors, computed = dict(catalog.tensors), dict(catalog.computed)
+        wide = {
+            key: Input(catalog.root, _in_float32(base[held[key].name], computed)) for key in weights
+        }
         made = {
-            key: self._changed(Input(catalog.root, base[held[key].name]), changes, factors, key)
-            for key, changes in self._by_tensor().items()
+            key: self._changed(base[held[key].name], wide[key], changes, factors)
+            for key, changes in weights.items()
+        }
+        made |= {
+            key: self._scaled(Input(catalog.root, base[held[key].name]), wide, changes, factors)
+            for key, changes in biases.items()
         }
         made |= {key: self._replacing(factors[of]) for key, of in self.found.replaced.items()}
-        tensors, computed = dict(catalog.tensors), dict(catalog.computed)
         for key, one in made.items():
             entry = base[held[key].name]
             computed[computed_name(f"{entry.name}+lora")] = one
@@ -126,12 +136,6 @@ class Merging:
         found = located(self.adapter, self.adapter.tensors).tensors
         return {name: Input(self.adapter.root, entry) for name, entry in found.items()}
 
-    def _by_tensor(self) -> dict[str, list[Delta]]:
-        found: dict[str, list[Delta]] = {}
-        for delta in self.found.changed:
-            found.setdefault(delta.key, []).append(delta)
-        return found
-
     def _refuse_tied(self, catalog: Catalog, changed: set[str]) -> None:
         for name, entry in catalog.tensors.items():
             if entry.alias_of is not None and {name, entry.alias_of} & changed:
@@ -153,16 +157,43 @@ class Merging:
                 )
 
     def _changed(
-        self, base: Input, changes: Sequence[Delta], factors: Mapping[str, Input], key: str
+        self,
+        base: TensorEntry,
+        wide: Input,
+        changes: Sequence[Delta],
+        factors: Mapping[str, Input],
     ) -> Computed:
-        if base.entry.dtype not in KINDS:
-            raise MappingError(
-                f"an adapter cannot be merged into {base.entry.dtype}",
-                where=f"tensor `{base.entry.name}`",
-                hint="--dequantize bf16 dequantises the model on the way",
-            )
+        _require_plain(base)
         beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        inputs = {"base": factors[beneath] if beneath else base}
+        inputs, parameters = self._inputs(changes, factors)
+        inputs["base"] = factors[beneath] if beneath else wide
+        pinned = changes[0].key in self.found.pinned
+        dtype = base.dtype if pinned else cast_to(base.dtype, self.options.dtype)
+        return Computed("lora", dtype, base.shape, inputs, parameters)
+
+    def _scaled(
+        self,
+        bias: Input,
+        weights: Mapping[str, Input],
+        changes: Sequence[Delta],
+        factors: Mapping[str, Input],
+    ) -> Computed:
+        """Return a bias that is scaled as the rows of its weight."""
+        _require_plain(bias.entry)
+        inputs, parameters = self._inputs(changes, factors)
+        inputs["bias"] = bias
+        for number, delta in enumerate(changes):
+            assert delta.bias is not None
+            inputs[f"weight{number}"] = weights[delta.key]
+            parameters[f"at{number}"] = delta.bias.start
+        dtype = cast_to(bias.entry.dtype, self.options.dtype)
+        return Computed("dora_bias", dtype, bias.entry.shape, inputs, parameters)
+
+    def _inputs(
+        self, changes: Sequence[Delta], factors: Mapping[str, Input]
+    ) -> tuple[dict[str, Input], dict[str, float | int | str]]:
+        """Return what *changes* read of the adapter, and their numbers."""
+        inputs: dict[str, Input] = {}
         parameters: dict[str, float | int | str] = {"changes": len(changes)}
         for number, delta in enumerate(changes):
             scale = self.settings.scale(delta.a.key, delta.rank)
@@ -174,14 +205,44 @@ class Merging:
             if delta.magnitude:
                 inputs[f"magnitude{number}"] = factors[delta.magnitude.key]
                 parameters[f"length{number}"] = delta.magnitude.start
-        pinned = key in self.found.pinned
-        dtype = base.entry.dtype if pinned else cast_to(base.entry.dtype, self.options.dtype)
-        return Computed("lora", dtype, base.entry.shape, inputs, parameters)
+        return inputs, parameters
 
     def _replacing(self, saved: Input) -> Computed:
         """Return a tensor of the adapter as it is."""
         entry = saved.entry
         return Computed("copied", entry.dtype, entry.shape, {"base": saved})
+
+
+def _grouped(
+    changes: Sequence[Delta], key: Callable[[Delta], str | None]
+) -> dict[str, list[Delta]]:
+    found: dict[str, list[Delta]] = {}
+    for delta in changes:
+        if name := key(delta):
+            found.setdefault(name, []).append(delta)
+    return found
+
+
+def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntry:
+    """Return a dequantised tensor before it is rounded; what is added to *computed* makes it."""
+    extent, *others = entry.extents
+    made = computed.get(extent.file)
+    if made is None or others or given_to(made) is None:
+        return entry
+    wide = replace(made, dtype="float32")
+    name = computed_name(f"{entry.name}+float32")
+    computed[name] = wide
+    nbytes = extent.nbytes // dtypes.itemsize(made.dtype) * dtypes.itemsize(wide.dtype)
+    return replace(entry, dtype=wide.dtype, extents=(replace(extent, file=name, nbytes=nbytes),))
+
+
+def _require_plain(entry: TensorEntry) -> None:
+    if entry.dtype not in KINDS:
+        raise MappingError(
+            f"an adapter cannot be merged into {entry.dtype}",
+            where=f"tensor `{entry.name}`",
+            hint="--dequantize bf16 dequantises the model on the way",
+        )
 
 
 def _require_small(a: TensorEntry) -> None:

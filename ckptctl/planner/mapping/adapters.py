@@ -42,6 +42,8 @@ _SUFFIXES = {
     "torchtitan@0.3": (*_PLAIN[:2], ""),
     "mistral": (*_PEFT[:2], ""),
 }
+SCALED_BIASES = ("torchtune",)
+"""Layouts of programs whose DoRA scales the bias of a layer as its rows; PEFT's leaves it alone."""
 _ADAPTED = re.compile(r"\.lora_(?:[abAB]|embedding_[AB])(?:\.|\Z)")
 _WEIGHT = ".weight"
 
@@ -90,6 +92,27 @@ def adapters_apart(base: Family, layout: str) -> Family:
         else:
             rows.append(tensor)
     return replace(family, rows=tuple(rows), layouts=(*family.layouts, APART))
+
+
+@cache
+def scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
+    """Return the biases that DoRA scales in an adapter's *layout*, by their weights.
+
+    Args:
+        base: The model type.
+        layout: The adapter's.
+
+    Returns:
+        Names in the tables, without indices.
+    """
+    held = base.tensors.values() if layout in SCALED_BIASES else ()
+    keys = {
+        leaf.key.text: tensor.name.partition(".")[0]
+        for tensor in held
+        if (leaf := tensor.leaves.get(layout)) is not None
+    }
+    bias = {key: key.removesuffix(_WEIGHT) + ".bias" for key in keys if key.endswith(_WEIGHT)}
+    return {keys[key]: keys[other] for key, other in bias.items() if other in keys}
 
 
 @cache

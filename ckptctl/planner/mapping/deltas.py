@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from ckptctl.errors import DamagedError, MappingError, listed
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.adapters import APART, ROLES, adapters_apart, models_apart
+from ckptctl.planner.mapping.adapters import (
+    APART,
+    ROLES,
+    adapters_apart,
+    models_apart,
+    scaled_biases,
+)
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import map_tensors
 
@@ -44,6 +50,7 @@ class Delta:
         b: Their B.
         magnitude: Their lengths; None: no DoRA.
         beneath: The adapter's own copy of the tensor, to be changed instead; None: it has none.
+        bias: The model's bias that is scaled as the rows are; None: there is none, or it stays.
     """
 
     key: str
@@ -54,6 +61,7 @@ class Delta:
     b: Factor
     magnitude: Factor | None
     beneath: str | None = None
+    bias: Factor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +110,19 @@ def deltas(
         adapters_apart(base, layouts[0]), layouts[1], APART, shapes[1], known, partial=True,
         tied=False, lists=lists,
     )  # fmt: skip
-    return _Deltas(base, model.tensors, adapter.tensors, shapes).result()
+    return _Deltas(base, layouts, model.tensors, adapter.tensors, shapes).result()
 
 
 class _Deltas:
     def __init__(
         self,
         base: Family,
+        layouts: tuple[str, str],
         model: Sequence[MappedTensor],
         adapter: Sequence[MappedTensor],
         shapes: tuple[Shapes, Shapes],
     ) -> None:
-        self.base, self.shapes = base, shapes
+        self.base, self.layouts, self.shapes = base, layouts, shapes
         self.model = {_name(item): item for item in model}
         self.parts: dict[str, dict[str, MappedTensor]] = {}
         for item in adapter:
@@ -174,7 +183,31 @@ class _Deltas:
             _factor(b, 0),
             _factor(magnitude, 0) if magnitude else None,
             self._whole(name, roles["beneath"]) if "beneath" in roles else None,
+            self._bias(name) if magnitude else None,
         )
+
+    def _bias(self, name: str) -> Factor | None:
+        """Return the bias of a layer with a magnitude, if that scales it."""
+        head, dot, rest = name.partition(".")
+        bias = scaled_biases(self.base, self.layouts[1]).get(head, "")
+        item = self.model.get(f"{bias}{dot}{rest}")
+        if item is None:
+            return None
+        if self._row_order(head) != self._row_order(bias):
+            raise MappingError(
+                "a bias that DoRA scales has another order than the rows of its weight",
+                where=f"tensor `{_source(item)}`",
+                hint="convert the model to the adapter's layout first",
+            )
+        return Factor(_source(item), item.sources[0].origin[0])
+
+    def _row_order(self, head: str) -> tuple[str, ...]:
+        leaves = (
+            tensor.leaves[self.layouts[0]]
+            for tensor in self.base.tensors.values()
+            if tensor.name.partition(".")[0] == head and self.layouts[0] in tensor.leaves
+        )
+        return next(leaves).dims[0]
 
     def _whole(self, name: str, saved: MappedTensor) -> str:
         """Return the adapter's tensor that takes the place of one of the model."""

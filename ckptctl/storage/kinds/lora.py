@@ -76,7 +76,10 @@ def compute(
         first, last = max(start, rows.start), min(stop, rows.stop)
         if first < last:
             part = base[first - rows.start : last - rows.start]
-            _change(inputs, computed, number, range(first - start, last - start), part)
+            changed = range(first - start, last - start)
+            add(inputs, computed, number, changed, part)
+            if f"magnitude{number}" in computed.inputs:
+                part.mul_(scales(inputs, computed, number, changed, part))
     target = elements(out, computed.dtype, len(columns))
     target.copy_(base[:, columns.start : columns.stop])
 
@@ -86,10 +89,8 @@ def given(inputs: Inputs, rows: range) -> torch.Tensor | None:
     return inputs.given("base", rows)
 
 
-def _change(
-    inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor
-) -> None:
-    """Change *part*, which is *rows* of those that the change applies to, in place."""
+def add(inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor) -> None:
+    """Add scale · B A to *part*, which is *rows* of those that the change applies to."""
     import torch
 
     a = inputs.whole(f"a{number}").to(torch.float32)
@@ -98,9 +99,16 @@ def _change(
         a = columns.apply(a.t().contiguous()).t().contiguous()
     b = _rows(inputs, computed, f"b{number}", number, rows)
     part.add_(product(b, a).mul_(float(computed.parameters[f"scale{number}"])))
-    if f"magnitude{number}" in computed.inputs:
-        length = _rows(inputs, computed, f"magnitude{number}", number, rows)
-        part.mul_(length / torch.linalg.norm(part, dim=1, keepdim=True))
+
+
+def scales(
+    inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor
+) -> torch.Tensor:
+    """Return what DoRA multiplies *part*, to which :func:`add` has added, by: ``[rows, 1]``."""
+    import torch
+
+    length = _rows(inputs, computed, f"magnitude{number}", number, rows)
+    return length / torch.linalg.norm(part, dim=1, keepdim=True)
 
 
 def product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:

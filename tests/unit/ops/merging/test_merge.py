@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import formats
@@ -16,6 +16,7 @@ from ckptctl.errors import CkptError, DamagedError, MappingError, RefusedError, 
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.merging.tensors import Merging
 from ckptctl.ops.recognition.recognise import recognise
+from ckptctl.storage.kinds import dora_bias
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
 from tests.contract.support import to_halves
@@ -202,13 +203,53 @@ def test_a_quantised_model_is_dequantised_first(tmp_path):
     state, config = tiny_llama("llama3")
     adapter = save_peft(tmp_path / "adapter", random_adapter(state))
     key = next(name for name in state if "q_proj" in name)
-    state[f"{key}_scale_inv"] = torch.full((1, 1), 0.5)
+    state[f"{key}_scale_inv"] = torch.full((1, 1), 0.3)
     state[key] = state[key].to(torch.float8_e4m3fn)
     base = save_hf(tmp_path / "fp8", state, config)
     with pytest.raises(MappingError, match="unknown to `llama3`") as caught:
         ckptctl.merge(base, adapter, tmp_path / "out")
     assert "--dequantize" in caught.value.hint and "--exclude" not in caught.value.hint
     ckptctl.merge(base, adapter, tmp_path / "out", dequantize="bf16")
+    ckptctl.merge(base, adapter, tmp_path / "wide", dequantize="fp32")
+    found = load_any_reference(tmp_path / "out")[key]
+    wide = load_any_reference(tmp_path / "wide")[key]
+    plain = {key: state[key].float() * 0.3}
+    factors = load_file(adapter / "adapter_model.safetensors")
+    module = "base_model.model." + key.removesuffix(".weight")
+    factors = {name: value for name, value in factors.items() if name.startswith(module)}
+    twice = merged_by_hand({key: plain[key].bfloat16().float()}, factors, SCALE)[key].bfloat16()
+    close({key: wide}, merged_by_hand(plain, factors, SCALE))
+    assert torch.equal(found, wide.bfloat16())
+    assert not torch.equal(found, twice)
+
+
+@pytest.mark.parametrize("rows", [1 << 20, 5])
+def test_biases_are_scaled_as_torchtune_does(tmp_path, monkeypatch, rows):
+    """Held against torchtune's own forward pass in tests/oracle/test_adapters.py."""
+    state, config = tiny_llama("llama3", "float32")
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    projections = [name for name in state if name.endswith(("q_proj.weight", "v_proj.weight"))]
+    for name in [name for name in state if name[-13:-7] in ("q_proj", "k_proj", "v_proj")]:
+        state[name.replace("weight", "bias")] = torch.randn(len(state[name]))
+    save_hf(tmp_path / "base", state, config)
+    width = state[projections[0]].shape[1]
+    monkeypatch.setattr(dora_bias, "LIMIT", 4 * width * rows)
+    adapter, expected = {}, dict(state)
+    for name in projections:
+        a, b = torch.randn(4, width), torch.randn(len(state[name]), 4)
+        length = torch.rand(len(b)) + 0.5
+        layer, last = name.split(".")[2], name.split(".")[-2]
+        key = f"layers.{layer}.attn.{last}"
+        adapter |= {f"{key}.lora_a.weight": a, f"{key}.lora_b.weight": b}
+        adapter[f"{key}.magnitude"] = length
+        weight = state[name] + SCALE * b @ a
+        scale = length / weight.norm(dim=1)
+        expected[name] = weight * scale[:, None]
+        expected[name.replace("weight", "bias")] = state[name.replace("weight", "bias")] * scale
+    torch.save(adapter, tmp_path / "adapter.pt")
+    out = tmp_path / "out"
+    ckptctl.merge(tmp_path / "base", tmp_path / "adapter.pt", out, scaling=SCALE)
+    close(load_any_reference(out), expected, 1e-5)
 
 
 def test_an_adapter_is_no_model(tmp_path):
