@@ -294,6 +294,8 @@ class Catalog:
         tensors: Tensors by name, in the checkpoint's own order.
         blobs: Other leaves by name.
         assets: Side files (configuration, tokenizer, ...) relative to *root*, with their sizes.
+        others: What else lies in *root* and is no part of the checkpoint, folders with a slash
+            behind them; and why it does not travel.
         documents: ``config.json`` and ``params.json`` where there are any, parsed; params as they
             hold for *tensors*, when shards repeat heads.
         metadata: Free-form strings that the format carries.
@@ -314,6 +316,7 @@ class Catalog:
     tensors: Mapping[str, TensorEntry]
     blobs: Mapping[str, Blob] = field(default_factory=dict)
     assets: Mapping[str, int] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

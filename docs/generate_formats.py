@@ -1,7 +1,8 @@
 """Write what formats say of themselves into ``docs/reference/formats.md``.
 
 ``python docs/generate_formats.py`` replaces what stands between ``<!-- generated: KEY -->`` and
-``<!-- end -->``, where KEY is ``written``, ``read only`` or a format's name; the rest is by hand.
+``<!-- end -->``, where KEY is ``written``, ``read only``, ``side files`` or a format's name; the
+rest is by hand.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl.cli.formats import layout
+from ckptctl.formats.assets import KINDS
 from ckptctl.ops.known_formats import KnownFormat, known_formats
 
 PAGE = Path(__file__).parent / "reference" / "formats.md"
@@ -28,7 +30,7 @@ def render() -> str:
         LookupError: A format has no place in it.
     """
     page = PAGE.read_text()
-    blocks = {"written": _written(), "read only": _read_only()}
+    blocks = {"written": _written(), "read only": _read_only(), "side files": _side_files()}
     blocks |= {one.format.name: _facts(one) for one in _built_in()}
     lacking = blocks.keys() - {match[2] for match in BLOCK.finditer(page)}
     if lacking:
@@ -60,6 +62,10 @@ def _written_row(known: KnownFormat) -> Iterator[str]:
 def _read_only() -> str:
     rows = ((_linked(o.format.name), o.format.title) for o in _built_in() if not o.written)
     return _table(("format", "what it is"), rows)
+
+
+def _side_files() -> str:
+    return _table(("kind", "names"), ((kind, _quoted(names)) for kind, names in KINDS.items()))
 
 
 def _facts(known: KnownFormat) -> str:

@@ -96,6 +96,7 @@ def conversion_options(to: str, **options: Unpack[Options]) -> ConversionOptions
         mp=checks.positive("mp", options.get("mp", 1)) or 1,
         assets=checks.path(options.get("assets")),
         trust_assets=options.get("trust_assets", False),
+        carry=checks.globs(options.get("carry", ())),
         like=checks.path(options.get("like")),
         overwrite=options.get("overwrite", False),
         resume=options.get("resume", False),

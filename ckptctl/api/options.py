@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
         mp: Number of model-parallel files, in ``meta`` and ``deepseek``.
         assets: Directory with configuration and tokenizer; None: the source's own.
         trust_assets: Take what *assets* say where the source's own files contradict them.
+        carry: Globs; files of whatever kind beside the weights that are to travel with them.
         like: Checkpoint whose distribution of keys over files is copied.
         overwrite: Replace the destination if it is a checkpoint.
         resume: Go on with an interrupted run.
@@ -74,6 +75,7 @@ class Options(TypedDict, total=False):
     mp: int
     assets: AnyPath | None
     trust_assets: bool
+    carry: Sequence[str]
     like: AnyPath | None
     overwrite: bool
     resume: bool

@@ -73,7 +73,9 @@ def consolidate(
     max_shard_size: opt.MaxShardSize = "5GB",
     assets: opt.Assets = None,
     trust_assets: opt.TrustAssets = False,
+    carry: opt.Carry = None,
     dry_run: opt.DryRun = False,
+    yes: opt.UploadYes = False,
     overwrite: opt.Overwrite = False,
     resume: opt.Resume = False,
     verify: opt.Verify = False,
@@ -122,6 +124,7 @@ def consolidate(
             max_shard_size=max_shard_size,
             assets=assets,
             trust_assets=trust_assets,
+            carry=carry or (),
             overwrite=overwrite,
             resume=resume,
             verify=verify,
@@ -131,7 +134,7 @@ def consolidate(
         ),
         None if dry_run else dst,
     )
-    carry_out(context, output, plan, dst, dry_run, Published(SCHEMA), ranks)
+    carry_out(context, output, plan, dst, dry_run, yes, Published(SCHEMA), ranks)
 
 
 def _require_meaning(context: typer.Context) -> None:

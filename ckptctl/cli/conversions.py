@@ -49,6 +49,7 @@ def print_plan(output: Output, plan: ConversionPlan, dst: Path, published: Publi
         output.table([("dropped", key, why) for key, why in plan.dropped.items()])
         output.table([("left_out", key, why) for key, why in plan.left_out.items()])
         output.table([("missing", key, why) for key, why in plan.missing.items()])
+        output.table([("not_carried", key, why) for key, why in plan.not_carried.items()])
     else:
         _show_plan(output, plan, dst)
 

@@ -17,8 +17,9 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.retyped import retyped
 from ckptctl.cli.tables import counted
-from ckptctl.errors import PartialError, command, listed
+from ckptctl.errors import PartialError, RefusedError, command, listed
 from ckptctl.ops.ranks.coordinator import Coordinator, together
+from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.conversion.convert import ConversionPlan
@@ -60,12 +61,14 @@ def convert(
     mp: opt.MP = 1,
     assets: opt.Assets = None,
     trust_assets: opt.TrustAssets = False,
+    carry: opt.Carry = None,
     like: opt.Like = None,
     untie: opt.Untie = False,
     vocab_size: opt.VocabSize = None,
     lora_alpha: opt.LoraAlpha = None,
     allow_overflow: opt.AllowOverflow = False,
     dry_run: opt.DryRun = False,
+    yes: opt.UploadYes = False,
     overwrite: opt.Overwrite = False,
     resume: opt.Resume = False,
     verify: opt.Verify = False,
@@ -108,6 +111,7 @@ def convert(
             mp=mp,
             assets=assets,
             trust_assets=trust_assets,
+            carry=carry or (),
             like=like,
             allow_overflow=allow_overflow,
             overwrite=overwrite,
@@ -122,7 +126,7 @@ def convert(
         ),
         None if dry_run else dst,
     )
-    carry_out(context, output, plan, dst, dry_run, Published(SCHEMA), ranks)
+    carry_out(context, output, plan, dst, dry_run, yes, Published(SCHEMA), ranks)
 
 
 def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
@@ -146,6 +150,7 @@ def carry_out(
     plan: ConversionPlan,
     dst: Path,
     dry_run: bool,
+    yes: bool,
     published: Published,
     ranks: Coordinator,
 ) -> None:
@@ -157,11 +162,12 @@ def carry_out(
         plan: What to do.
         dst: The destination as it was typed.
         dry_run: Whether nothing is to be done.
+        yes: Whether to upload to the Hub without asking.
         published: What ``--json`` prints.
         ranks: Those that carry it out.
     """
     from ckptctl.ops.conversion.convert import run_conversion
-    from ckptctl.storage.remote.urls import is_url
+    from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
 
     output.statement(plan.statement)
     for warning in plan.warnings:
@@ -177,6 +183,8 @@ def carry_out(
         return
     for reason, names in by_reason(plan.left_out):
         output.note(f"left out, {reason}: {in_short(names)}")
+    if is_url(dst) and scheme_of(str(dst)) == HUB:
+        _announce(output, plan, dst, yes)
     ending = "verifying" if plan.options.verify else "syncing"
     with (
         _resumable(output, plan.options.resume),
@@ -186,6 +194,20 @@ def carry_out(
     print_result(output, result, dst, published)
     together(ranks, lambda: _require_all(plan, dst))
     output.hint(f"look at it with {command('inspect', dst)}")
+
+
+def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> None:
+    """Say which files others will see, and go on if the user, where there is one, agrees.
+
+    Raises:
+        RefusedError: The user does not.
+    """
+    if output.mode != "json":
+        for path, nbytes in plan.files:
+            output.report(f"  {path}  {format_bytes(nbytes)}")
+    question = f"Upload {counted(len(plan.files), 'file')} to {dst}?"
+    if output.asks and not yes and not typer.confirm(question, err=True):
+        raise RefusedError("nothing was uploaded", where=str(dst))
 
 
 @contextmanager

@@ -67,10 +67,12 @@ def merge(
     mp: opt.MP = 1,
     assets: opt.Assets = None,
     trust_assets: opt.TrustAssets = False,
+    carry: opt.Carry = None,
     like: opt.Like = None,
     untie: opt.Untie = False,
     allow_overflow: opt.AllowOverflow = False,
     dry_run: opt.DryRun = False,
+    yes: opt.UploadYes = False,
     overwrite: opt.Overwrite = False,
     resume: opt.Resume = False,
     verify: opt.Verify = False,
@@ -112,6 +114,7 @@ def merge(
             mp=mp,
             assets=assets,
             trust_assets=trust_assets,
+            carry=carry or (),
             like=like,
             untie=untie,
             allow_overflow=allow_overflow,
@@ -131,7 +134,7 @@ def merge(
         f"{plan.replaced:,} replaced"
     )
     published = Published(SCHEMA, plan.to_json())
-    carry_out(context, output, plan.conversion, dst, dry_run, published, ranks)
+    carry_out(context, output, plan.conversion, dst, dry_run, yes, published, ranks)
 
 
 def register(app: typer.Typer) -> None:

@@ -175,6 +175,10 @@ Memory = Annotated[
         "--memory", metavar="SIZE", callback=checks.size, help="Budget for buffers, as in 256MiB."
     ),
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+UploadYes = Annotated[
+    bool, typer.Option("--yes", "-y", help="Do not ask before files go to the Hub.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print names or paths alone, one per line.")
@@ -243,6 +247,10 @@ Assets = Annotated[
 TrustAssets = Annotated[
     bool,
     typer.Option("--trust-assets", help="Believe --assets where SRC's own files contradict it."),
+]
+Carry = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Files beside the weights that travel, too; repeatable."),
 ]
 Like = Annotated[
     Path | None,

@@ -49,6 +49,11 @@ class Output:
         """Return whether statements, hints and progress are wanted."""
         return self.mode in ("human", "plain")
 
+    @property
+    def asks(self) -> bool:
+        """Return whether somebody can be asked."""
+        return self.mode != "json" and _tty(sys.stderr) and sys.stdin.isatty()
+
     def line(self, text: str = "", style: Style | None = None) -> None:
         """Print one line of the answer."""
         _write(sys.stdout, _styled(sys.stdout, visible(text), style))

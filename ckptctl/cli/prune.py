@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -118,7 +117,7 @@ def prune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Show the plan; remove nothing.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: opt.Yes = False,
     force: Annotated[
         bool, typer.Option("--force", help="Go by steps though times disagree; see the docs.")
     ] = False,
@@ -170,8 +169,7 @@ def prune(
 
 def _ask(context: typer.Context, output: Output, plan: PrunePlan) -> None:
     """Go on only if the user says so on a terminal."""
-    asks = sys.stdin.isatty() and sys.stderr.isatty() and output.mode != "json"
-    if not asks:
+    if not output.asks:
         _print_plan(output, plan)
         raise RefusedError(
             "nothing was removed: nobody can be asked here",

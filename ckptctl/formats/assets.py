@@ -1,84 +1,183 @@
-"""Side files: configuration, tokenizer and whatever else lies beside the weights."""
+"""Files beside the weights: which kinds of them belong to the model and travel with it.
+
+What is of no kind in :data:`KINDS` may be anything, a key or a note among them: it is named and
+stays where it is.
+
+Sources: the names in ``transformers/utils/__init__.py`` and the ``VOCAB_FILES_NAMES`` of its
+tokenizers; ``get_relative_imports`` in its ``dynamic_module_utils.py`` for the code that a model
+brings; sentence-transformers' ``modules.json``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
-from ckptctl.errors import DamagedError, listed
+from ckptctl.errors import CkptError, DamagedError, listed
 from ckptctl.formats.checksums import MANIFEST
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.stated import plain
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")
-_NOT_CARRIED = {MANIFEST, "SHA256SUMS", "checklist.chk", "params.json"}
-_WEIGHTS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".distcp",
-    ".metadata",
-    ".metadata.tmp",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
+ADAPTER = "adapter_config.json"
+QUANTISATION = (
+    "hf_quant_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "quantize_config.json",
 )
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "configuration": (
+        *("config.json", "configuration.json", *QUANTISATION, "recipe.yaml"),
+        *("config_sentence_transformers.json", "sentence_*_config.json", "modules.json"),
+    ),
+    "generation": ("generation_config.json",),
+    "tokenizer": (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("added_tokens.json", "tokenizer.model", "tokenizer.model.v*", "tekken.json"),
+        *("*.tiktoken", "tiktoken.model", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt"),
+        *("encoder.json", "bpe.codes", "dict.txt", "normalizer.json", "spiece.model"),
+        *("spm.model", "spm_char.model", "sentencepiece.model", "sentencepiece.bpe.model"),
+        *("source.spm", "target.spm", "target_vocab.json", "vocab-src.json", "vocab-tgt.json"),
+        *("ice_text.model", "prophetnet.tokenizer", "byte_maps.json", "emoji.json"),
+        *("entity_vocab.json", "word_pronunciation.json", "word_shape.json"),
+    ),
+    "processor": (
+        *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+        "audio_tokenizer_config.json",
+    ),
+    "chat template": (
+        *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+        *("SYSTEM_PROMPT.txt", "CHAT_SYSTEM_PROMPT.txt"),
+    ),
+    "model card": ("README.md", "MODEL_CARD.md", "model_card.md", "modelcard.json"),
+    "licence": tuple(
+        f"{name}{end}"
+        for name in (
+            *("LICENSE", "LICENCE", "License", "license", "MODEL_LICENSE", "COPYING", "NOTICE"),
+            *("LICENSE-CODE", "LICENSE-MODEL", "LICENSE_CODE", "LICENSE_MODEL", "Notice"),
+            *("THIRD_PARTY_NOTICES", "USE_POLICY", "ACCEPTABLE_USE_POLICY"),
+        )
+        for end in ("", ".txt", ".md", ".pdf")
+    ),
+}
+"""Globs of names in a model's folder, by the kind of file."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
+"""What the names of files of weights end in."""
+_INDEXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
+OF_NO_KIND, A_FOLDER, FOREIGN = "of no known kind", "a folder", "not in a model's own folder"
+_HOUSEKEEPING = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_")
+"""What the names of hidden files begin with that programs keep beside weights."""
+_DESCRIBING = {MANIFEST, "SHA256SUMS", "checklist.chk", "params.json", LATEST, LATEST_UNIVERSAL}
+"""What says of these weights what is not true of others."""
+_CODE_IN = (
+    *("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
+    *("video_preprocessor_config.json", "modules.json"),
+)
+_RELATIVE_IMPORT = re.compile(r"^\s*(?:import\s+\.(\S+)\s*$|from\s+\.(\S+)\s+import)", re.MULTILINE)
+_MAX_CODE = 10_000_000
 
 
-def side_files(root: Path, exclude: Collection[str] = ()) -> dict[str, int]:
-    """Return the side files directly in *root* with their sizes, in order of name.
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What lies in a checkpoint's folder and is no part of its weights.
 
-    Weights, hidden files, checksum lists, files above 100 MB and ``params.json`` (which is always
-    written anew for the weights it describes) are not among them.
+    Attributes:
+        assets: Files that travel with the model, with their sizes in bytes.
+        others: Names of all else, folders with a slash behind them; and why it does not travel.
+        documents: ``config.json`` and ``params.json``, parsed.
     """
-    return {
-        item.name: item.stat().st_size
-        for item in sorted(root.iterdir())
-        if item.is_file() and item.name not in exclude and _carried(item)
-    }
+
+    assets: Mapping[str, int]
+    others: Mapping[str, str]
+    documents: Mapping[str, Mapping[str, object]]
 
 
-def with_folder(
-    root: Path, folder: str, exclude: Collection[str] = ()
-) -> tuple[dict[str, int], dict[str, Mapping[str, object]]]:
-    """Return the side files and documents of *root*, and of a folder in it that belong beside them.
+def beside(
+    root: Path, own: Collection[str] | None = None, *, alone: bool = False, documented: bool = True
+) -> Beside:
+    """Tell the files of the model in *root* from all else there.
 
     Args:
-        root: The checkpoint.
-        folder: Its name; side files in it are called ``folder/name``, and end up beside the others.
-        exclude: Names in *root* that are no side files.
+        root: The checkpoint's folder.
+        own: Names of the files, and folders, that hold or index the weights; None: those that end
+            as such do.
+        alone: Whether one file of weights was named and the folder was not. It is the model's own
+            folder if a configuration lies in it; else nothing in it travels.
+        documented: Whether to read the documents, too.
 
     Raises:
         DamagedError: A document is not a JSON object.
     """
-    found, described = side_files(root, exclude), documents(root)
+    items = {item.name: item for item in sorted(root.iterdir())}
+    if own is None:
+        own = [name for name in items if name.endswith((*WEIGHTS, *_INDEXES))]
+    for name in own:
+        items.pop(name.partition("/")[0], None)
+    foreign = alone and not any((root / name).is_file() for name in (*DOCUMENTS, ADAPTER))
+    modules = set() if foreign else _modules(root, items)
+    named = modules if foreign else modules | _code(root, items)
+    assets: dict[str, int] = {}
+    others: dict[str, str] = {}
+    for name, item in _members(items, {name.partition("/")[0] for name in modules}):
+        size = item.stat().st_size if item.is_file() else 0
+        why = FOREIGN if foreign else _stays(name, item, size, named)
+        if why is None:
+            assets[name] = size
+        else:
+            others[name] = why
+    return Beside(assets, others, documents(root) if documented else {})
+
+
+def with_folder(root: Path, folder: str, own: Collection[str] = ()) -> Beside:
+    """Return what lies in *root*, and in a folder of it whose files belong beside the others.
+
+    Args:
+        root: The checkpoint.
+        folder: The folder's name; files in it are called ``folder/name``.
+        own: As in :func:`beside`.
+
+    Raises:
+        DamagedError: A document is not a JSON object.
+    """
+    outer = beside(root, {*own, folder})
     if not (root / folder).is_dir():
-        return found, described
-    inner = side_files(root / folder)
-    more = {f"{folder}/{name}": size for name, size in inner.items() if name not in found}
-    return {**found, **more}, {**documents(root / folder), **described}
-
-
-def left_behind(root: Path, exclude: Collection[str] = ()) -> tuple[str, ...]:
-    """Return notes on what lies in *root* and is too large to be carried, or is a directory."""
-    items = [item for item in sorted(root.iterdir()) if not item.name.startswith(".")]
-    large = [
-        f"not carried along: `{item.name}` (above {MAX_BYTES // 1_000_000} MB)"
-        for item in items
-        if item.is_file() and item.name not in exclude and _is_side(item) and not _carried(item)
-    ]
-    folders = [item.name for item in items if item.is_dir() and item.name not in exclude]
-    return (
-        *large,
-        *((f"not carried along: sub-directories {listed(folders)}",) if folders else ()),
+        return outer
+    inner = beside(root / folder)
+    return Beside(
+        {**outer.assets, **{f"{folder}/{name}": size for name, size in inner.assets.items()}},
+        {**outer.others, **{f"{folder}/{name}": why for name, why in inner.others.items()}},
+        {**inner.documents, **outer.documents},
     )
+
+
+def kind_of(name: str) -> str | None:
+    """Return the kind of file that is called *name*, relative to the model's folder; None: none."""
+    found = (kind for kind, globs in KINDS.items() if any(fnmatchcase(name, g) for g in globs))
+    return next(found, None)
+
+
+def is_housekeeping(name: str) -> bool:
+    """Return whether a file of this name is about a checkpoint's files, or is no one's work."""
+    return name in _DESCRIBING or name.startswith(_HOUSEKEEPING)
+
+
+def left_behind(others: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note for each reason why files do not travel.
+
+    Of the folders around a single file nothing is said: they are nothing of the model's.
+    """
+    told = {n: why for n, why in others.items() if why != FOREIGN or not n.endswith("/")}
+    for why in dict.fromkeys(told.values()):
+        names = [name for name, said in told.items() if said == why]
+        yield f"not carried along, {why}: {listed(names)}"
 
 
 def amended(params: Mapping[str, object], name: str, value: object) -> dict[str, object]:
@@ -107,10 +206,83 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
     return found
 
 
-def _is_side(item: Path) -> bool:
-    hidden = item.name.startswith(".")
-    return not hidden and item.name not in _NOT_CARRIED and not item.name.endswith(_WEIGHTS)
+def _stays(name: str, item: Path, size: int, named: Collection[str]) -> str | None:
+    """Return why something does not travel; None: it does."""
+    if name.endswith("/"):
+        return A_FOLDER
+    if not item.is_file() or not (kind_of(name) or name in named):
+        return OF_NO_KIND
+    return f"above {MAX_BYTES // 1_000_000} MB" if size > MAX_BYTES else None
 
 
-def _carried(item: Path) -> bool:
-    return _is_side(item) and item.stat().st_size <= MAX_BYTES
+def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tuple[str, Path]]:
+    """Yield all that is no housekeeping by its name, what is in folders of known kinds, too."""
+    opened = {*modules, *(glob.partition("/")[0] for globs in KINDS.values() for glob in globs)}
+    for name, item in items.items():
+        if is_housekeeping(name):
+            continue
+        if not item.is_dir():
+            yield name, item
+        elif name in opened:
+            for inner in sorted(item.iterdir()):
+                yield f"{name}/{inner.name}{'/' * inner.is_dir()}", inner
+        else:
+            yield f"{name}/", item
+
+
+def _modules(root: Path, items: Collection[str]) -> set[str]:
+    """Return the configurations in the folders that sentence-transformers' list names."""
+    found = _content(root, "modules.json") if "modules.json" in items else None
+    modules = found if isinstance(found, list) else []
+    paths = [one.get("path") for one in modules if isinstance(one, dict)]
+    return {f"{path}/config.json" for path in paths if isinstance(path, str) and path in items}
+
+
+def _code(root: Path, items: Collection[str]) -> set[str]:
+    """Return the Python files that configurations name as the model's, and what these import.
+
+    They are read as text. Of what they import it is what transformers looks for: modules of the
+    same folder, imported relatively.
+    """
+    there = {name for name in items if name.endswith(".py")}
+    found: set[str] = set()
+    if not there:
+        return found
+    new = {name for file in _CODE_IN if file in items for name in _named(_content(root, file))}
+    with SourceFiles(root) as files:
+        while new := (new & there) - found:
+            found |= new
+            sizes = {name: files.size(name) for name in new}
+            texts = [files.read(n, 0, size) for n, size in sizes.items() if size <= _MAX_CODE]
+            new = {f"{match[1] or match[2]}.py" for text in texts for match in _imports(text)}
+    return found
+
+
+def _imports(code: bytes) -> Iterator[re.Match[str]]:
+    return _RELATIVE_IMPORT.finditer(code.decode(errors="replace"))
+
+
+def _named(content: object) -> Iterator[str]:
+    """Yield the files of the classes that a configuration names: ``module.Class``."""
+    if isinstance(content, list):
+        values: list[object] = [one.get("type") for one in content if isinstance(one, dict)]
+    elif isinstance(content, dict):
+        automatic, pipelines = content.get("auto_map"), content.get("custom_pipelines")
+        values = list(automatic.values()) if isinstance(automatic, dict) else [automatic]
+        if isinstance(pipelines, dict):
+            values += [one.get("impl") for one in pipelines.values() if isinstance(one, dict)]
+    else:
+        return
+    for value in values:
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and "--" not in name:
+                yield f"{name.partition('.')[0]}.py"
+
+
+def _content(root: Path, name: str) -> object:
+    """Return the value in a JSON file; None: it cannot be read as such."""
+    with SourceFiles(root) as files:
+        try:
+            return read_json(files, name, constants=True)
+        except CkptError:
+            return None

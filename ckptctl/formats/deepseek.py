@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import hf
-from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -67,10 +67,11 @@ class DeepSeekFormat(WritableFormat):
 
         root = path if path.is_dir() else path.parent
         names = _ranks(root)
+        around = beside(root, names)
         with SourceFiles(root) as files:
             read = [read_shard(files, name) for name in heads_ahead(files, names)]
             shards = [tensors for tensors, _ in read]
-            joined = Joined(shards, names, self.name, documents(root), asked.model_type)
+            joined = Joined(shards, names, self.name, around.documents, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
         return Catalog(
@@ -79,10 +80,11 @@ class DeepSeekFormat(WritableFormat):
             format=self.name,
             files=sizes,
             tensors=tensors,
-            assets=side_files(root, exclude=set(names)),
+            assets=around.assets,
+            others=around.others,
             documents=joined.documents,
             metadata=dict(read[0][1]),
-            notes=(*joined.notes, *left_behind(root, exclude=set(names))),
+            notes=joined.notes,
         )
 
     def holds(self, dtype: str) -> bool:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CoverageError, DamagedError, FormatError, listed
-from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.faults import UNUSABLE
@@ -85,15 +85,17 @@ class HfRankShardsFormat(Format):
                 if not asked.partial:
                     raise
                 findings += _last_ranks(error, path, tensors, _name(ranks + 1, 1, shards))
+        around = beside(path, shards)
         return Catalog(
             root=str(path),
             path=str(path),
             format=self.name,
             files=sizes,
             tensors=tensors,
-            assets=side_files(path),
-            documents=documents(path),
-            notes=(*notes, *left_behind(path, exclude=set(shards))),
+            assets=around.assets,
+            others=around.others,
+            documents=around.documents,
+            notes=notes,
             findings=tuple(findings),
             lost=_doubtful(tensors, findings),
         )

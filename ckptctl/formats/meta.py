@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError
 from ckptctl.formats import torch_file
-from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -76,10 +76,10 @@ class MetaFormat(WritableFormat):
             raise _no_shards(path)
         names = _shards(root)
         with SourceFiles(root) as files:
-            described = documents(root)
+            around = beside(root, names)
             read = [torch_file.read_contents(files, name) for name in zips_ahead(files, names)]
             shards = [found.tensors for found in read]
-            joined = Joined(shards, names, LAYOUT, described, asked.model_type)
+            joined = Joined(shards, names, LAYOUT, around.documents, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
         return Catalog(
@@ -89,12 +89,12 @@ class MetaFormat(WritableFormat):
             files=sizes,
             tensors=tensors,
             blobs=read[0].blobs,
-            assets=side_files(root),
+            assets=around.assets,
+            others=around.others,
             documents=joined.documents,
             notes=(
                 *joined.notes,
                 *dict.fromkeys(note for found in read for note in found.notes),
-                *left_behind(root),
             ),
         )
 

@@ -13,12 +13,13 @@ from typing import cast
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.formats.assets import ADAPTER
 from ckptctl.formats.base import AS_IT_IS, Output, OutputRequest, ReadOptions, Sniff
 from ckptctl.formats.hf import HfFormat
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 
-CONFIG = "adapter_config.json"
+CONFIG = ADAPTER
 WEIGHTS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"
 TORCHTUNE = ("adapter_model.pt", "adapter_0.pt")
@@ -39,6 +40,7 @@ class PeftFormat(HfFormat):
     adapters = True
     other_layouts = False
     sharded = False
+    described_in = (CONFIG,)
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.assets import left_behind, with_folder
+from ckptctl.formats.assets import with_folder
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_gaps import Gap, Gaps
@@ -109,7 +109,7 @@ class RankFilesFormat(Format):
             joined = _joined(files, groups, merger, gaps)
             names = list(_names(path, groups))
             sizes = gaps.sizes(files, names)
-        beside, described = with_folder(path, CONFIGURATION, exclude={*names, SHARDING})
+        around = with_folder(path, CONFIGURATION, {*names, SHARDING})
         return Catalog(
             root=str(path),
             path=str(path),
@@ -117,9 +117,10 @@ class RankFilesFormat(Format):
             files=sizes,
             tensors=joined.tensors,
             blobs=joined.blobs,
-            assets=beside,
-            documents=described,
-            notes=(*joined.notes, *left_behind(path, exclude={*names, CONFIGURATION})),
+            assets=around.assets,
+            others=around.others,
+            documents=around.documents,
+            notes=joined.notes,
             replicas=merger.replicas,
             findings=tuple(gaps.findings),
             lost=merger.lost(gaps.found),

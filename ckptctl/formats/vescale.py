@@ -16,7 +16,7 @@ from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats import dcp
-from ckptctl.formats.assets import documents, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import of_error
@@ -57,6 +57,7 @@ class VeScaleFormat(Format):
         joined.add(MODEL, (MODEL,))
         for _, name in sorted(stages.items()):
             joined.add(f"{OPTIMIZER}/{name}", (OPTIMIZER, name))
+        around = beside(path, (MODEL, OPTIMIZER))
         return Catalog(
             root=str(path),
             path=str(path),
@@ -64,8 +65,9 @@ class VeScaleFormat(Format):
             files=joined.files,
             tensors=joined.tensors,
             blobs=joined.blobs,
-            assets=side_files(path),
-            documents=documents(path),
+            assets=around.assets,
+            others=around.others,
+            documents=around.documents,
             notes=tuple(dict.fromkeys(joined.notes)),
             findings=tuple(joined.findings),
             lost=joined.lost,

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, listed
+from ckptctl.formats.assets import WEIGHTS, beside
 from ckptctl.storage import destinations
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
-
-SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
-EXPECTED = frozenset(
-    {
-        *("", *SUFFIXES, ".distcp", ".metadata", ".pkl", ".npy", ".npz", ".gguf", ".onnx", ".h5"),
-        *(".msgpack", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".txt", ".md", ".log", ".csv"),
-        *(".py", ".model", ".jinja", ".tiktoken", ".vocab", ".spm", ".chk", ".sha256", ".tmp"),
-    }
-)
-"""What the names of files beside weights end in."""
-HIDDEN = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_Store")
-"""What those of hidden ones begin with."""
 
 
 def require_destination(
@@ -86,9 +75,10 @@ def free_bytes_at(path: Path) -> int:
 def replaceable(path: Path) -> bool:
     """Return whether *path* is a checkpoint and holds nothing else of its owner's.
 
-    A directory must look like one of the formats and have no directories of its own: a project
-    with one stray weight file in it is no checkpoint. A file must be named as checkpoints are, or
-    be readable as one: documents are zip files, too. Damaged ones may be replaced.
+    A directory must look like one of the formats, and hold its files, files of the kinds that
+    travel with a model, and what programs note of them, nothing else: a project with one stray
+    weight file in it is no checkpoint. A file must be named as checkpoints are, or be readable as
+    one: documents are zip files, too. Damaged ones may be replaced.
 
     Raises:
         RefusedError: It is one, and files lie in it that have no business in a checkpoint.
@@ -96,10 +86,11 @@ def replaceable(path: Path) -> bool:
     if not formats.sniff(path):
         return False
     if not path.is_dir():
-        return path.suffix in SUFFIXES or _readable(path)
-    if any(item.is_dir() for item in path.iterdir()):
+        return path.suffix in WEIGHTS or _readable(path)
+    assets, others = _beside(path)
+    carried = {name.partition("/")[0] for name in assets}
+    if any(item.is_dir() and item.name not in carried for item in path.iterdir()):
         return False
-    others = natural(item.name for item in path.iterdir() if not _expected(item.name))
     if others:
         raise RefusedError(
             "the destination holds more than a checkpoint",
@@ -110,11 +101,17 @@ def replaceable(path: Path) -> bool:
     return True
 
 
-def _expected(name: str) -> bool:
-    """Return whether a file of this name may lie in a checkpoint: weights and papers."""
-    return (
-        name.startswith(HIDDEN) if name.startswith(".") else Path(name).suffix.lower() in EXPECTED
-    )
+def _beside(path: Path) -> tuple[Collection[str], list[str]]:
+    """Return what in a folder travels with its checkpoint, and what is neither that nor part of it.
+
+    Of one that cannot be read, names tell what is part of it.
+    """
+    try:
+        found = formats.open_checkpoint(path, partial=True, manifest=False)
+    except CkptError:
+        known = beside(path, documented=False)
+        return known.assets, natural(known.others)
+    return found.assets, natural(found.others)
 
 
 def _readable(path: Path) -> bool:

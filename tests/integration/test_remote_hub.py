@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -304,3 +305,30 @@ def test_the_command_and_its_variables(hub: Hub, tmp_path: Path) -> None:
     assert "ckptctl inspect hf://org/new" in run.stderr + run.stdout
     assert ".metadata" in hub.repositories["org/new"].files
     assert "secret" not in run.stdout + run.stderr and "Processing" not in run.stderr
+    said = {line.split()[0] for line in run.stderr.splitlines() if line.startswith("  ")}
+    assert said == hub.repositories["org/new"].files.keys() - {"README.md"}
+
+
+@pytest.mark.parametrize("answer", ["n", "y", "--yes"])
+def test_a_terminal_is_asked_before_a_push(hub: Hub, tmp_path: Path, answer: str) -> None:
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    asked = ["convert", "hf://org/tiny", "hf://org/new", "--to", "hf"]
+    asked += [answer] if answer.startswith("-") else []
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{answer}\n".encode())
+    run = subprocess.run(
+        [sys.executable, "-m", "ckptctl", *asked],
+        env={**os.environ, **variables, "HF_HUB_DISABLE_XET": "1", "TERM": "dumb"},
+        stdin=theirs,
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+    os.close(theirs)
+    said = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert ("Upload" in said and "[y/N]" in said) == (answer != "--yes")
+    assert said.count("config.json") >= 1 and "model.safetensors" in said
+    assert run.returncode == (6 if answer == "n" else 0)
+    assert ("model.safetensors" in hub.repositories["org/new"].files) == (answer != "n")

@@ -58,6 +58,11 @@ DOCUMENT = document(
             string("what was taken, and what it was taken of"),
             "facts of the model that files state in different ways, where `--trust-assets` decided",
         ),
+        "not_carried": mapping(
+            string("the reason"),
+            "what lies beside the weights and is not carried along, by its path there; folders "
+            "with a slash behind them",
+        ),
         "notes": array(string(), "what the user should know"),
         "seconds": number("time that copying and publishing took", optional=True),
         "resumed_bytes": integer("bytes that an earlier run had written", optional=True),

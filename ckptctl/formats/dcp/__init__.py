@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -154,6 +154,8 @@ def catalog_of(
     sizes = _data_files(files, leaves, copies or {})
     stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
     surplus = [file for file in stray if file not in gone and (path / file).stat().st_size]
+    indexes = [item.name for item in path.glob(f"*{METADATA}")]
+    around = beside(path, {*sizes, *stray, *indexes})
     return Catalog(
         root=str(path),
         path=str(path),
@@ -161,12 +163,12 @@ def catalog_of(
         files=sizes,
         tensors={key: entry_of(leaf) for key, leaf in leaves.items() if leaf.dtype},
         blobs={key: blob_of(leaf) for key, leaf in leaves.items() if not leaf.dtype},
-        assets=side_files(path),
-        documents=documents(path),
+        assets=around.assets,
+        others=around.others,
+        documents=around.documents,
         notes=(
             *notes,
             *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
-            *left_behind(path, exclude=set(sizes)),
         ),
     )
 

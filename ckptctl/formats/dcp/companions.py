@@ -8,6 +8,7 @@ lie at the top of the checkpoint that ``consolidate_checkpoint`` makes. Megatron
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
@@ -47,6 +48,7 @@ def with_companions(files: SourceFiles, catalog: Catalog, *, partial: bool = Fal
 
 def _of_megatron(files: SourceFiles, catalog: Catalog, partial: bool) -> Catalog:
     """Return *catalog* after a look at the two files that Megatron writes beside the shards."""
+    catalog = replace(catalog, others=_without(catalog, COMPANIONS))
     common, finished = ((files.root / name).is_file() for name in (MEGATRON, FINISHED))
     if common and not finished:
         raise DamagedError(
@@ -56,8 +58,7 @@ def _of_megatron(files: SourceFiles, catalog: Catalog, partial: bool) -> Catalog
             hint="use the save before it",
         )
     if common:
-        own = {name: size for name, size in catalog.assets.items() if name != FINISHED}
-        return replace(catalog, assets=own)
+        return replace(catalog, others=_without(catalog, (FINISHED,)))
     if not finished or not _names_common(files):
         return catalog
     why = f"{FINISHED} says that Megatron wrote one"
@@ -66,6 +67,10 @@ def _of_megatron(files: SourceFiles, catalog: Catalog, partial: bool) -> Catalog
         raise error
     finding = of_error(error, files.root, file=MEGATRON)
     return replace(catalog, findings=(*catalog.findings, finding))
+
+
+def _without(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
+    return {name: why for name, why in catalog.others.items() if name not in names}
 
 
 def _names_common(files: SourceFiles) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, Finding, TensorEntry
-from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.deepspeed.files import SCRIPTS
 from ckptctl.formats.deepspeed.replicas import Replicas
 from ckptctl.formats.shared.faults import Lost
@@ -43,6 +43,7 @@ def catalog_of(
         findings: What is wrong.
     """
     tensors, lost = usable
+    around = beside(path, {folder, *files, *SCRIPTS})
     return Catalog(
         root=str(path),
         path=str(path),
@@ -50,14 +51,14 @@ def catalog_of(
         files=files,
         tensors={**tensors, **replicas.apart},
         blobs={**model.blobs, **others.blobs},
-        assets=side_files(path, exclude=SCRIPTS),
-        documents=documents(path),
+        assets=around.assets,
+        others=around.others,
+        documents=around.documents,
         notes=(
             *notes,
             *others.notes,
             *unknown_notes(others.blobs.values()),
             *replicas.notes(),
-            *left_behind(path, exclude={folder, *SCRIPTS}),
         ),
         replicas=replicas.listed(),
         findings=tuple(findings),

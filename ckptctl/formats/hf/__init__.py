@@ -16,7 +16,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import listed
 from ckptctl.formats import torch_file
-from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -37,7 +37,6 @@ from ckptctl.formats.hf.files import (
     of_rank,
     set_of,
     torch_consolidated,
-    weights,
 )
 from ckptctl.formats.hf.partial import usable
 from ckptctl.formats.hf.proof import proven, shards_of
@@ -82,6 +81,7 @@ class HfFormat(WritableFormat):
     sharded = True
     ties = "one copy, recorded, where config.json says that they are tied; else written in full"
     stem: ClassVar[str] = "model"
+    described_in: ClassVar[tuple[str, ...]] = ()
     records_ties = True
 
     def sniff(self, path: Path) -> Sniff | None:
@@ -169,21 +169,18 @@ class HfFormat(WritableFormat):
     ) -> Catalog:
         root = files.root
         used = {*names, index} if index else set(names)
-        assets = side_files(root, exclude=used)
-        stray = [item for item in weights(root) if item not in used]
-        if stray:
-            notes = (*notes, f"not part of this checkpoint: {listed(stray)}")
-        notes = (*notes, *left_behind(root, exclude=used), *torch_consolidated(root))
+        around = beside(root, {*used, *self.described_in}, alone=path.is_file())
         return Catalog(
             root=str(root),
             path=str(path),
             format=self.name,
             files={name: files.size(name) for name in names},
             tensors=_with_aliases(tensors, metadata),
-            assets=assets,
-            documents=documents(root),
+            assets=around.assets,
+            others=around.others,
+            documents=around.documents,
             metadata=dict(metadata),
-            notes=notes,
+            notes=(*notes, *torch_consolidated(root)),
         )
 
     def holds(self, dtype: str) -> bool:

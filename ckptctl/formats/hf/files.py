@@ -148,9 +148,3 @@ def torch_consolidated(root: Path) -> tuple[str, ...]:
 def set_of(path: Path, main: str) -> list[str]:
     """Return the files of the model that *main* is the first of."""
     return [main] if path.is_file() else sorted(main_files(path))
-
-
-def weights(root: Path) -> list[str]:
-    """Return the names of all files of weights in *root*, whichever model they are of."""
-    found = (item.name for item in root.iterdir() if item.is_file())
-    return sorted(n for n in found if n.endswith((".safetensors", ".bin", ".pth", ".pt")))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import listed
-from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, save_folder
 from ckptctl.formats.megatron.grid import Grid, read_grid
@@ -47,6 +47,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         others = _others(grid, path)
         sizes = {state.file: files.size(state.file) for state in grid.states.values()}
     own = {folder, POINTER, *(file.split("/")[0] for file in grid.files.values())}
+    around = beside(path, own)
     return Catalog(
         root=str(path),
         path=str(path),
@@ -54,13 +55,13 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         files=sizes,
         tensors={**model.tensors, **others.tensors},
         blobs=others.blobs,
-        assets=side_files(path, exclude=own),
-        documents=documents(path),
+        assets=around.assets,
+        others=around.others,
+        documents=around.documents,
         notes=(
             *_notes(grid, model, path),
             *others.notes,
             *unknown_notes(others.blobs.values()),
-            *left_behind(path, exclude=own),
         ),
         replicas=model.replicas if asked.replicas else {},
         findings=tuple(faults.findings) if faults else (),

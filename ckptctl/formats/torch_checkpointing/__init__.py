@@ -17,7 +17,7 @@ from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import rank_states
-from ckptctl.formats.assets import left_behind
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.faults import UNUSABLE, Lost
 from ckptctl.formats.shared.findings import of_error
@@ -122,11 +122,8 @@ class TorchCheckpointingFormat(Format):
             files=sizes,
             tensors=joined.tensors,
             blobs=joined.blobs,
-            notes=(
-                *joined.notes,
-                *_notes(found, gaps),
-                *left_behind(path, exclude={*names, METADATA}),
-            ),
+            others=beside(path, {*names, *found.raw, METADATA}).others,
+            notes=(*joined.notes, *_notes(found, gaps)),
             replicas=merger.replicas,
             findings=tuple(gaps.findings),
             lost=lost,

@@ -7,14 +7,14 @@ replicated or sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsafePickleError
-from ckptctl.formats.assets import documents, left_behind, side_files
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.dtensor import Piece, Sharded
 from ckptctl.formats.shared.faults import UNUSABLE
@@ -90,6 +90,7 @@ class TorchSnapshotFormat(Format):
             sizes = {file: size for file, size in reader.sizes.items() if file in plain}
             require_tiled(reader.ranges, sizes, where)
             joined = merger.finish()
+        around = beside(path, reader.sizes)
         return Catalog(
             root=str(path),
             path=str(path),
@@ -97,19 +98,13 @@ class TorchSnapshotFormat(Format):
             files=reader.sizes,
             tensors=joined.tensors,
             blobs=joined.blobs,
-            assets=side_files(path),
-            documents=documents(path),
-            notes=(UNCHECKED, *joined.notes, *_strange(path, reader.sizes)),
+            assets=around.assets,
+            others=around.others,
+            documents=around.documents,
+            notes=(UNCHECKED, *joined.notes),
             findings=(*lost.unfit.values(), *lost.findings),
             lost=lost.boxes,
         )
-
-
-def _strange(path: Path, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield notes on directories that the snapshot does not use."""
-    own = {file.partition("/")[0] for file in sizes}
-    if any(item.is_dir() and item.name not in own for item in path.iterdir()):
-        yield from left_behind(path)
 
 
 def _add(reader: _Reader, merger: RankMerger, entry: Entry, lost: Lost | None) -> None:

@@ -35,6 +35,9 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
             asked.like is not None and not target.cut_by
         ),
         "--trust-assets goes with --assets": asked.trust_assets and asked.assets is None,
+        f"--carry has no meaning for --to {target.name}, which is one file": (
+            bool(asked.carry) and target.single_file
+        ),
         "--like and --mp both say how many shards": asked.like is not None and asked.mp > 1,
         "--like and --max-shard-size both say how to cut files": (
             asked.like is not None and asked.max_shard_size != 5 * GB

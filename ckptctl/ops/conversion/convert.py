@@ -105,7 +105,7 @@ def plan_changed(
     if target.adapters:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
-    assets = beside(catalog, gather(catalog, options.assets))
+    assets = beside(catalog, gather(catalog, options.assets, options.carry))
     if options.dequantize:
         catalog = dequantised(catalog, options.dequantize)
         assets = unquantised(assets)

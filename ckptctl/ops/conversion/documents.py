@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
-from ckptctl.formats.assets import DOCUMENTS, amended, documents, left_behind, side_files
-from ckptctl.formats.base import copied, document
+from ckptctl.formats.assets import DOCUMENTS, QUANTISATION, amended, beside, left_behind
+from ckptctl.formats.base import WritableFormat, copied, document
+from ckptctl.formats.rank_states import CONFIGURATION
+from ckptctl.ops.conversion.carrying import carried
 from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.ops.recognition.quantised import QUANTIZATION
@@ -39,7 +41,7 @@ class Assets:
         sizes: Their sizes in bytes.
         documents: Parsed ``config.json`` and ``params.json``, those of ``--assets`` alone where it
             has any.
-        notes: What lies in the directory of ``--assets`` and is not carried.
+        others: Names of what lies in the same directories and does not travel; and why.
         changed: Documents that no longer say what their files say.
         described: All of them, those that ``--assets`` replaces, too.
     """
@@ -47,9 +49,20 @@ class Assets:
     roots: Mapping[str, str]
     sizes: Mapping[str, int]
     documents: Mapping[str, Json]
-    notes: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     described: tuple[Description, ...] = ()
+
+    def not_carried(self, target: WritableFormat) -> dict[str, str]:
+        """Return the names of what an output of *target* does not get, and why."""
+        alone = f"a {target.name} file carries no side files"
+        own = dict.fromkeys({**self.sizes, **self.documents}, alone) if target.single_file else {}
+        return {**own, **self.others}
+
+    def notes(self, target: WritableFormat) -> list[str]:
+        """Return what the user should know of what *target* could carry and does not get."""
+        said = () if target.single_file else left_behind(self.others)
+        return [f"{note}; `--carry GLOB` takes them" for note in said]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,50 +82,63 @@ class Papers:
     notes: tuple[str, ...] = ()
 
 
-def gather(catalog: Catalog, directory: Path | None) -> Assets:
+def gather(catalog: Catalog, directory: Path | None, globs: Sequence[str] = ()) -> Assets:
     """Return the checkpoint's side files, those of ``--assets`` instead where it has them.
+
+    Args:
+        catalog: The checkpoint.
+        directory: That of ``--assets``.
+        globs: Those of ``--carry``: what travels beside the files of known kinds.
 
     Raises:
         SourceNotFoundError: ``--assets`` names no directory.
-        UsageError: It holds nothing to take.
+        UsageError: It holds nothing to take, or a glob matches nothing.
     """
-    own = _own(catalog)
-    if directory is None:
-        return own
-    root = directory.expanduser().absolute()
+    found, roots = _own(catalog), [path_at(catalog.root)]
+    if directory is not None:
+        roots.append(directory.expanduser().absolute())
+        found = _with_directory(catalog, found, roots[1])
+    return carried(found, roots, globs) if globs else found
+
+
+def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
+    """Return *own* with the files of ``--assets``, which is *root*."""
     if not root.is_dir():
         raise SourceNotFoundError(
             "no such directory",
-            where=str(directory),
+            where=str(root),
             why=f"--assets names a folder with {CONFIG} or {PARAMS}",
             hint=nearby(root),
         )
-    found, described = side_files(root), documents(root)
-    if not found and not described:
-        raise UsageError("there is no configuration or tokenizer here", where=str(directory))
-    if str(root) == catalog.root:
-        described = own.documents
+    found = beside(root)
+    if not found.assets and not found.documents:
+        raise UsageError("there is no configuration or tokenizer here", where=str(root))
+    described = own.documents if str(root) == catalog.root else found.documents
     theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
     return Assets(
-        {**own.roots, **dict.fromkeys(found, str(root))},
-        {**own.sizes, **found},
+        {**own.roots, **dict.fromkeys(found.assets, str(root))},
+        {**own.sizes, **found.assets},
         {**({} if described else own.documents), **described},
-        left_behind(root),
+        {**own.others, **found.others},
         described=(*(own.described if str(root) != catalog.root else ()), *theirs),
     )
 
 
 def _own(catalog: Catalog) -> Assets:
-    """Return the checkpoint's side files; those of a folder in it come to lie beside the others."""
-    places = {Path(name).name: (path_at(catalog.root) / name).parent for name in catalog.assets}
-    sizes = {Path(name).name: size for name, size in catalog.assets.items()}
-    roots = {name: str(place) for name, place in places.items()}
+    """Return the checkpoint's side files; those of verl's folder come to lie beside the others."""
+    root, inner = path_at(catalog.root), f"{CONFIGURATION}/"
+    roots: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
+        short = name.removeprefix(inner)
+        roots[short] = str(root if short == name else root / CONFIGURATION)
+        sizes[short] = size
     described = (
-        Description(name, str(places.get(name, path_at(catalog.root)) / name), content)
+        Description(name, str(path_at(roots.get(name, catalog.root)) / name), content)
         for name, content in catalog.documents.items()
         if name in DOCUMENTS
     )
-    return Assets(roots, sizes, catalog.documents, described=tuple(described))
+    return Assets(roots, sizes, catalog.documents, catalog.others, described=tuple(described))
 
 
 def unquantised(assets: Assets) -> Assets:
@@ -123,7 +149,8 @@ def unquantised(assets: Assets) -> Assets:
         return replace(assets, described=described)
     documents = {**assets.documents, CONFIG: _plain(config)}
     changed = assets.changed | {CONFIG}
-    return replace(assets, documents=documents, changed=changed, described=described)
+    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTISATION}
+    return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)
 
 
 def _plain(config: Json) -> Json:
@@ -155,7 +182,7 @@ def papers(
     if to_format == "torch":
         names = sorted({*assets.sizes, *assets.documents})
         note = f"a torch file carries no side files; {len(names)} stay behind: {', '.join(names)}"
-        return Papers((), (), {}, (note, *assets.notes) if names else assets.notes)
+        return Papers((), (), {}, (note,) if names else ())
     written = _written(assets, to_format, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()
     if to_format == "hf" and CONFIG not in assets.documents:
@@ -165,15 +192,13 @@ def papers(
         notes += (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if formats.target(to_format).described and PARAMS not in written:
         raise _no_params(to_format, change)
-    carried = {name: size for name, size in assets.sizes.items() if name not in written}
+    kept = {name: size for name, size in assets.sizes.items() if name not in written}
     return Papers(
         tuple(document(name, content) for name, content in written.items())
-        + tuple(copied(name, size) for name, size in carried.items()),
-        tuple(
-            RawCopy(name, 0, size, name, root=assets.roots[name]) for name, size in carried.items()
-        ),
+        + tuple(copied(name, size) for name, size in kept.items()),
+        tuple(RawCopy(name, 0, size, name, root=assets.roots[name]) for name, size in kept.items()),
         written,
-        (*notes, *assets.notes),
+        notes,
     )
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog
-from ckptctl.errors import DamagedError, MappingError, command
-from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
+from ckptctl.errors import DamagedError, MappingError, RefusedError, command
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
+from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.unknown_classes import require_known
 from ckptctl.ops.conversion import ties
 from ckptctl.ops.conversion.adapter_files import adapter_papers
@@ -79,7 +80,7 @@ class Draft:
         self.gone = missing or Missing()
         self.missing: dict[str, str] = {}
         self.parts: Parts = {}
-        self.notes: list[str] = list(catalog.notes)
+        self.notes: list[str] = [*catalog.notes, *assets.notes(target)]
         self.warnings: list[str] = []
 
     def plan(self) -> ConversionPlan:
@@ -98,6 +99,7 @@ class Draft:
         blobs = self._blobs(selection, change, rest)
         output = self.target.lay_out(self._request(tensors, blobs, divide))
         beside = self._papers(change, tensors)
+        _require_apart(output, beside)
         single_file = self.target.single_file
         laid = LaidOut(read, tensors, output, beside, self.destination, single_file)
         return self._finished(laid, change, equal)
@@ -171,6 +173,7 @@ class Draft:
             warnings=tuple(self.warnings),
             free_bytes=free_bytes_at(self.destination),
             missing=self.missing,
+            not_carried=self.assets.not_carried(self.target),
         )
 
     @property
@@ -340,6 +343,18 @@ class Draft:
             ranks=self.ranks,
             dtype=main_dtype(tensors),
             cast=(self.options.dtype or self.options.dequantize) is not None,
+        )
+
+
+def _require_apart(output: Output, beside: Papers) -> None:
+    """Refuse a file that is carried along under the name of one that is written."""
+    written = {MANIFEST, *(file.path for file in output.files)}
+    twice = [file.path for file in beside.files if file.path in written]
+    if twice:
+        raise RefusedError(
+            "a file that is carried along would replace one of the output",
+            where=f"`{twice[0]}`",
+            hint="`--carry` with a narrower GLOB leaves it out",
         )
 
 

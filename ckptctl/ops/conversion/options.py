@@ -36,6 +36,7 @@ class ConversionOptions:
         mp: Number of model-parallel files, in ``meta`` and ``deepseek``.
         assets: Directory with configuration and tokenizer.
         trust_assets: Take what *assets* say where other files contradict them.
+        carry: Globs of files beside the weights that travel, of whatever kind.
         like: Checkpoint whose distribution of keys over files is copied.
         overwrite: Replace an existing checkpoint.
         resume: Go on from the journal of an interrupted run.
@@ -73,6 +74,7 @@ class ConversionOptions:
     mp: int = 1
     assets: Path | None = None
     trust_assets: bool = False
+    carry: tuple[str, ...] = ()
     like: Path | None = None
     overwrite: bool = False
     resume: bool = False

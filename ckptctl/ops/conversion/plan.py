@@ -40,6 +40,7 @@ class ConversionPlan:
         free_bytes: Free space where the output will be.
         missing: What would be written if it were whole: tensors, other leaves, and files of which
             nothing tells what they hold; and why it is not there.
+        not_carried: What lies beside the weights and does not travel, and why.
         replicated: The tensors with copies that are to be compared; None: none are.
         warnings: What is probably not what the user wants.
     """
@@ -56,6 +57,7 @@ class ConversionPlan:
     notes: tuple[str, ...]
     free_bytes: int
     missing: Mapping[str, str] = field(default_factory=dict)
+    not_carried: Mapping[str, str] = field(default_factory=dict)
     replicated: Catalog | None = None
     warnings: tuple[str, ...] = ()
 
@@ -167,6 +169,7 @@ class ConversionPlan:
             "left_out": dict(self.left_out),
             "missing": dict(self.missing),
             "decided": dict(self.change.decided),
+            "not_carried": dict(self.not_carried),
             "notes": [*self.warnings, *self.notes],
         }
 

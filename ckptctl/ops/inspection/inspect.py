@@ -6,7 +6,7 @@ Only ``stats=True`` reads tensor data, and only then is torch imported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -229,10 +229,16 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         blobs=tuple(catalog.blobs),
         assets=catalog.assets,
         metadata=catalog.metadata,
-        notes=catalog.notes,
+        notes=(*catalog.notes, *_beside(catalog)),
         quantised=(how := quantised(catalog)),
         dequantisable=bool(how) and understood(catalog),
     )
+
+
+def _beside(catalog: Catalog) -> Iterator[str]:
+    """Say what else lies in a checkpoint's folder."""
+    if catalog.others and path_at(catalog.path).is_dir():
+        yield f"not part of this checkpoint: {listed(list(catalog.others))}"
 
 
 def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInfo:

@@ -17,6 +17,7 @@ from ckptctl.errors import RefusedError
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
 
 
+NOT_CARRIED = {"notes.txt": "of no known kind"}
 LEFT_OUT = {"step\x1b": "not a tensor"}
 MISSING: dict[str, str] = {}
 
@@ -29,6 +30,7 @@ class Plan:
     mapped = 2
     dropped = DROPPED
     left_out = LEFT_OUT
+    not_carried = NOT_CARRIED
     missing = MISSING
     files = (("a.safetensors", 3 << 30), ("config.json", 12))
     nbytes = (3 << 30) + 12
@@ -84,7 +86,7 @@ def test_options_arrive(run, calls):
         "--to-layout", "hf", "--dtype", "bf16", "--include", "x*", "--include", "y",
         "--exclude", "z", "--dequantize", "bf16",
         "--only", "all", "--root", "model", "--max-shard-size", "2GiB", "--mp", "2",
-        "--assets", "c", "--trust-assets",
+        "--assets", "c", "--trust-assets", "--carry", "*.txt",
         "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
         "--memory", "1MiB", "--untie", "--vocab-size", "32", "--weights", "master", "--tag", "t",
         "--rules", "r.toml",
@@ -99,6 +101,7 @@ def test_options_arrive(run, calls):
             "dequantize": "bfloat16",
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "trust_assets": True,
+        "carry": ("*.txt",),
         "like": Path("d"), "overwrite": True, "resume": True, "verify": True, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
         "weights": "master", "tag": "t", "rules": Path("r.toml"),
@@ -163,6 +166,7 @@ def test_dry_run(run, calls):
     assert ["arithmetic", "yes"] in rows
     assert ["file", "a.safetensors", str(3 << 30)] in rows
     assert ["left_out", "step\\x1b", "not a tensor"] in rows
+    assert ["not_carried", "notes.txt", "of no known kind"] in rows
     assert [row[1] for row in rows if row[0] == "dropped"] == list(DROPPED)
     assert result.stderr.splitlines()[-1] == "hint: run it with `ckptctl convert a b --to hf`"
 

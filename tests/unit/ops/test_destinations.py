@@ -38,13 +38,25 @@ def test_source_and_destination_lie_apart(tmp_path: Path, target: str, what: str
     assert found == folder.resolve() / "out"
 
 
-@pytest.mark.parametrize("name", ["thesis.docx", ".env", "photo.JPG"])
+FOREIGN = (
+    *("thesis.docx", ".env", "photo.JPG", "notes.txt", "train.py", "eval.csv", "run.log"),
+    *("optimizer.pt", "other.safetensors.json", "config.yaml", "id_rsa"),
+)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
 def test_what_is_no_part_of_a_checkpoint_is_not_lost(
-    tiny_llama3_hf: Path, tmp_path: Path, name: str
+    tiny_llama3_hf: Path, tmp_path: Path, name: str, damaged: bool
 ) -> None:
+    if damaged and name == "optimizer.pt":
+        pytest.skip("whether a file of weights is part of it cannot be told")
     target = Path(shutil.copytree(tiny_llama3_hf, tmp_path / "out"))
-    for usual in ("README.MD", "LICENSE", ".gitattributes", "optimizer.pt", "eval.yaml"):
+    for usual in ("README.md", "LICENSE", ".gitattributes", "ckptctl.manifest.json"):
         (target / usual).touch()
+    if damaged:
+        for weights in target.glob("*.safetensors"):
+            weights.write_bytes(b"cut off")
     assert replaceable(target)
     (target / name).write_text("mine")
     with pytest.raises(RefusedError, match="more than a checkpoint") as caught:

@@ -201,9 +201,7 @@ def test_trainer_and_accelerate(data: Path, tmp_path: Path) -> None:
 def test_tags(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z1_bf16"), tmp_path)
     shutil.copytree(sample(data, "z2_align") / "global_step2", copy / "global_step10")
-    assert formats.open_checkpoint(copy).notes == (
-        "not carried along: sub-directories `global_step10`",
-    )
+    assert formats.open_checkpoint(copy).others == {"global_step10/": "a folder"}
     found = chosen(copy, tmp_path, tag="global_step10")
     assert not differences(found, master(data, "z2_align"))
     with pytest.raises(UsageError, match="no save `global_step3`") as caught:

@@ -1,0 +1,125 @@
+"""Which files beside the weights belong to a model, and which are anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptctl
+from ckptctl.errors import RefusedError, UsageError
+from ckptctl.formats import open_checkpoint
+from ckptctl.formats.assets import KINDS, beside, kind_of
+from tests.contract.samples import SAMPLES, Sample
+
+SECRET = ("id_rsa", "passwords.txt", "notes.txt", "p.py", ".env", "license.key", "data.json")
+TRAINERS_OWN = {
+    *("optimizer.bin", "optimizer.pt", "scheduler.pt", "training_args.bin", "trainer_state.json"),
+    *("random_states_0.pkl", "random_states_1.pkl", "rng_state_0.pth", "rng_state_1.pth"),
+}
+CARRIED = (
+    *("generation_config.json", "tokenizer.json", "qwen.tiktoken", "LICENSE", "LICENSE.txt"),
+    *("README.md", "additional_chat_templates/rag.jinja", "1_Pooling/config.json"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with weights, with files that belong to them, and with others."""
+    root = tmp_path / "downloads"
+    for name in (*SECRET, *CARRIED, "onnx/model.onnx", "onnx/.hidden", "1_Pooling/more.bin"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "modules.json").write_text(json.dumps([{"type": "x.Y", "path": "1_Pooling"}]))
+    save_file({"w": torch.ones(3)}, root / "o.safetensors")
+    return root
+
+
+def outputs(root: Path) -> set[str]:
+    weights = {"model.safetensors", "ckptctl.manifest.json"}
+    return {str(f.relative_to(root)) for f in root.rglob("*") if f.is_file()} - weights
+
+
+def test_the_neighbours_of_one_file_stay(folder: Path, tmp_path: Path) -> None:
+    done = ckptctl.convert(folder / "o.safetensors", tmp_path / "out", to="hf")
+    assert not outputs(tmp_path / "out")
+    assert {*SECRET, "README.md"} < done.plan.not_carried.keys()
+
+
+def test_a_folder_gives_what_is_of_a_known_kind(folder: Path, tmp_path: Path) -> None:
+    done = ckptctl.convert(folder, tmp_path / "out", to="hf")
+    assert outputs(tmp_path / "out") == {*CARRIED, "modules.json"}
+    assert done.plan.not_carried.keys() == {*SECRET, "onnx/", "1_Pooling/more.bin"}
+    again = ckptctl.convert(folder, tmp_path / "out", to="hf", overwrite=True)
+    assert again.plan.to_json()["not_carried"] == dict(done.plan.not_carried)
+
+
+def test_beside_a_configuration_one_file_is_of_a_model(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    ckptctl.convert(folder / "o.safetensors", tmp_path / "out", to="hf")
+    assert outputs(tmp_path / "out") == {*CARRIED, "modules.json", "config.json"}
+
+
+def test_more_is_carried_by_name(folder: Path, tmp_path: Path) -> None:
+    one = folder / "o.safetensors"
+    done = ckptctl.convert(one, tmp_path / "a", to="dcp", carry=["n*.txt", "onnx/*"])
+    assert {"notes.txt", "onnx/model.onnx"} < outputs(tmp_path / "a")
+    assert "notes.txt" not in done.plan.not_carried and "onnx/" in done.plan.not_carried
+    ckptctl.convert(one, tmp_path / "b", to="hf", carry="*")
+    assert outputs(tmp_path / "b") == outputs(folder) - {".env", "onnx/.hidden", "o.safetensors"}
+    done = ckptctl.convert(folder, tmp_path / "c", to="hf", carry=["*", ".*", "*/.*"])
+    assert outputs(tmp_path / "c") == outputs(folder) - {"o.safetensors"}
+    assert not done.plan.not_carried
+    with pytest.raises(UsageError, match="matches nothing"):
+        ckptctl.convert(one, tmp_path / "d", to="hf", carry="nothing*")
+    with pytest.raises(UsageError, match="--carry has no meaning"):
+        ckptctl.convert(one, tmp_path / "d.pt", to="torch", carry="notes.txt")
+
+
+def test_nothing_carried_replaces_the_output(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"another model")
+    with pytest.raises(RefusedError, match="would replace one of the output"):
+        ckptctl.convert(folder / "o.safetensors", tmp_path / "out", to="hf", carry="model.*")
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_travels_that_a_configuration_names(tmp_path: Path) -> None:
+    named = {"AutoModel": "modeling_x.Model", "AutoConfig": "else/where--configuration_y.Config"}
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": named}))
+    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_x.Slow", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "processor_config.json").write_text("{ broken")
+    code: dict[str, str | bytes] = {
+        "modeling_x.py": "import os\nfrom .layers import (\n    A,\n)\nimport .more\n",
+        "layers.py": "    from .deep import B\nfrom .modeling_x import C\n",
+        "more.py": "from ..outside import x\nimport train",
+        "deep.py": "raise SystemExit",
+        "tokenization_x.py": b"\xff",
+        "configuration_y.py": "",
+        "train.py": "",
+    }
+    for name, text in code.items():
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = beside(tmp_path)
+    assert found.assets.keys() - {"config.json", "tokenizer_config.json"} == {
+        *("modeling_x.py", "layers.py", "more.py", "deep.py", "tokenization_x.py"),
+        "processor_config.json",
+    }
+    assert found.others.keys() == {"configuration_y.py", "train.py"}
+
+
+def test_no_kind_is_told_by_an_ending_alone() -> None:
+    ends = [glob for globs in KINDS.values() for glob in globs if glob.startswith("*")]
+    assert ends == ["*.tiktoken"]
+    assert not any(map(kind_of, ("a.json", "a.txt", "a.py", "a.model", "LICENSE.key", "a.md")))
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=list(SAMPLES))
+def test_no_trainer_leaves_files_that_are_nobodys(data: Path, sample: Sample) -> None:
+    if sample.refused:
+        pytest.skip("it cannot be read")
+    found = open_checkpoint(sample.path(data)).others.keys()
+    assert not found - {"sharded/"} - TRAINERS_OWN
