@@ -78,8 +78,8 @@ class CheckpointManager(Closing):
         on_published: Called on rank 0 with the path of every checkpoint when it has its name:
             uploads, logs. A checkpoint is not removed while they run for it; what one raises is
             logged.
-        **options: ``overwrite``, ``files``, ``jobs``, ``memory``, ``sync``, ``checksum`` of
-            :func:`ckptctl.save`.
+        **options: ``overwrite``, ``files``, ``jobs``, ``memory``, ``sync``, ``checksum``,
+            ``trusted`` of :func:`ckptctl.save`.
 
     Raises:
         UsageError: A rule makes no sense.

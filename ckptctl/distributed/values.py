@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import io
-import pathlib
-import pickle
-import pickletools
-import re
-import zipfile
-from collections import deque
-from collections.abc import Collection, MutableMapping, MutableSequence, Sequence
-from contextlib import nullcontext
-from typing import Any, cast
+from collections.abc import Collection, Mapping, MutableMapping, MutableSequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from ckptctl.catalog import Path as Keys
-from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UsageError
+from ckptctl.distributed.leaves.random_states import require_positions
+from ckptctl.distributed.leaves.safe_reader import read_leaf
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    FormatError,
+    UnsupportedError,
+    UsageError,
+    listed,
+)
 from ckptctl.formats.shared.value_bytes import value_bytes
 from ckptctl.ops.loading.leftovers import held_as, kept_apart
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.memory_files import MemoryFiles
+from ckptctl.storage.zips.reader import LEGACY, read_archive
 
-NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
-TEXT_AND_TIMES = ("U1", "S1", "datetime64", "timedelta64")
-FORBIDDEN = re.compile(r"(Unsupported global:|Trying to load unsupported) GLOBAL \S+")
-BEFORE_ZIPS = 4
-"""Pickles at the begin of what torch saved before it made zips: the last one is the object."""
-PATH_MODULES = ("pathlib", "pathlib._local")
-PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
+TRUST = "`trusted=True` loads it all the same, which can run any code"
+LEAVE_OUT = "`strict=False` loads the rest"
+
+
+class ReadValues(NamedTuple):
+    """Leaves that are no tensors, by their names in the state.
+
+    Attributes:
+        values: What they are.
+        refused: Why others are not read: they are not known to be harmless.
+    """
+
+    values: Mapping[str, object]
+    refused: Mapping[str, str]
 
 
 def read_values(
@@ -38,7 +49,8 @@ def read_values(
     rank: int,
     *,
     trusted: bool,
-) -> dict[str, object]:
+    strict: bool = True,
+) -> ReadValues:
     """Return what the checkpoint has for each of the state's leaves that are no tensors.
 
     Args:
@@ -46,20 +58,66 @@ def read_values(
         values: Names of the leaves of the state.
         rank: Whose value is preferred where every rank has its own.
         trusted: Whether they may run code when they are unpickled.
+        strict: Whether those that are not known to be harmless are errors.
 
     Raises:
-        UnsafePickleError: A leaf needs a class that is not known to be harmless.
-        CkptError: One cannot be read; see :func:`unpickled`.
+        UnsupportedError: There are such, each named; see :func:`unpickled`.
+        CkptError: One cannot be read; see there.
     """
     found: dict[str, object] = {}
+    refused: dict[str, UnsupportedError] = {}
     catalog = mapping.catalog
     with SourceFiles(catalog.root) as opened:
         for name, held in held_names(mapping, values, rank).items():
             blob = catalog.blobs[held]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
-            content = io.BytesIO(value_bytes(opened, blob))
-            found[name] = unpickled(content, blob.name, where, trusted=trusted)
-    return found
+            try:
+                content = value_bytes(opened, blob)
+                found[name] = unpickled(content, blob.name, where, trusted=trusted)
+            except UnsupportedError as error:
+                refused[name] = error
+    if not trusted:
+        refused |= _outside(found, catalog.path)
+    if strict and refused:
+        raise _joined(refused, catalog.path)
+    kept = {name: value for name, value in found.items() if name not in refused}
+    return ReadValues(kept, {name: f"{one.why}" for name, one in refused.items()})
+
+
+def _outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
+    """Return the leaves of generators' states, one part each, with positions outside of them."""
+    states: dict[str, dict[object, object]] = {}
+    for name, value in found.items():
+        state, _, part = name.rpartition(".")
+        states.setdefault(state, {})[part] = value
+    refused: dict[str, UnsupportedError] = {}
+    for state, parts in states.items():
+        try:
+            require_positions(parts)
+        except UnsupportedError as error:
+            names = (f"{state}.{part}" if state else f"{part}" for part in parts)
+            refused |= {name: _untrusted(error, name, where) for name in names}
+    return refused
+
+
+def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedError:
+    """Return one error for all leaves that are refused."""
+    errors = list(refused.values())
+    if len(errors) == 1:
+        return errors[0]
+    reasons = dict.fromkeys(f"{error.why}" for error in errors)
+    return type(errors[0])(
+        f"{len(errors):,} leaves are not known to be harmless: {listed(list(refused))}",
+        where=where,
+        why="; ".join(list(reasons)[:5]),
+        hint=f"{TRUST}; {LEAVE_OUT}",
+    )
+
+
+def left_out_note(refused: Mapping[str, str]) -> str:
+    """Return what a user is told of leaves that stay as they were."""
+    names = listed([f"{name}: {why}" for name, why in refused.items()])
+    return f"leaves that are not known to be harmless were left out: {names}"
 
 
 def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
@@ -75,43 +133,57 @@ def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dic
     return {name: held for name, held in found.items() if held is not None}
 
 
-def unpickled(content: io.BytesIO, name: str, where: str, *, trusted: bool) -> object:
+def unpickled(content: bytes, name: str, where: str, *, trusted: bool) -> object:
     """Return a leaf that is no tensor.
 
     Args:
         content: As ``torch.save`` has written it.
         name: The leaf.
         where: Where it lies, for errors.
-        trusted: Whether it may run code when it is unpickled.
+        trusted: Whether it may run code when it is unpickled: it is left to ``torch.load``.
 
     Raises:
-        UnsafePickleError: It needs a class that is not known to be harmless.
-        UsageError: It is trusted, and needs a class that is not installed.
+        UnsafePickleError: It is not trusted, and holds an object of a class that is not known to
+            be harmless.
+        UnsupportedError: It is not trusted, and is not as known classes write it.
+        UsageError: It needs code that is not installed.
         DamagedError: It cannot be read.
     """
-    allowed = nullcontext() if trusted else torch.serialization.safe_globals(_harmless())
     try:
-        with allowed:
-            return torch.load(content, map_location="cpu", weights_only=not trusted)
+        if trusted:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+        if content.startswith(LEGACY):
+            raise UnsupportedError("it was saved by torch before 1.6, or as torch then did")
+        return read_leaf(content, where)
+    except UsageError:
+        raise
+    except (UnsupportedError, FormatError) as error:
+        raise _untrusted(error, name, where) from None
     except Exception as error:  # damage, and with trust the leaf's own code, raise what they like
-        raise _failure(error, content, name, where, trusted=trusted) from None
+        raise _failure(error, content, name, where) from None
 
 
-def _failure(
-    error: Exception, content: io.BytesIO, name: str, where: str, *, trusted: bool
-) -> CkptError:
+def _untrusted(error: CkptError, name: str, where: str) -> UnsupportedError:
+    """Return why a leaf is not read unless it is trusted."""
+    kind = type(error) if isinstance(error, UnsupportedError) else UnsupportedError
+    return kind(
+        f"`{name}` is not known to be harmless",
+        where=where,
+        why=_said(error),
+        hint=f"{TRUST}; {LEAVE_OUT}",
+    )
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, CkptError):
+        return error.what + (f": {error.why}" if error.why else "")
+    return f"{type(error).__name__}: " + str(error).partition("\n")[0]
+
+
+def _failure(error: Exception, content: bytes, name: str, where: str) -> CkptError:
     """Return what it means that a leaf cannot be unpickled."""
-    said = str(error)
-    whole = FORBIDDEN.search(said) is not None or _is_whole(content)
-    if whole and not trusted and isinstance(error, pickle.UnpicklingError):
-        return UnsafePickleError(
-            f"`{name}` holds objects that are not known to be harmless",
-            where=where,
-            why=_reason(said),
-            hint="`trusted=True` loads it all the same, which can run any code",
-        )
-    why = f"{type(error).__name__}: {_reason(said)}"
-    if whole and isinstance(error, (ImportError, AttributeError)):
+    why = _said(error)
+    if isinstance(error, (ImportError, AttributeError)) and _is_whole(content):
         return UsageError(
             f"`{name}` needs code that is not here",
             where=where,
@@ -121,54 +193,13 @@ def _failure(
     return DamagedError(f"`{name}` cannot be read", where=where, why=why)
 
 
-def _is_whole(content: io.BytesIO) -> bool:
+def _is_whole(content: bytes) -> bool:
     """Return whether the pickle of a leaf can be read to its end, whatever it asks for."""
-    content.seek(0)
     try:
-        if zipfile.is_zipfile(content):
-            with zipfile.ZipFile(content) as stored:
-                (member,) = (one for one in stored.namelist() if one.endswith("/data.pkl"))
-                pickles: Sequence[bytes | io.BytesIO] = [stored.read(member)]
-        else:
-            content.seek(0)
-            pickles = [content] * BEFORE_ZIPS
-        for one in pickles:
-            deque(pickletools.genops(one), maxlen=0)
-    except Exception:  # zipfile and pickletools raise what they like of damage
-        return False
+        read_archive(MemoryFiles(content, Path()), "", 0, len(content), unknown="inert")
+    except CkptError:
+        return content.startswith(LEGACY)
     return True
-
-
-def _reason(message: str) -> str:
-    """Return what torch says is wrong, without what it advises to do about that."""
-    found = FORBIDDEN.search(message)
-    return found[0] if found else message.partition("\n")[0]
-
-
-def _harmless() -> list[Any]:
-    """Return what paths are made of, and numpy's random-number states, numbers, texts and times.
-
-    Structured dtypes are not among them: their pickled flags can pass pointers off as numbers.
-    """
-    import _codecs
-
-    # Python 3.13 has these classes in `pathlib._local`, the others in `pathlib`.
-    paths = [(one, f"{module}.{one.__name__}") for one in PATHS for module in PATH_MODULES]
-    try:
-        import numpy
-    except ImportError:
-        return paths
-    core = cast(Any, getattr(numpy, "_core", None) or numpy.core).multiarray
-    kinds = {type(numpy.dtype(name)) for name in (*NUMBERS, *FLOATS, *TEXT_AND_TIMES)}
-    return [
-        *paths,
-        core._reconstruct,
-        core.scalar,
-        numpy.ndarray,
-        numpy.dtype,
-        _codecs.encode,
-        *kinds,
-    ]
 
 
 def put(root: MutableMapping[str, Any], keys: Keys, value: object) -> None:

@@ -91,9 +91,10 @@ def skip_alike(rank: int, world: int, root: Path) -> None:
 def fail_alike(rank: int, world: int, root: Path) -> None:
     """Whatever fails on one rank is raised on all, once; then saving works again."""
     good = {"a": torch.ones(3), f"own{rank}": torch.ones(2)}
-    bad = good | ({"b": lambda: 0} if rank == 1 else {"b": 1})
-    with pytest.raises(CkptError, match="cannot be saved"):
-        async_save(bad, root / "staging")
+    for leaf in (lambda: 0, signal.SIGINT):
+        with pytest.raises(CkptError, match="`b` cannot be saved") as found:
+            async_save(good | {"b": leaf if rank == 1 else 1}, root / "staging")
+        assert type(leaf).__qualname__ in str(found.value.where)
     assert async_save(good, root / "next", sync=False).result()
 
     future = async_save(good, root / "same", sync=False)

@@ -236,7 +236,8 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     fails("exists", overwrite=False)
     fails("destinations", path=old if rank else root / "other")
     fails("options", overwrite=rank == 0)
-    fails("cannot be saved", state={"w": (lambda: 0) if rank == last else 0})
+    fails("`w` cannot be saved", state={"w": (lambda: 0) if rank == last else 0})
+    fails("`w` cannot be saved", state={"w": signal.SIGINT if rank == last else 0})
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
             patch.setattr(save_place, "fill", _disk_full)

@@ -134,7 +134,7 @@ def test_a_hostile_leaf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnsafePickleError, match="`hook`") as found:
         load(state, folder)
     assert "trusted=True" in str(found.value.hint)
-    assert str(found.value.why).endswith("GLOBAL posix.mkdir")
+    assert "`posix.mkdir`" in str(found.value.why)
     assert not (tmp_path / "ran").exists() and not state["w"].any()
     load(state, folder, trusted=True)
     assert (tmp_path / "ran").exists()

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import datetime
+import enum
+import logging
 import pathlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler
 
+from ckptctl.distributed.dcp.load_planner import LoadPlanner
+from ckptctl.distributed.dcp.reader import Reader
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import save
-from ckptctl.errors import UnsafePickleError
+from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError
+from ckptctl.ops.loading.options import LoadReport
 
 SAVES: dict[str, Callable[[Any, Path], object]] = {
     "ours": lambda state, path: save(state, path, sync=False),
@@ -27,6 +35,14 @@ SAVES: dict[str, Callable[[Any, Path], object]] = {
 LOADS: dict[str, Callable[[Any, Path], object]] = {
     "ours": lambda state, path: load(state, path),
     "stock": lambda state, path: stock_load(state, checkpoint_id=path, no_dist=True),
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "steps": lambda o: lr_scheduler.MultiStepLR(o, [2, 3]),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 10),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o),
 }
 ways = pytest.mark.parametrize(("saved", "loaded"), [(s, t) for s in SAVES for t in LOADS])
 
@@ -106,11 +122,172 @@ def test_texts_times_and_paths(tmp_path: Path, saved: str, loaded: str, name: st
     np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
-@pytest.mark.parametrize("leaf", [datetime.date(2024, 2, 3), np.zeros(2, dtype=[("a", "i4")])])
-def test_other_classes_are_named_and_need_trust(tmp_path: Path, leaf: object) -> None:
-    save({"x": {"leaf": leaf}}, tmp_path / "a", sync=False)
-    target: dict[str, Any] = {"x": {"leaf": None}}
-    with pytest.raises(UnsafePickleError, match=r"`x\.leaf`"):
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@dataclass
+class Arguments:
+    rate: float = 0.1
+
+
+class Point(NamedTuple):
+    x: int = 1
+
+
+class Words(str):
+    __slots__ = ()
+
+
+UNKNOWN: dict[str, Any] = {
+    "enum": Colour.RED,
+    "number": Level.LOW,
+    "dataclass": Arguments(),
+    "inside": (1, {"a": [Arguments()]}),
+    "named": Point(),
+    "text": Words("x"),
+    "structured": np.zeros(2, dtype=[("a", "i4")]),
+    "objects": np.array([None, 1], dtype=object),
+    "attributed": (torch.zeros(1),),
+}
+UNKNOWN["attributed"][0].note = "x"
+
+
+def test_what_cannot_be_read_again_is_refused_each_named(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "x": {**UNKNOWN, "day": datetime.date(2024, 2, 3)}}
+    with pytest.raises(RefusedError, match="9 leaves cannot be saved") as found:
+        save(state, tmp_path / "a", sync=False)
+    said = str(found.value.where)
+    for name, leaf in UNKNOWN.items():
+        assert f"`x.{name}: " in said
+        assert type(leaf).__qualname__ in said
+    assert "x.day" not in said
+    assert "trusted=True" in str(found.value.hint)
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(RefusedError, match=r"`x\.f` cannot be saved") as found:
+        save({"x": {"f": lambda: 1, "day": UNKNOWN["enum"]}}, tmp_path / "a", trusted=True)
+    assert "trusted" not in str(found.value.hint), "it does not help"
+
+
+@pytest.mark.parametrize("name", ["enum", "dataclass", "structured", "text"])
+def test_with_trust_they_are_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    save({"x": {"leaf": UNKNOWN[name], "n": 1}}, tmp_path / "a", sync=False, trusted=True)
+    target: dict[str, Any] = {"x": {"leaf": "mine", "n": 0}}
+    with pytest.raises(UnsafePickleError, match=r"`x\.leaf`") as found:
         load(target, tmp_path / "a")
+    assert "`strict=False`" in str(found.value.hint)
+    assert target == {"x": {"leaf": "mine", "n": 0}}
     load(target, tmp_path / "a", trusted=True)
-    assert bool(np.all(target["x"]["leaf"] == leaf))
+    assert bool(np.all(target["x"]["leaf"] == UNKNOWN[name]))
+
+
+def unknown_beside_known(path: Path) -> dict[str, Any]:
+    """Save leaves of which some need trust, and return what they are loaded into."""
+    state = {"w": torch.ones(2), "x": {"a": Colour.RED, "b": Arguments(), "n": 7}}
+    save(state, path, sync=False, trusted=True)
+    return {"w": torch.zeros(2), "x": {"a": "mine", "b": None, "n": 0}}
+
+
+def test_all_that_need_trust_are_named_at_once(tmp_path: Path) -> None:
+    target = unknown_beside_known(tmp_path / "a")
+    with pytest.raises(UnsafePickleError, match=r"2 leaves .*`x\.a`, `x\.b`"):
+        load(target, tmp_path / "a")
+    assert not target["w"].any()
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckptctl").addHandler(handler)
+    yield found
+    logging.getLogger("ckptctl").removeHandler(handler)
+
+
+def by_load(target: dict[str, Any], path: Path) -> LoadReport:
+    return load(target, path, strict=False)
+
+
+def by_planner(target: dict[str, Any], path: Path) -> LoadReport:
+    planner = LoadPlanner(strict=False)
+    stock_load(target, checkpoint_id=path, planner=planner, no_dist=True)
+    return planner.report
+
+
+@pytest.mark.parametrize("way", [by_load, by_planner])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_without_strict_the_rest_is_loaded(
+    tmp_path: Path, way: Callable[..., LoadReport], warnings: list[str]
+) -> None:
+    target = unknown_beside_known(tmp_path / "a")
+    report = way(target, tmp_path / "a")
+    assert target["x"] == {"a": "mine", "b": None, "n": 7}
+    assert target["w"].all()
+    assert {"x.a", "x.b"} <= report.left_out.keys()
+    assert not {"x.a", "x.b"} & set(report.loaded)
+    assert "x.a" in str(warnings)
+    assert "Colour" in str(warnings)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_reader_leaves_them_to_a_planner_that_is_not_strict(tmp_path: Path) -> None:
+    target = unknown_beside_known(tmp_path / "a")
+    planner, reader = LoadPlanner(strict=False), Reader(tmp_path / "a")
+    stock_load(target, storage_reader=reader, planner=planner, no_dist=True)
+    assert target["x"] == {"a": "mine", "b": None, "n": 7}
+    with pytest.raises(CheckpointException, match="harmless"):
+        stock_load(target, storage_reader=Reader(tmp_path / "a"), no_dist=True)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_what_schedulers_say_of_themselves_is_read_again(tmp_path: Path, scheduler: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    own, other = SCHEDULERS[scheduler](optimizer), SCHEDULERS[scheduler](optimizer)
+    optimizer.step()
+    own.step(*([1] if scheduler == "plateau" else []))
+    save({"s": own.state_dict()}, tmp_path / "a", sync=False)
+    target = {"s": other.state_dict()}
+    load(target, tmp_path / "a")
+    other.load_state_dict(target["s"])
+    assert repr(other.state_dict()) == repr(own.state_dict())
+
+
+class _Text:
+    """Pickles as a text dtype that calls itself objects, for numpy's own ``__setstate__``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {"a": (np.dtype("O"), 0)}
+        return np.dtype, ("U2", False, True), (3, "|", None, ("a",), fields, 8, 8, 63)
+
+
+class _Pointer:
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = (np.ndarray, (0,), b"b")
+        reconstruct = np.array(1).__reduce__()[0]
+        return reconstruct, made, (1, (1,), _Text(), False, b"AAAAAA\0\0")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_bytes_of_a_file_do_not_become_pointers(tmp_path: Path) -> None:
+    stock_save({"x": {"leaf": _Pointer(), "n": 1}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    target: dict[str, Any] = {"x": {"leaf": None, "n": 0}}
+    with pytest.raises(UnsafePickleError, match="leaf"):
+        load(target, tmp_path / "a")
+    load(target, tmp_path / "a", strict=False)
+    assert target == {"x": {"leaf": None, "n": 1}}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_generator_cannot_read_outside_of_its_state(tmp_path: Path) -> None:
+    state = np.random.MT19937(1).state
+    state["state"]["pos"] = 10**9
+    stock_save({"rng": state, "n": 1}, checkpoint_id=tmp_path / "a", no_dist=True)
+    target: dict[str, Any] = {"rng": np.random.MT19937(2).state, "n": 0}
+    with pytest.raises(UnsupportedError, match="harmless") as found:
+        load(target, tmp_path / "a")
+    assert "position 1,000,000,000 of 624" in str(found.value.why)

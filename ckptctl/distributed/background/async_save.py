@@ -50,8 +50,8 @@ def async_save(
             raises is logged and kept in the future; the save goes on.
         on_published: The same for when the checkpoint has its name; before the future is done.
         collectives: See :func:`ckptctl.save`; without, failures and ``"skip"`` are each rank's own.
-        **options: ``overwrite``, ``files``, ``jobs``, ``memory``, ``sync``, ``checksum`` of
-            :func:`ckptctl.save`.
+        **options: ``overwrite``, ``files``, ``jobs``, ``memory``, ``sync``, ``checksum``,
+            ``trusted`` of :func:`ckptctl.save`.
 
     Returns:
         The outcome: a ``concurrent.futures.Future`` with more in it.

@@ -33,6 +33,7 @@ class SaveKeywords(TypedDict, total=False):
     memory: int
     sync: bool
     checksum: bool
+    trusted: bool
 
 
 class Found(NamedTuple):
@@ -54,7 +55,7 @@ def find(state_dict: StateDict, ranks: Coordinator, how: SaveOptions, collective
     Raises:
         CkptError: It cannot be saved.
     """
-    own = held(state_of(state_dict))
+    own = held(state_of(state_dict), trusted=how.trusted)
     if not collectives or ranks.world == 1:
         return Found(own, None)
     return Found(own, PLANS.get(plan_key(own, pack(own.holding), ranks, how)))

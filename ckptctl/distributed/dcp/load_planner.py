@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,13 +25,15 @@ from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of,
 from ckptctl.distributed.dcp.noted import noted
 from ckptctl.distributed.dcp.plans import chunk_of
 from ckptctl.distributed.state import Piece, State, state_of
-from ckptctl.distributed.values import put, unpickled
-from ckptctl.errors import CoverageError, MappingError, listed
+from ckptctl.distributed.values import left_out_note, put, unpickled
+from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.ops.loading.checks import casts, require_shapes
 from ckptctl.ops.loading.leftovers import Comparison, compare
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.loading.wanted import Wanted
 from ckptctl.planner.boxes import coverage
+
+_log = logging.getLogger("ckptctl")
 
 
 @dataclass
@@ -152,8 +156,20 @@ class LoadPlanner(DefaultLoadPlanner):
             CkptError: It cannot be read, or needs a class that is not known to be harmless.
         """
         name = read_item.dest_index.fqn
-        found = unpickled(value, name, "the checkpoint", trusted=self.trusted)
+        try:
+            found = unpickled(value.getvalue(), name, "the checkpoint", trusted=self.trusted)
+        except UnsupportedError as error:
+            if self.strict:
+                raise
+            self._leave_out({name: f"{error.why}"})
+            return
         put(self.original_state_dict, self._state.values[name].path, found)
+
+    def _leave_out(self, refused: Mapping[str, str]) -> None:
+        _log.warning("%s", left_out_note(refused))
+        loaded = tuple(name for name in self.report.loaded if name not in refused)
+        left_out = {**self.report.left_out, **refused}
+        self.report = replace(self.report, loaded=loaded, left_out=left_out)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the box of a tensor that an item is a part of."""

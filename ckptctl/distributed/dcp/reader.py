@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ckptctl.distributed.group import threads
 from ckptctl.distributed.loading.options import load_options
 from ckptctl.distributed.loading.tensor_memory import steps_of, target
 from ckptctl.distributed.state import state_of
-from ckptctl.distributed.values import read_values
+from ckptctl.distributed.values import left_out_note, read_values
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops.loading.nothing_lost import require_nothing_lost
 from ckptctl.ops.loading.reading import prepare
@@ -34,6 +35,8 @@ from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.remote import direct
+
+_log = logging.getLogger("ckptctl")
 
 
 class Reader(StorageReader):
@@ -202,10 +205,11 @@ class Reader(StorageReader):
         """
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        contents = self._contents(values)
+        contents = self._contents(values, strict=bool(getattr(planner, "strict", True)))
         self._fill(tensors, planner)
         for item in values:
-            planner.load_bytes(item, contents[item.storage_index.fqn])
+            if item.storage_index.fqn in contents:
+                planner.load_bytes(item, contents[item.storage_index.fqn])
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -237,16 +241,19 @@ class Reader(StorageReader):
         for item, tensor in found:
             planner.commit_tensor(item, tensor)
 
-    def _contents(self, items: Sequence[ReadItem]) -> dict[str, io.BytesIO]:
+    def _contents(self, items: Sequence[ReadItem], *, strict: bool) -> dict[str, io.BytesIO]:
         """Return leaves that are no tensors, pickled anew: they have been read safely."""
         found = read_values(
             self._mapping(),
             [item.storage_index.fqn for item in items],
             self._rank,
             trusted=self._options.trusted,
+            strict=strict,
         )
+        if found.refused:
+            _log.warning("%s", left_out_note(found.refused))
         contents: dict[str, io.BytesIO] = {}
-        for name, value in found.items():
+        for name, value in found.values.items():
             contents[name] = io.BytesIO()
             torch.save(value, contents[name])
             contents[name].seek(0)

@@ -84,10 +84,18 @@ class SavePlanner(DefaultSavePlanner):
         per_rank: Leaves that are no tensors and differ between ranks: ``keep`` all of them, those
             of other ranks than the lowest below ``rank_N.``; or an ``error``.
         plans: How many plans are kept.
+        trusted: See :class:`~ckptctl.distributed.saving.options.SaveOptions`.
     """
 
-    def __init__(self, *, per_rank: Literal["keep", "error"] = "keep", plans: int = PLANS) -> None:
+    def __init__(
+        self,
+        *,
+        per_rank: Literal["keep", "error"] = "keep",
+        plans: int = PLANS,
+        trusted: bool = False,
+    ) -> None:
         super().__init__()
+        self._trusted = trusted
         self._per_rank = per_rank
         self._limit = plans
         self._own: OrderedDict[bytes, HeldPlan] = OrderedDict()
@@ -108,7 +116,7 @@ class SavePlanner(DefaultSavePlanner):
             CkptError: A leaf cannot be saved.
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._held: Held = held(state_of(state_dict))
+        self._held: Held = held(state_of(state_dict), trusted=self._trusted)
         self._chunks: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for chunk, piece in zip(self._held.holding.chunks, self._held.pieces, strict=True):
             place = (Box(chunk.offsets, chunk.sizes), piece)

@@ -6,6 +6,7 @@ mean the same, and one afterwards, in which they learn that all are done.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,13 @@ from ckptctl.distributed.loading.plans import PLANS, LoadPlan, like
 from ckptctl.distributed.loading.targets import Everything, Place, everything, views_of, wanted_of
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.state import State
-from ckptctl.distributed.values import held_names, put, read_values
+from ckptctl.distributed.values import (
+    ReadValues,
+    held_names,
+    left_out_note,
+    put,
+    read_values,
+)
 from ckptctl.errors import listed
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
 from ckptctl.ops.loading.leftovers import Comparison, compare
@@ -42,6 +49,8 @@ from ckptctl.storage.collection import no_collection
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.out_of_range import OutOfRange
+
+_log = logging.getLogger("ckptctl")
 
 
 class CollectiveLoad:
@@ -72,7 +81,7 @@ class CollectiveLoad:
         self._every = ranks.world == group.world
         self._kept: LoadPlan | None = None
         self._hosts: list[str] = []
-        self._values: dict[str, object] | None = None
+        self._values: ReadValues | None = None
         self._lost: dict[str, OutOfRange] = {}
         self._sight: Sight | None = None
         self._own_part = False
@@ -105,9 +114,9 @@ class CollectiveLoad:
             plan = replace(self._planned(alike=alike), generation=made, sight=self._sight)
         read, received, values = self._carried_out(plan)
         if any(one.objects for one in said):
-            together(self._ranks, lambda: self._give(state_dict, values))
+            together(self._ranks, lambda: self._give(state_dict, values.values))
         else:
-            self._give(state_dict, values)
+            self._give(state_dict, values.values)
         if self._asked.key:
             self._plans.put(self._asked.key, plan)
         return self._report(plan, values, read, received)
@@ -213,13 +222,13 @@ class CollectiveLoad:
 
     # Reading
 
-    def _carried_out(self, plan: LoadPlan) -> tuple[int, int, Mapping[str, object]]:
+    def _carried_out(self, plan: LoadPlan) -> tuple[int, int, ReadValues]:
         """Read, and exchange with other ranks; return bytes read and received, and values."""
         fill, tied = self._untied(plan.reading)
         turns = plan.turns
         reads = fill if turns is None else own_reads(fill, turns, self._ranks.rank)
 
-        def first() -> tuple[int, Mapping[str, object]]:
+        def first() -> tuple[int, ReadValues]:
             values = self._values
             if values is None:
                 values = self._read_values(plan.reading)
@@ -245,9 +254,11 @@ class CollectiveLoad:
         self._options.require_in_range(done.lost)
         return done.bytes_read
 
-    def _read_values(self, reading: Reading) -> dict[str, object]:
-        values, trusted = self._asked.state.values, self._options.trusted
-        return read_values(reading.mapping, values, self._rank, trusted=trusted)
+    def _read_values(self, reading: Reading) -> ReadValues:
+        values, asked = self._asked.state.values, self._options
+        return read_values(
+            reading.mapping, values, self._rank, trusted=asked.trusted, strict=asked.strict
+        )
 
     def _give(self, state_dict: MutableMapping[str, Any], values: Mapping[str, object]) -> None:
         """Put other leaves where they belong, and give objects their state."""
@@ -261,15 +272,13 @@ class CollectiveLoad:
             else:
                 state_dict[key] = found
 
-    def _report(
-        self, plan: LoadPlan, values: Mapping[str, object], read: int, received: int
-    ) -> LoadReport:
+    def _report(self, plan: LoadPlan, values: ReadValues, read: int, received: int) -> LoadReport:
         mapping = plan.reading.mapping
         offered = mapping.offered
         tensors = (name for name in self._asked.state.tensors if name in offered)
         report = plan.comparison.report(
             mapping,
-            (*tensors, *values),
+            (*tensors, *values.values),
             plan.reading.cast,
             bytes_read=read,
             bytes_received=received,
@@ -277,6 +286,9 @@ class CollectiveLoad:
         report = replace(report, out_of_range=self._lost)
         held = held_names(mapping, self._asked.state.values, self._rank)
         own = [other for other in held.values() if other in plan.comparison.left_out]
+        if values.refused:
+            _log.warning("%s", left_out_note(values.refused))
+            report = replace(report, left_out={**report.left_out, **values.refused})
         note = f"taken as this rank's own: {listed(own)}"
         return replace(report, notes=(*report.notes, note)) if own else report
 

@@ -110,7 +110,7 @@ class CollectiveSave:
         try:
             self._place = place_at(self._target, self._options)
             self._target = self._place.target
-            self._hold(held(state))
+            self._hold(held(state, trusted=self._options.trusted))
             if self._ranks.rank == 0:
                 self._place.make_room(self._stack)
             return self._statement()

@@ -23,6 +23,8 @@ class SaveOptions:
         sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
             can leave a checkpoint whose data is not there.
         checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
+        trusted: Whether leaves are saved, too, that only ``load(trusted=True)`` reads again:
+            objects of classes that are not known to be harmless.
         execute: What carries out a rank's plan: the function of
             :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
     """
@@ -33,4 +35,5 @@ class SaveOptions:
     memory: int = 64 * MIB
     sync: bool = True
     checksum: bool = True
+    trusted: bool = False
     execute: Callable[..., Execution] = execute

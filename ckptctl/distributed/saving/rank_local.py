@@ -131,7 +131,7 @@ def write_alone(
         StorageError: A file cannot be written.
     """
     place = RankFolder(path, rank, options)
-    own = held(state)
+    own = held(state, trusted=options.trusted)
     decision = all_of(rank, world, pack(own.holding))
     files = rank_files(
         rank, own.holding, decision.shares[rank], own.steps, own.values, options.files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ from pathlib import Path
 import torch
 
 from ckptctl.distributed.group import threads
+from ckptctl.distributed.leaves.pickled import pickled
 from ckptctl.distributed.saving.host_memory import host_views
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.state import State, StateDict, state_of
-from ckptctl.errors import CkptError, RefusedError
+from ckptctl.errors import RefusedError
 from ckptctl.ops.saving.holdings import DIGEST, Chunk, Holding
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.options import ExecutionOptions
@@ -39,17 +39,22 @@ class Held:
     values: Mapping[str, bytes]
 
 
-def held(state: StateDict | State | Held) -> Held:
+def held(state: StateDict | State | Held, *, trusted: bool = False) -> Held:
     """Return what this rank holds of a state dict; tensors are not copied.
 
+    Args:
+        state: The state dict.
+        trusted: See :class:`SaveOptions`.
+
     Raises:
-        CkptError: A leaf cannot be saved.
+        RefusedError: Leaves cannot be saved, or not be loaded again.
     """
     if isinstance(state, Held):
         return state
     if not isinstance(state, State):
         state = state_of(state)
-    values = {name: _pickled(name, leaf.value) for name, leaf in state.values.items()}
+    leaves = {name: leaf.value for name, leaf in state.values.items()}
+    values = pickled(leaves, trusted=trusted)
     chunks = [
         Chunk(name, piece.box.offsets, piece.box.sizes)
         for name, one in state.tensors.items()
@@ -68,21 +73,6 @@ def held(state: StateDict | State | Held) -> Held:
 
 def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST).digest()
-
-
-def _pickled(name: str, value: object) -> bytes:
-    """Return a leaf that is no tensor as ``torch.save`` writes it, as DCP keeps it."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-    except Exception as error:
-        raise CkptError(
-            f"`{name}` cannot be saved",
-            where=f"a {type(value).__name__} in the state dict",
-            why=f"{type(error).__name__}: {error}",
-            hint="leave it out, or store what it is made of",
-        ) from error
-    return buffer.getvalue()
 
 
 def fill(plan: Plan, pieces: Sequence[torch.Tensor], data: Path, options: SaveOptions) -> None:

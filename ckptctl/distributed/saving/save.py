@@ -32,6 +32,7 @@ def save(
     memory: int = 64 * MIB,
     sync: bool = True,
     checksum: bool = True,
+    trusted: bool = False,
 ) -> Path:
     """Save *state_dict* as a DCP directory, whole or not at all; all ranks call it.
 
@@ -50,6 +51,7 @@ def save(
         memory: Bytes of buffers per rank.
         sync: Whether it has to be on disk before it gets its name.
         checksum: Whether records carry CRC-32.
+        trusted: Whether leaves are saved, too, that only ``load(trusted=True)`` reads again.
 
     Returns:
         The absolute path.
@@ -57,7 +59,7 @@ def save(
     Raises:
         CkptError: Nothing was published; on every rank, whichever failed.
     """
-    options = SaveOptions(overwrite, files, jobs, memory, sync, checksum)
+    options = SaveOptions(overwrite, files, jobs, memory, sync, checksum, trusted)
     ranks = coordinator(process_group)
     if collectives:
         return write(state_dict, named(path), ranks, options)

@@ -51,6 +51,7 @@ MAX_TUPLE_KEYS = 10_000
 SHARED_ALLOWANCE = 1 << 16
 SHOWN_NAME = 200
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_NAMES = {("builtins", "xrange"): ("builtins", "range")}
 _SIZED = frozenset({str, bytes, bytearray, tuple, list, dict, set, frozenset, DictRecord})
 _MALFORMED = (
     ArithmeticError,
@@ -80,7 +81,7 @@ def loads(
         where: The file, for errors.
         table: What stands for each global: a :class:`Builder` is called with the arguments of
             REDUCE and NEWOBJ, a :class:`Global` makes :class:`Inert` records when called, anything
-            else is a constant. Python 2 module names are translated before the look-up.
+            else is a constant. Names of Python 2 are translated before the look-up.
         unknown: What to do with a global that is not in *table*: ``refuse``, or ``inert`` to make
             records of it.
         persistent_load: Called with each persistent id; None: there must be none.
@@ -301,6 +302,7 @@ class _Machine:
     def find(self, module: str, name: str, pos: int) -> object:
         """Return what stands for a global."""
         key = (_MODULES.get(module, module), name)
+        key = _NAMES.get(key, key)
         found = self.globals.get(key, self)
         if found is self:
             found = self.table.get(key, self)

@@ -26,7 +26,8 @@ MAX_NODES = 1_000_000
 CACHED_PICKLE = 2048
 MAX_LENGTHS = 1024
 MAX_ALIKE = 8
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What files of torch before 1.6 begin with."""
 _SAVE_AGAIN = "load it once with torch and save it again with `torch.save`"
 
 
@@ -310,7 +311,7 @@ def _check_kind(span: FileRange) -> None:
     head = span.get(0, min(span.length, 512))
     if head.startswith(b"PK\3\4"):
         return
-    if head.startswith(_LEGACY):
+    if head.startswith(LEGACY):
         kind = "a torch file of the legacy format, from before 1.6"
     elif head[257:262] == b"ustar":
         kind = "a tar archive, torch's format from before 0.1.10 or something else"

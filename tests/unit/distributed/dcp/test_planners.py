@@ -240,7 +240,10 @@ def test_errors_of_worker_threads_are_raised(
 
 
 def test_code_in_a_leaf_is_not_run(tmp_path: Path) -> None:
-    save({"w": torch.ones(2), "x": Hostile(tmp_path / "ran")}, tmp_path / "c")
+    state = {"w": torch.ones(2), "x": Hostile(tmp_path / "ran")}
+    with pytest.raises(CheckpointException, match="`x` cannot be saved"):
+        save(state, tmp_path / "c")
+    save(state, tmp_path / "c", SavePlanner(trusted=True))
     for planner in (LoadPlanner(), DefaultLoadPlanner()):
         with pytest.raises(CheckpointException, match="not known to be harmless"):
             load({"w": torch.zeros(2), "x": 0}, tmp_path / "c", planner)

@@ -1,0 +1,182 @@
+"""Arrays, scalars and element types of numpy, made from checked sizes and bytes.
+
+Nothing of numpy that takes a state from a pickle is called (``dtype.__setstate__``,
+``ndarray.__setstate__``, ``scalar``): what they accept can pass a file's bytes off as pointers.
+Source of the records: ``numpy/_core/src/multiarray/methods.c`` and ``descriptor.c``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptctl.distributed.leaves.records import (
+    MAX_INT,
+    Make,
+    Maker,
+    arguments,
+    integer,
+    unknown,
+    wrong,
+)
+from ckptctl.errors import UsageError
+from ckptctl.storage.pickles.inert import Global, Inert
+
+if TYPE_CHECKING:
+    import numpy
+    import numpy.typing
+
+    Array = numpy.typing.NDArray[Any]
+    Dtype = numpy.dtype[Any]
+
+MAX_DIMENSIONS = 32
+MAX_ITEMSIZE = 1 << 31
+_DTYPE = Global("numpy", "dtype")
+_ARRAY = Global("numpy", "ndarray")
+_NUMBERS = frozenset(
+    ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+)
+_TEXTS = re.compile(r"(?P<kind>[SU])(?P<length>\d{1,9})")
+_TIMES = ("M8", "m8")
+_UNITS = ["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"]
+_NEEDS_ZEROS = 8
+"""The one flag of a dtype that those made here may have, of texts (``NPY_NEEDS_INIT``)."""
+_LAST_CHARACTER = 0x10FFFF
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError as error:
+        raise UsageError("a leaf needs numpy", why=str(error), hint="install numpy") from None
+    return numpy
+
+
+def _dtype(record: Inert, _: Make) -> Dtype:
+    """Return the dtype of a record, if it is a plain one, made from its kind, size and unit."""
+    code, state = _stated(record)
+    order, fields, rest = state[1], state[2:5], state[5:]
+    if order not in ("<", ">", "=", "|") or fields != (None, None, None):
+        raise unknown("numpy.dtype with fields")
+    elsize, alignment, flags = (integer(record, one, -1, MAX_ITEMSIZE) for one in rest[:3])
+    if flags not in (0, _NEEDS_ZEROS) or alignment > 16:
+        raise unknown("numpy.dtype with flags of objects")
+    unit = _unit(record, state) if code in _TIMES else ""
+    made = _numpy().dtype(f"{order}{code}{unit}")
+    if elsize not in (-1, made.itemsize):
+        raise wrong(record, f"`{code}` of {elsize} bytes")
+    found: Dtype = made
+    return found
+
+
+def _stated(record: Inert) -> tuple[str, tuple[Any, ...]]:
+    """Return the kind and size, and the state, of the record of a dtype."""
+    if record.appended is not None or record.entries is not None or len(record.args) != 3:
+        raise wrong(record, "its arguments are others")
+    code, state = record.args[0], record.state
+    if type(code) is not str:
+        raise wrong(record, "its kind is not a string")
+    if code not in _NUMBERS and code not in _TIMES and not _TEXTS.fullmatch(code):
+        raise unknown(f"numpy.dtype {code!r}")
+    expected = (4, 9) if code in _TIMES else (3, 8)
+    if type(state) is not tuple or (state[:1], len(state)) != (expected[:1], expected[1]):
+        raise wrong(record, "its state is not of a known version")
+    return code, state
+
+
+def _unit(record: Inert, state: tuple[Any, ...]) -> str:
+    """Return the unit of a dtype of times as numpy spells it."""
+    said = state[8]
+    if type(said) is not tuple or len(said) != 2 or said[0] not in (None, {}):
+        raise wrong(record, "its unit is none")
+    unit = said[1]
+    if (
+        type(unit) is not tuple
+        or len(unit) != 4
+        or type(unit[0]) is not bytes
+        or unit[2:] != (1, 1)
+    ):
+        raise wrong(record, "its unit is none")
+    name = unit[0].decode("latin-1")
+    count = integer(record, unit[1], 1, 1 << 31)
+    if name not in _UNITS or (name == "generic" and count != 1):
+        raise wrong(record, "its unit is none")
+    return "" if name == "generic" else f"[{count}{name}]"
+
+
+def _dtype_of(record: Inert, value: object) -> Dtype:
+    if type(value) is not Inert or Global(value.module, value.name) != _DTYPE:
+        raise wrong(record, "its dtype is none")
+    return _dtype(value, lambda one: one)
+
+
+def _array(record: Inert, _: Make) -> Array:
+    """Return an array of ``_reconstruct`` and the state that BUILD gives it."""
+    kind, state = record.args[0] if record.args else None, record.state
+    if kind != _ARRAY:
+        raise unknown(kind if isinstance(kind, Global) else record)
+    plain = record.appended is None and record.entries is None and len(record.args) == 3
+    if not plain or type(state) is not tuple or len(state) != 5 or state[0] != 1:
+        raise wrong(record, "its state is not of a known version")
+    _, shape, dtype, fortran, content = state
+    if type(fortran) not in (bool, int):
+        raise wrong(record, "its order is none")
+    return _filled(record, _dtype_of(record, dtype), shape, content, "F" if fortran else "C")
+
+
+def _from_buffer(record: Inert, _: Make) -> Array:
+    content, dtype, shape, order = arguments(record, 4)
+    if order not in ("C", "F"):
+        raise wrong(record, "its order is none")
+    return _filled(record, _dtype_of(record, dtype), shape, content, order)
+
+
+def _scalar(record: Inert, _: Make) -> object:
+    dtype, content = arguments(record, 2)
+    found = _dtype_of(record, dtype)
+    if not found.itemsize and content == b"":
+        return found.type()
+    return _filled(record, found, (), content, "C")[()]
+
+
+def _filled(
+    record: Inert, dtype: Dtype, shape: object, content: object, order: Literal["C", "F"]
+) -> Array:
+    """Return an array over a copy of *content*, which has to be as long as its shape says."""
+    if type(shape) is not tuple or len(shape) > MAX_DIMENSIONS:
+        raise wrong(record, "its shape is none")
+    sizes = tuple(integer(record, one, 0) for one in shape)
+    if math.prod(filter(None, sizes)) * max(dtype.itemsize, 1) >= MAX_INT:
+        raise wrong(record, f"its shape is {list(sizes)}")
+    if not isinstance(content, bytes | bytearray):
+        raise unknown("numpy.ndarray of objects")
+    count = math.prod(sizes)
+    if count * dtype.itemsize != len(content) or (count and not dtype.itemsize):
+        raise wrong(record, f"{list(sizes)} of {dtype} in {len(content):,} bytes")
+    numpy = _numpy()
+    found: Array = numpy.ndarray(sizes, dtype, bytearray(content), order=order).copy("K")
+    _require_values(record, found)
+    return found
+
+
+def _require_values(record: Inert, found: Array) -> None:
+    """Refuse bytes that are no value of their type, for which numpy's own code is undefined."""
+    flat = found.reshape(-1, order="A")
+    kind = found.dtype.kind
+    most = {"b": 1, "U": _LAST_CHARACTER}.get(kind)
+    if most is None or not flat.size:
+        return
+    units = flat.view("u1") if kind == "b" else flat.view(f"{found.dtype.byteorder}u4")
+    if int(units.max()) > most:
+        raise wrong(record, f"bytes of it are no {'truth value' if kind == 'b' else 'character'}")
+
+
+_CORES = ("numpy.core", "numpy._core")
+
+NUMPY: dict[Global, Maker] = {
+    _DTYPE: _dtype,
+    **{Global(f"{core}.multiarray", "_reconstruct"): _array for core in _CORES},
+    **{Global(f"{core}.multiarray", "scalar"): _scalar for core in _CORES},
+    **{Global(f"{core}.numeric", "_frombuffer"): _from_buffer for core in _CORES},
+}

@@ -1,0 +1,86 @@
+"""Leaves that are no tensors as they are saved: each is read again before it is."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+import torch
+
+from ckptctl.distributed.leaves.safe_reader import read_leaf
+from ckptctl.errors import CkptError, RefusedError, listed
+
+SHOWN = 100
+_READ_BY_ALL = frozenset({type(None), bool, int, float, str})
+
+
+def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
+    """Return leaves as ``torch.save`` writes them, as DCP keeps them.
+
+    Args:
+        values: By name.
+        trusted: Whether those are saved, too, that only ``load(trusted=True)`` reads again.
+
+    Raises:
+        RefusedError: Some cannot be saved, or not be read again; each is named.
+    """
+    contents: dict[str, bytes] = {}
+    refused: dict[str, str] = {}
+    lost = False
+    for name, value in values.items():
+        try:
+            contents[name] = _written(value)
+        except Exception as error:  # what a leaf's own code raises
+            refused[name] = f"{type(error).__name__}: {error}"
+            lost = True
+            continue
+        why = None if trusted else _unreadable(value, contents[name], name)
+        if why is not None:
+            refused[name] = f"it could not be loaded again: {why}"
+    if refused:
+        raise _refusal(values, refused, lost=lost)
+    return contents
+
+
+def _written(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unreadable(value: object, content: bytes, name: str) -> str | None:
+    """Return why a leaf that was written cannot be read without trust, or comes back as another."""
+    if type(value) in _READ_BY_ALL:
+        return None
+    try:
+        found = read_leaf(content, name)
+    except CkptError as error:
+        return error.what + (f": {error.why}" if error.why else "")
+    if type(found) is not type(value):
+        return f"it would come back as a `{type(found).__name__}`"
+    return None
+
+
+def _refusal(
+    values: Mapping[str, object], refused: Mapping[str, str], *, lost: bool
+) -> RefusedError:
+    named = [f"{name}: {_class(values[name])}" for name in refused]
+    hint = "leave them out, or store what they are made of: numbers, texts, lists, dicts, tensors"
+    if not lost:
+        hint += "; `trusted=True` saves them all the same, and only `load(trusted=True)` reads them"
+    return RefusedError(
+        (listed(list(refused)) if len(refused) == 1 else f"{len(refused):,} leaves")
+        + " cannot be saved",
+        where=listed(named, SHOWN),
+        why="; ".join(list(dict.fromkeys(refused.values()))[:SHOWN]),
+        hint=hint,
+    )
+
+
+def _class(value: object) -> str:
+    kind = type(value)
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else (f"{kind.__module__}.{kind.__qualname__}")
+    )

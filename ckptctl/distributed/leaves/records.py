@@ -1,0 +1,98 @@
+"""Checks of the inert records that a pickle becomes, before anything is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ckptctl.errors import UnsafePickleError, UnsupportedError
+from ckptctl.storage.pickles.inert import Global, Inert
+from ckptctl.storage.pickles.reader import shown
+
+MAX_INT = 1 << 63
+
+Make = Callable[[object], object]
+"""Returns the value that a record inside of another one stands for."""
+Maker = Callable[[Inert, Make], object]
+"""Returns the value that a record of one class stands for.
+
+Raises:
+    UnsupportedError: The record is none that the class writes.
+"""
+Makers = Mapping[Global, Maker]
+
+
+def wrong(record: Inert | Global | str, why: str) -> UnsupportedError:
+    """Return the error for a record that its class does not write.
+
+    Args:
+        record: The record, or its class.
+        why: What is wrong with it.
+    """
+    return UnsupportedError(f"a `{class_of(record)}` is not as that class writes it", why=why)
+
+
+def unknown(record: Inert | Global | str) -> UnsafePickleError:
+    """Return the error for a record of a class that is not known to be harmless."""
+    return UnsafePickleError(f"it holds a `{class_of(record)}`")
+
+
+def class_of(record: Inert | Global | str) -> str:
+    """Return the class of a record as errors show it."""
+    if isinstance(record, Inert):
+        return f"{shown(record.module)}.{shown(record.name)}"
+    return shown(str(record))
+
+
+def arguments(record: Inert, least: int, most: int | None = None) -> tuple[object, ...]:
+    """Return the arguments of a record that holds nothing else.
+
+    Args:
+        record: The record.
+        least: How many there are.
+        most: How many there may be; None: *least*.
+
+    Raises:
+        UnsupportedError: There are fewer or more, or it has a state, elements or items as well.
+    """
+    if record.state is not None or record.appended is not None or record.entries is not None:
+        raise wrong(record, "it has a state or elements")
+    count = len(record.args)
+    if not least <= count <= (least if most is None else most):
+        raise wrong(record, f"it has {count} arguments")
+    return record.args
+
+
+def attributes(record: Inert) -> dict[str, object]:
+    """Return the attributes of a record that was made without arguments.
+
+    Raises:
+        UnsupportedError: There is anything else.
+    """
+    state = {} if record.state is None else record.state
+    if record.args or record.appended is not None or record.entries is not None:
+        raise wrong(record, "it has arguments or elements")
+    if type(state) is not dict or any(type(name) is not str for name in state):
+        raise wrong(record, "its state is not a dict of attributes")
+    return state
+
+
+def integer(record: Inert | str, value: object, least: int = -MAX_INT, end: int = MAX_INT) -> int:
+    """Return *value* if it is a whole number from *least* on and below *end*.
+
+    Raises:
+        UnsupportedError: It is not.
+    """
+    if type(value) is not int or not least <= value < end:
+        raise wrong(record, "a number in it is none, or out of range")
+    return value
+
+
+def text(record: Inert, value: object) -> str:
+    """Return *value* if it is a string.
+
+    Raises:
+        UnsupportedError: It is not.
+    """
+    if type(value) is not str:
+        raise wrong(record, "an argument is not a string")
+    return value

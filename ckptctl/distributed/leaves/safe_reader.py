@@ -1,0 +1,179 @@
+"""Reading a leaf that is no tensor without running or trusting anything of its file.
+
+The pickle becomes inert records (:mod:`ckptctl.storage.pickles.reader`); of those, values of known
+classes are made by constructors whose arguments are checked here. Nothing is called with a state
+that a file says, because even harmless classes believe one: numpy's dtypes take flags with which
+bytes pass for pointers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptctl.distributed.leaves.numpy_classes import NUMPY
+from ckptctl.distributed.leaves.random_states import require_positions
+from ckptctl.distributed.leaves.records import Makers, class_of, integer, unknown, wrong
+from ckptctl.distributed.leaves.standard_classes import STANDARD
+from ckptctl.distributed.leaves.torch_classes import TORCH, Storages, torch_name
+from ckptctl.errors import UnsupportedError
+from ckptctl.storage.memory_files import MemoryFiles
+from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
+from ckptctl.storage.pickles.reader import TORCH_TABLE
+from ckptctl.storage.zips.reader import StoredTensor, read_archive
+
+MAKERS: Makers = {**STANDARD, **NUMPY, **TORCH}
+TABLE = {**TORCH_TABLE, **{(key.module, key.name): key for key in MAKERS}}
+MAX_RECORD_KEYS = 10_000
+"""Keys and members that are no plain values; hashes of such can be made to collide."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
+_FACTORIES: Mapping[Global, Callable[[], object]] = {
+    Global(kind.__module__, kind.__name__): kind
+    for kind in (list, dict, int, float, str, bool, tuple, set, frozenset, bytes, OrderedDict)
+}
+
+
+def read_leaf(content: bytes, where: str) -> object:
+    """Return the value that ``torch.save`` wrote.
+
+    Args:
+        content: What it wrote: a zip.
+        where: For errors.
+
+    Raises:
+        UnsafePickleError: It holds an object of a class that is not known to be harmless.
+        UnsupportedError: It holds one of a known class that is not as that class writes it.
+        CkptError: See :func:`ckptctl.storage.zips.reader.read_archive`.
+    """
+    files = MemoryFiles(content, Path(where))
+    archive = read_archive(files, "", 0, len(content), unknown="inert", table=TABLE)
+    storages = Storages(archive.storages, lambda at, count: files.read("", at, count))
+    try:
+        return _Values(storages).make(archive.root)
+    except (ArithmeticError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise UnsupportedError("an object in it cannot be made", why=why) from None
+
+
+class _Values:
+    """Makes the values of one leaf; what is one object in the pickle becomes one object.
+
+    Args:
+        storages: Of its tensors.
+    """
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+        self._made: dict[int, object] = {}
+        self._record_keys = 0
+
+    def make(self, record: object) -> Any:
+        """Return the value that a record stands for, and all that is inside.
+
+        Args:
+            record: Of a tree that :func:`ckptctl.storage.pickles.inert.check_tree` passed.
+
+        Raises:
+            UnsupportedError: See :func:`read_leaf`.
+        """
+        if type(record) in _PLAIN:
+            return record
+        if id(record) not in self._made:
+            self._made[id(record)] = self._new(record)
+        return self._made[id(record)]
+
+    def _new(self, record: object) -> object:
+        if isinstance(record, StoredTensor):
+            return self._storages.tensor(record)
+        if isinstance(record, Inert):
+            return self._instance(record)
+        if isinstance(record, DictRecord):
+            return self._dict_record(record)
+        if isinstance(record, Global | Builder):
+            return _named(record)
+        return self._container(record)
+
+    def _instance(self, record: Inert) -> object:
+        maker = MAKERS.get(Global(record.module, record.name))
+        if maker is None:
+            raise unknown(record)
+        return maker(record, self.make)
+
+    def _container(self, record: object) -> object:
+        if type(record) is list:
+            return [self.make(one) for one in record]
+        if type(record) is tuple:
+            found = tuple(self.make(one) for one in record)
+            require_positions(dict(zip(("", "key", "pos"), found, strict=False)))
+            return found
+        if type(record) is dict:
+            pairs = self._pairs("dict", record)
+            require_positions(pairs)
+            return pairs
+        if type(record) in (set, frozenset):
+            return self._members(record)  # type: ignore[arg-type]
+        if type(record) is slice:
+            return slice(*(self.make(one) for one in (record.start, record.stop, record.step)))
+        if type(record) is Size:
+            return torch.Size([integer("torch.Size", one) for one in record])
+        raise unknown(type(record).__name__)
+
+    def _pairs(self, kind: str, record: Mapping[object, object]) -> dict[object, object]:
+        found = {self._key(key): self.make(value) for key, value in record.items()}
+        if len(found) != len(record):
+            raise wrong(kind, "two keys are equal")
+        return found
+
+    def _members(self, record: set[object] | frozenset[object]) -> object:
+        found = [self._key(one) for one in record]
+        made = set(found) if type(record) is set else frozenset(found)
+        if len(made) != len(record):
+            raise wrong(type(record).__name__, "two members are equal")
+        return made
+
+    def _key(self, record: object) -> object:
+        if type(record) not in _PLAIN:
+            self._record_keys += 1
+            if self._record_keys > MAX_RECORD_KEYS:
+                raise wrong("dict", f"more than {MAX_RECORD_KEYS:,} keys are no plain values")
+        return self.make(record)
+
+    def _dict_record(self, record: DictRecord) -> object:
+        found: dict[object, object]
+        if record.origin.name == "defaultdict":
+            found = defaultdict(_factory(record), self._pairs("defaultdict", record))
+        else:
+            found = OrderedDict(self._pairs("OrderedDict", record))
+        if record.state is not None:
+            state = self.make(record.state)
+            if type(found) is not OrderedDict or not _are_attributes(state):
+                raise wrong(record.origin, "its state is not a dict of attributes")
+            vars(found).update(state)
+        return found
+
+
+def _factory(record: DictRecord) -> Callable[[], object] | None:
+    given = record.args[0] if record.args else None
+    if given is None:
+        return None
+    known = given.source if isinstance(given, Builder) else given
+    if not isinstance(known, Global) or known not in _FACTORIES:
+        raise unknown(f"defaultdict of {known if isinstance(known, Global) else class_of('?')}")
+    return _FACTORIES[known]
+
+
+def _are_attributes(state: object) -> bool:
+    return type(state) is dict and all(type(name) is str for name in state)
+
+
+def _named(record: Global | Builder) -> object:
+    """Return what a class or function stands for that is a value itself."""
+    known = record.source if isinstance(record, Builder) else record
+    found = torch_name(known) if known else None
+    if found is None:
+        raise unknown(f"{known}, as a value of its own")
+    return found

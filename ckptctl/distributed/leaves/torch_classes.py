@@ -1,0 +1,147 @@
+"""Values of torch's classes: tensors inside of other values, sizes, dtypes, devices.
+
+A tensor lies within the bytes of its storage, which are copied from the leaf's zip; tensors over
+one storage share it, as ``torch.load`` makes them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ckptctl import dtypes
+from ckptctl.distributed.leaves.records import (
+    MAX_INT,
+    Make,
+    Maker,
+    arguments,
+    integer,
+    text,
+    wrong,
+)
+from ckptctl.storage.pickles.inert import Global, Inert
+from ckptctl.storage.zips.directory import Record
+from ckptctl.storage.zips.reader import StoredTensor
+
+MOST_REPEATED = 1 << 30
+"""Bytes of the elements of a tensor that repeats those of a smaller storage."""
+_DEVICE = re.compile(r"[a-z]{2,16}")
+
+
+class Storages:
+    """The tensors of one zip.
+
+    Args:
+        records: Where each storage lies in the zip.
+        read: Returns so many bytes of the zip from an offset on.
+        base: First byte of the zip, as the offsets of tensors count.
+    """
+
+    def __init__(
+        self, records: Mapping[str, Record], read: Callable[[int, int], bytes], base: int = 0
+    ) -> None:
+        self._records = records
+        self._read = read
+        self._base = base
+        self._made: dict[str, torch.Tensor] = {}
+
+    def tensor(self, stored: StoredTensor) -> torch.Tensor:
+        """Return a tensor over its storage.
+
+        Raises:
+            UnsupportedError: It reaches beyond it, or is none that torch can have.
+        """
+        dtype = getattr(torch, stored.dtype)
+        itemsize = dtypes.itemsize(stored.dtype)
+        memory = self._memory(stored.storage)
+        start, inside = divmod(
+            stored.offset - self._base - self._records[stored.storage].offset, itemsize
+        )
+        strides = _strides(stored)
+        reach = math.prod(stored.shape) and 1 + start + sum(
+            (size - 1) * step for size, step in zip(stored.shape, strides, strict=True)
+        )
+        if start < 0 or inside or reach * itemsize > memory.numel():
+            raise wrong("torch.Tensor", "it reaches beyond its storage")
+        nbytes = math.prod(filter(None, stored.shape)) * itemsize
+        if nbytes > max(memory.numel(), MOST_REPEATED) and (reach or nbytes >= MAX_INT):
+            raise wrong("torch.Tensor", f"its shape is {list(stored.shape)}")
+        if stored.dtype == "bool" and memory.numel() and int(memory.max()) > 1:
+            raise wrong("torch.Tensor", "bytes of it are no truth value")
+        if stored.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+            raise wrong("torch.Tensor", f"{stored.dtype} has no gradient")
+        found = torch.empty(0, dtype=dtype).set_(
+            memory.untyped_storage(), start if reach else 0, stored.shape, strides
+        )
+        return found.requires_grad_(stored.requires_grad)
+
+    def _memory(self, key: str) -> torch.Tensor:
+        if key not in self._made:
+            record = self._records[key]
+            content = bytearray(self._read(record.offset, record.nbytes))
+            empty = torch.empty(0, dtype=torch.uint8)
+            self._made[key] = (
+                torch.frombuffer(content, dtype=torch.uint8).clone() if content else empty
+            )
+        return self._made[key]
+
+
+def _strides(stored: StoredTensor) -> tuple[int, ...]:
+    """Return the strides of a tensor; those along which it has no second element are replaced."""
+    if stored.strides is not None and 0 not in stored.shape:
+        pairs = zip(stored.shape, stored.strides, strict=True)
+        return tuple(stride if size > 1 else 1 for size, stride in pairs)
+    found, step = [], 1
+    for size in reversed(stored.shape):
+        found.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(found))
+
+
+def torch_name(found: Global) -> object | None:
+    """Return the dtype that a global names; None: it names none."""
+    known = found.module == "torch" and found.name in dtypes.BY_NAME
+    return getattr(torch, found.name, None) if known else None
+
+
+def _device(record: Inert, _: Make) -> object:
+    kind, *index = arguments(record, 1, 2)
+    if not _DEVICE.fullmatch(text(record, kind)):
+        raise wrong(record, "its kind is none")
+    try:
+        return torch.device(str(kind), *(integer(record, one, 0, 128) for one in index))
+    except RuntimeError as error:
+        raise wrong(record, str(error).partition("\n")[0]) from None
+
+
+def _layout(record: Inert, _: Make) -> object:
+    (name,) = arguments(record, 1)
+    found = getattr(torch, text(record, name).removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise wrong(record, "its name is none")
+    return found
+
+
+def _parameter(record: Inert, make: Make) -> object:
+    data, grad, *_hooks = arguments(record, 3)
+    tensor = make(data)
+    if not isinstance(tensor, torch.Tensor) or type(grad) is not bool:
+        raise wrong(record, "it does not wrap a tensor")
+    if grad and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise wrong(record, f"{tensor.dtype} has no gradient")
+    return torch.nn.Parameter(tensor, grad)
+
+
+def _subclass(_: Inert, __: Make) -> object:
+    raise wrong("torch.Tensor", "it is of a subclass, or has attributes of its own")
+
+
+TORCH: dict[Global, Maker] = {
+    Global("torch._tensor", "_rebuild_from_type_v2"): _subclass,
+    Global("torch", "device"): _device,
+    Global("torch.serialization", "_get_layout"): _layout,
+    Global("torch._utils", "_rebuild_parameter"): _parameter,
+}
