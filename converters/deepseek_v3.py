@@ -139,7 +139,7 @@ FAMILY: Family = replace(
     ),
     free=BLOCK_AXES,
     pinned=("router_bias",),
-    shifts=(Shift("hf", index="j", into="i", marker="model.layers.{j}.eh_proj.weight"),),
+    shifts=(Shift("hf", index="j", into="i"),),
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",

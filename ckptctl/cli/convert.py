@@ -67,6 +67,7 @@ def convert(
     vocab_size: opt.VocabSize = None,
     lora_alpha: opt.LoraAlpha = None,
     allow_overflow: opt.AllowOverflow = False,
+    allow_missing: opt.AllowMissing = False,
     dry_run: opt.DryRun = False,
     yes: opt.UploadYes = False,
     overwrite: opt.Overwrite = False,
@@ -123,6 +124,7 @@ def convert(
             untie=untie,
             vocab_size=vocab_size,
             lora_alpha=lora_alpha,
+            allow_missing=allow_missing,
         ),
         None if dry_run else dst,
     )

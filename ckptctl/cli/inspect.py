@@ -23,6 +23,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
     command,
+    listed,
 )
 from ckptctl.units import format_count
 
@@ -145,6 +146,8 @@ def inspect(
             options = ("--to", "hf", "--dequantize", "bf16")
             convert = command("convert", found.path, "DST", options=options)
             output.hint(f"{convert} makes plain weights of them")
+    if found.lacks:
+        output.warning(f"the model lacks {listed(found.lacks)}")
     if not found.complete:
         _warn(output, found)
         if not found.checkpoints:
@@ -258,9 +261,15 @@ def _headline(found: Inspection) -> str:
         f"{format_count(found.parameters)} params",
         " + ".join(tables.short(name) for name in found.dtypes),
         tables.files(found),
-        "complete" if found.complete else "incomplete",
+        _state(found),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _state(found: Inspection) -> str:
+    if found.complete and found.lacks:
+        return f"lacks {tables.counted(len(found.lacks), 'tensor')}"
+    return "complete" if found.complete else "incomplete"
 
 
 def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
@@ -281,6 +290,8 @@ def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
         yield "value", f"{name} = {value}"
     for problem in found.problems:
         yield "problem", problem
+    for name in found.lacks:
+        yield "lacks", name
     for note in found.notes:
         yield "note", note
 

@@ -493,8 +493,3 @@ def test_tied_where_nothing_is(data: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_meant(data: Path, tmp_path: Path, options: Any) -> None:
     with pytest.raises(UsageError):
         ckptctl.plan_conversion(data / TWO_D, tmp_path / "out", to="hf", **options)
-
-
-def test_an_adapter_needs_all_of_its_model(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(CkptError, match="cannot be merged"):
-        ckptctl.plan_merge(data / TWO_D, data / TWO_D, tmp_path / "out", allow_missing=True)

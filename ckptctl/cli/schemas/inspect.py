@@ -67,6 +67,10 @@ DOCUMENT = document(
         **CONTENTS,
         "complete": boolean("whether every byte of every tensor is there, once"),
         "problems": array(string(), "why it is not complete"),
+        "lacks": array(
+            string(),
+            "[tensors that its model type has](../explanation/coverage.md) and it does not",
+        ),
         "files": array(record(FILE), "data files, in natural order"),
         "metadata": mapping(
             string(), "what the format carries: `__metadata__`, the index's `metadata`"

@@ -18,7 +18,7 @@ from ckptctl.ops.conversion.adapter_files import adapter_papers
 from ckptctl.ops.conversion.checks import require_scaled
 from ckptctl.ops.conversion.documents import Assets, Papers, papers
 from ckptctl.ops.conversion.executable import LaidOut, executable, provenance
-from ckptctl.ops.conversion.missing import Missing, leave_out, without
+from ckptctl.ops.conversion.missing import Missing, asked_of, leave_out, present, without
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.output_tensors import (
     in_checkpoint,
@@ -35,6 +35,7 @@ from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
 from ckptctl.ops.destinations import free_bytes_at
 from ckptctl.ops.located import located
+from ckptctl.ops.recognition.lacking import lacks
 from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
 from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.recognise import Recognition, require_one_model, root_hint
@@ -189,19 +190,27 @@ class Draft:
                 "not part of the model (`--only all`, or consolidate's `--optimizer`, keeps it)"
             )
             self.left_out |= dict.fromkeys(selection.rest, reason)
+        options = self.options
+        found = lacks(self.known, present(self.catalog, selection, self.gone), options.sizes)
         selection, unwanted = chosen(
-            selection, self.options.include, self.options.exclude, self.keep_root
+            selection, options.include, options.exclude, self.keep_root, found.names
         )
         self.left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
-        lost = not self.catalog.tensors and bool(self.gone)
-        if not selection.tensors and not lost and not (self.keep_root and selection.rest):
+        nothing = not self.catalog.tensors and bool(self.gone)
+        if not selection.tensors and not nothing and not (self.keep_root and selection.rest):
             raise MappingError(
                 "no tensor is left to convert",
                 where=self.catalog.path,
                 why="it holds training state and no model" if selection.rest else None,
                 hint=KEPT if selection.rest else None,
             )
-        return self._whole(selection) if self.gone else selection
+        selection = self._whole(selection) if self.gone else selection
+        found = asked_of(found, self.catalog, options)
+        if not options.allow_missing:
+            found.require_whole(self.catalog.path)
+        self.missing |= found.missing
+        self.notes += found.doubts
+        return selection
 
     def _whole(self, selection: Selection) -> Selection:
         """Return what is whole of *selection*, and note what is not."""

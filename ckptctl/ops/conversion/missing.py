@@ -10,6 +10,7 @@ from ckptctl.errors import CoverageError
 from ckptctl.ops.conversion.mixed_files import mixed_files, names_in
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
+from ckptctl.ops.recognition.lacking import Lacks
 from ckptctl.ops.recognition.quantised import pairs
 from ckptctl.ops.recognition.selection import Selection, wanted
 from ckptctl.ops.verification.items import resolved
@@ -94,6 +95,21 @@ def leave_out(
     lacking = {**dependent(lacking, here | set(own), outside, root), **lacking}
     inner = sorted(name.removeprefix(root) for name in own)
     return (*model, *inner), {**lacking, **gone.files}
+
+
+def present(catalog: Catalog, selection: Selection, gone: Missing) -> Collection[str]:
+    """Return the names of the model's tensors, whole or not, and of those that are known of."""
+    root = selection.root
+    lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
+    return dict.fromkeys((*selection.tensors, *(name.removeprefix(root) for name in lost)))
+
+
+def asked_of(found: Lacks, catalog: Catalog, options: ConversionOptions) -> Lacks:
+    """Return those tensors that a model lacks that would be converted if it had them."""
+    root, everything = found.known.root, options.only == "all"
+    patterns = options.include, options.exclude
+    names = [n for n in found.names if wanted(catalog, root + n, root, *patterns, everything)]
+    return replace(found, names=tuple(names))
 
 
 def without(selection: Selection, names: Collection[str]) -> Selection:

@@ -181,6 +181,7 @@ def describe(
     Raises:
         MappingError: The model may lie in one of several places.
     """
+    from ckptctl.ops.recognition.lacking import lacks
     from ckptctl.ops.recognition.recognise import recognise
     from ckptctl.ops.recognition.roots import unwrapped
     from ckptctl.ops.recognition.selection import select as select_model
@@ -190,15 +191,17 @@ def describe(
         return held
     catalog = unwrapped(catalog)
     known = recognise(catalog, model_type)
-    model = select_model(catalog, known.root).tensors.values()
+    model = select_model(catalog, known.root).tensors
+    lacking = lacks(known, model if held.complete else ())
     return replace(
         held,
         model_type=known.model_type,
         candidates=known.candidates,
         layout=known.layout,
         root=known.root,
-        parameters=sum(entry.numel for entry in model if entry.alias_of is None),
-        notes=(*catalog.notes, *_fit(known, model_type)),
+        parameters=sum(entry.numel for entry in model.values() if entry.alias_of is None),
+        lacks=tuple(lacking.missing),
+        notes=(*catalog.notes, *lacking.doubts, *_fit(known, model_type)),
     )
 
 

@@ -115,6 +115,7 @@ class Inspection:
         dtypes: Use of each dtype, most bytes first.
         files: Data files with their sizes in bytes.
         problems: Why it is not complete; empty: it is.
+        lacks: Tensors that its model type has and it does not, by their names in the checkpoint.
         tensors: In the checkpoint's own order.
         blobs: Names of the leaves that are not tensors.
         values: What those of them are that are numbers or short text, as Python writes it.
@@ -137,6 +138,7 @@ class Inspection:
     dtypes: Mapping[str, DTypeUse] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     tensors: tuple[TensorInfo, ...] = ()
     blobs: tuple[str, ...] = ()
     values: Mapping[str, str] = field(default_factory=dict)
@@ -149,7 +151,7 @@ class Inspection:
 
     @property
     def complete(self) -> bool:
-        """Return whether every byte of every tensor is there, once."""
+        """Return whether every byte of every tensor of the index is there, once."""
         return not self.problems
 
     def to_json(self) -> dict[str, object]:
@@ -165,6 +167,7 @@ class Inspection:
             "bytes": self.nbytes,
             "complete": self.complete,
             "problems": list(self.problems),
+            "lacks": list(self.lacks),
             "dtypes": {
                 name: {"tensors": use.tensors, "elements": use.elements, "bytes": use.nbytes}
                 for name, use in self.dtypes.items()

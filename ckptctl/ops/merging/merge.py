@@ -75,8 +75,6 @@ def plan_merge(
         CkptError: One of the two is not whole or not understood, or they do not belong together.
     """
     with families.using(options.converter):
-        if options.allow_missing:
-            raise UsageError("a model of which something is missing cannot be merged")
         options = options if options.to else replace(options, to=_same_format(base, options))
         origin = formats.existing(adapter)
         require_destination(origin, named(dst), options.overwrite, replaceable)

@@ -10,7 +10,7 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognition.agreement import Agreement, Description, agree
 from ckptctl.ops.recognition.recognise import Recognition, require_one
-from ckptctl.planner.configs.stated import is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.resize import resized
@@ -113,6 +113,7 @@ def change_layout(
     Raises:
         MappingError: The family is not known without doubt, or keys, shapes and configuration do
             not fit it.
+        RefusedError: The model lacks tensors.
         UsageError: A given size has no such name, or contradicts a file.
     """
     target = asked.target_layout or known.layout
@@ -166,6 +167,7 @@ def _mapped(
         partial=asked.partial,
         lists=read_lists(family, known.config),
         whole=asked.whole,
+        without=does_without(family, known.config),
     )
     return found if asked.vocab is None else _with_vocabulary(found, family, layouts, asked.vocab)
 

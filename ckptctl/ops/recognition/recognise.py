@@ -50,6 +50,7 @@ class Recognition:
         asked: The family that the user named.
         inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
             with the families that it may be.
+        pairs: Families and layouts that fit, the first of each that are alike.
     """
 
     model_type: str | None
@@ -63,6 +64,7 @@ class Recognition:
     params: Json | None
     asked: str | None = None
     inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
 
     @property
     def named(self) -> str:
@@ -363,6 +365,7 @@ def _recognition(
         config=config,
         params=params,
         asked=model_type,
+        pairs=tuple((c.family, c.layout) for c in candidates),
     )
 
 

@@ -44,7 +44,11 @@ def select(catalog: Catalog, root: str) -> Selection:
 
 
 def chosen(
-    selection: Selection, include: Sequence[str], exclude: Sequence[str], everything: bool
+    selection: Selection,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    everything: bool,
+    lacking: Sequence[str] = (),
 ) -> tuple[Selection, tuple[str, ...]]:
     """Apply ``--include`` and ``--exclude`` to the names inside the model.
 
@@ -53,6 +57,7 @@ def chosen(
         include: Globs; none: all.
         exclude: Globs.
         everything: Whether what lies outside the model travels and is chosen from, too.
+        lacking: Names that the model lacks: a pattern may be about them alone.
 
     Returns:
         What is wanted, and the names that are not.
@@ -63,7 +68,8 @@ def chosen(
     inner = [*selection.tensors, *selection.blobs]
     names = [*inner, *(selection.rest if everything else ())]
     for pattern in (*include, *exclude):
-        if not any(_matches(name, selection.root, (pattern,)) for name in names):
+        known = (*names, *lacking)
+        if not any(_matches(name, selection.root, (pattern,)) for name in known):
             raise MappingError(
                 f"no tensor matches `{pattern}`",
                 why=f"among {len(names):,} names, such as {listed(names, 2)}",

@@ -184,7 +184,7 @@ def _parts(path: Path) -> list[Path]:
 
 def _judged(path: Path, name: str | None) -> tuple[Verdict, str]:
     """Return whether *path* is whole, and why not."""
-    asked = VerifyOptions(format=name, level="fast")
+    asked = VerifyOptions(format=name, level="fast", model=False)
     try:
         found = verify(path, asked)
     except MappingError as error:

@@ -18,7 +18,9 @@ class VerifyOptions:
         level: ``fast``, ``headers`` or ``full``.
         nan: Search floating values for NaN and Inf.
         manifest: Write the SHA-256 sums of all files when nothing is wrong.
-        model_type: The family, for shards that only a family can join.
+        model_type: The family: of shards that only a family can join, and of the model that is
+            compared with its table.
+        model: Whether the tensors are compared with those that the model has to have.
         weights: See :class:`~ckptctl.formats.base.ReadOptions`.
         tag: Likewise.
         rules: Likewise.
@@ -34,3 +36,4 @@ class VerifyOptions:
     tag: str | None = None
     rules: Path | None = None
     jobs: int | None = None
+    model: bool = True

@@ -94,6 +94,10 @@ def examine(
     if state.catalog is not None:
         _verify(state, state.catalog, options, progress, ranks)
     state.findings += surroundings(state.path, state.catalog)
+    if options.model and state.catalog is not None and _whole(state):
+        from ckptctl.ops.verification.model import lacking
+
+        state.findings += lacking(state.catalog, options.model_type)
     require_answers(state.path)
     if options.manifest:
         _add_list(state, options.jobs, progress, ranks)
@@ -199,11 +203,15 @@ def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinat
 
     path = _listed_path(state)
     state.findings += listable(path)
-    if any(ranks.all_gather(any(found.severity != "warning" for found in state.findings))):
+    if not all(ranks.all_gather(_whole(state))):
         name = digest_lists.target_of(path).name
         state.notes.append(f"{name} was not written: the checkpoint is not whole")
     else:
         state.manifest = write_list(path, jobs, progress, ranks)
+
+
+def _whole(state: _State) -> bool:
+    return all(found.severity == "warning" for found in state.findings)
 
 
 def _listed_path(state: _State) -> Path:

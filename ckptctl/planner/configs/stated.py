@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Json: TypeAlias = Mapping[str, object]
 
 _HUGE = 1 << 48
+HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""How transformers' classes with a language model's head end."""
 
 
 def plain(file: Json) -> Json:
@@ -62,6 +64,19 @@ def is_tied(family: Family, config: Json | None, params: Json | None = None) -> 
     """
     said = tying(config, params)
     return family.tied if said is None else said
+
+
+def does_without(family: Family, config: Json | None) -> frozenset[str]:
+    """Return the logical tensors that the class named in config.json does not have.
+
+    What was saved without its language model's head, as ``LlamaModel`` is, has no output.
+    """
+    named = (config or {}).get("architectures")
+    if not isinstance(named, list) or not named:
+        return frozenset()
+    if any(name == family.architecture or str(name).endswith(HEADS) for name in named):
+        return frozenset()
+    return frozenset(tie.tensor for tie in family.ties)
 
 
 def tying(config: Json | None, params: Json | None = None) -> bool | None:

@@ -104,9 +104,8 @@ class Shift:
 
     Attributes:
         layout: Where.
-        index: The index of the layers that are inserted.
+        index: The index of the layers that are inserted; keys that only they have show which.
         into: The index of the layers among which they are.
-        marker: Key template, in *index*, of a tensor that only inserted layers have there.
         place: ``after``: they follow all others. Else the name in config.json of the list of
             their numbers.
         nested: Whether each has the number of the other layer that follows it, and the others
@@ -116,7 +115,6 @@ class Shift:
     layout: str
     index: str
     into: str
-    marker: str
     place: str = "after"
     nested: bool = False
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice
+from typing import NamedTuple
 
-from ckptctl.errors import HomelessError, MappingError, listed, nearest
+from ckptctl.errors import HomelessError, RefusedError, listed, nearest
 from ckptctl.planner.families.tables import Tensor
+from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.matching import LayerKind, Matched, Values, key_of, leads, slots
 
@@ -15,36 +17,91 @@ MANY = 1000
 """So many missing keys are counted in any case."""
 
 
-def missing(
-    family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
-) -> list[str]:
-    """Return the keys that a whole model would have and this one has not.
+class Absent(NamedTuple):
+    """A key that a whole model would have and this one has not.
 
-    An optional tensor is expected of every layer as soon as one layer has it, one of a variant of
-    the layers that are of that variant. The list ends after one that nobody would read to the end.
+    Attributes:
+        key: The key.
+        shown: Whether it is certain that this model has it: the tensor is there at other indices,
+            or has none.
     """
-    return list(absent(family, layout, matched, counts))
+
+    key: str
+    shown: bool
+
+
+def lacking(
+    family: Family,
+    layout: Layout,
+    matched: Matched,
+    sizes: Mapping[str, int],
+    *,
+    tied: bool,
+    without: Collection[str] = (),
+) -> list[Absent]:
+    """Return what a whole model would have and this one has not.
+
+    Args:
+        family: The model type.
+        layout: That of the keys.
+        matched: What was found.
+        sizes: Sizes that a configuration states; of what none counts, the largest number found
+            is the last.
+        tied: Whether tied tensors are one: either of them suffices.
+        without: Logical tensors that this model does not have.
+    """
+    given = {index: sizes[index] for index in _counted(family) if index in sizes}
+    excused = _tied_keys(family, layout, matched, tied)
+    excused |= {layout.leaves[name].key.text for name in without if name in layout.leaves}
+    found = absent(family, layout, matched, {**matched.counts(), **given})
+    return [one for one in found if one.key not in excused]
+
+
+def _counted(family: Family) -> set[str]:
+    """Return the indices of layers that a model has to have where a configuration counts them.
+
+    Layers that follow all others, for the prediction of several tokens, are often left out.
+    """
+    indices = {index for tensor in family.tensors.values() for index in tensor.indices}
+    return indices - {shift.index for shift in family.shifts if shift.place == "after"}
+
+
+def _tied_keys(family: Family, layout: Layout, matched: Matched, tied: bool) -> set[str]:
+    """Return the keys of which one suffices, where one of a tied pair is there."""
+    leaves, keys = layout.leaves, set[str]()
+    for tie in family.ties if tied else ():
+        pair = (tie.tensor, tie.of)
+        if any((name, ()) in matched.keys for name in pair):
+            keys |= {leaves[name].key.text for name in pair if name in leaves}
+    return keys
 
 
 def absent(
     family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
-) -> Iterator[str]:
-    """Yield what :func:`missing` returns."""
+) -> Iterator[Absent]:
+    """Yield what lacks of a model with so many layers, or other entries, of each index.
+
+    An optional tensor is expected of every layer as soon as one layer has it, one of a variant of
+    the layers that are of that variant. It ends after more than anybody would read to the end.
+    """
     if family.partial:
         return
     limit = sum(len(group.keys) for group in matched.groups) + 1
     counts = {index: min(count, limit) for index, count in counts.items()}
     expected = _Expected(family, layout, matched, counts)
-    found = (
-        key
-        for name in layout.leaves
-        for key in _absent(family.tensors[name], layout, matched, expected, counts)
+    found = chain(
+        (
+            Absent(key, not tensor.indices or bool(matched.number(tensor)))
+            for tensor in (family.tensors[name] for name in layout.leaves)
+            for key in _absent(tensor, layout, matched, expected, counts)
+        ),
+        _absent_zeros(family, layout, matched, expected),
     )
     seen: set[str] = set()
-    for key in islice(found, 2 * limit + MANY):
-        if key not in seen:
-            seen.add(key)
-            yield key
+    for one in islice(found, 2 * limit + MANY):
+        if one.key not in seen:
+            seen.add(one.key)
+            yield one
 
 
 def _absent(
@@ -64,6 +121,26 @@ def _absent(
         for lead in leads(leaf, counts):
             if (*values, *lead) not in there:
                 yield key_of(layout, tensor, values, lead, matched.numbering)
+
+
+def _absent_zeros(
+    family: Family, layout: Layout, matched: Matched, expected: _Expected
+) -> Iterator[Absent]:
+    """Yield the tensors of nothing but zeros that some layers have and others do not."""
+    for rule in family.drops:
+        keys = {key for key, drop in matched.dropped.items() if drop is rule and drop.zeros}
+        beside = next((t for n, t in family.tensors.items() if _plain(n) == rule.beside), None)
+        if keys and beside is not None and rule.layout == layout.name:
+            for values in expected.slots(beside):
+                named = dict(zip(beside.indices, values, strict=True))
+                key = Template.parse(rule.key).key(matched.numbering.stored(named))
+                if key not in keys:
+                    yield Absent(key, shown=True)
+
+
+def _plain(name: str) -> str:
+    """Return the name of a logical tensor without its indices."""
+    return name.partition(".")[0]
 
 
 class _Expected:
@@ -145,7 +222,7 @@ def _contradiction(family: Family, group: Sequence[str], matched: Matched) -> st
     return None
 
 
-def require_known(family: Family, layout: Layout, matched: Matched, absent: list[str]) -> None:
+def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequence[str]) -> None:
     """Refuse keys that the layout does not know.
 
     Args:
@@ -187,21 +264,36 @@ def near(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
     return [*absent[:50], *known]
 
 
-def require_whole(family: Family, layout: Layout, absent: list[str], tied: bool) -> None:
-    """Refuse a model of which something is missing.
+def require_whole(
+    names: Sequence[str],
+    family: Family,
+    layout: Layout,
+    *,
+    tied: bool,
+    where: str | None = None,
+    hint: str | None = None,
+) -> None:
+    """Refuse a model that lacks tensors.
+
+    Args:
+        names: What it lacks.
+        family: The model type.
+        layout: That of *names*.
+        tied: Whether tied tensors are one.
+        where: The checkpoint; None: the first tensor is named.
+        hint: How to do without them.
 
     Raises:
-        MappingError: *absent* is not empty.
+        RefusedError: *names* is not empty.
     """
-    if not absent:
+    if not names:
         return
     ends = {layout.leaves[t.tensor].key.text for t in family.ties if t.tensor in layout.leaves}
-    hint = "the checkpoint is incomplete; --include or --exclude convert a part on purpose"
-    if not tied and set(absent) <= ends:
+    if not tied and set(names) <= ends:
         hint = "are the embeddings tied? Then config.json has to say `tie_word_embeddings: true`"
-    raise MappingError(
-        f"{len(absent):,} tensors that `{family.name}` needs are missing",
-        where=f"tensor `{absent[0]}`",
-        why=f"missing: {listed(absent)}",
+    raise RefusedError(
+        f"the model lacks {len(names):,} tensors" if names[1:] else "the model lacks a tensor",
+        where=where or f"tensor `{names[0]}`",
+        why=f"`{family.name}` has {listed(names)}",
         hint=hint,
     )

@@ -194,9 +194,10 @@ def _layouts(
 
 
 def _add(found: list[tuple[Candidate, Matched]], new: Candidate, matched: Matched) -> None:
-    """Add *new* to *found*, as alike to one that understands the same, where there is one."""
+    """Add *new* to *found*, as alike to one that understands and lacks the same, if there is."""
     for place, (old, other) in enumerate(found):
-        if old.exact and new.exact and other.same_as(matched):
+        same = (old.unmatched, old.missing) == (new.unmatched, new.missing)
+        if same and other.same_as(matched):
             alike = (*old.alike, new.layout, *new.alike)
             found[place] = (replace(old, alike=alike), other)
             return
@@ -215,7 +216,8 @@ def _candidate(
     layout, number = family.layout(name), len(asked.shapes)
     tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
     surplus = [key for key in tail if key in asked.shapes and asked.files[0] is None]
-    gone = (key for key in absent(family, layout, matched, matched.counts()) if key not in tail)
+    lacks = (one.key for one in absent(family, layout, matched, matched.counts()))
+    gone = (key for key in lacks if key not in tail)
     alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
     return Candidate(
         family.name,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.families.templates import Template, TemplateTable
-from ckptctl.planner.layouts import Family, Shift
+from ckptctl.planner.families.templates import TemplateTable
+from ckptctl.planner.layouts import Family, Layout, Shift
 from ckptctl.planner.mapping.key_kinds import KeyKind
 
 OTHER = -1
@@ -76,7 +77,7 @@ def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering
     shifts = _shifts(family, layout)
     if not shifts:
         return Numbering()
-    table = TemplateTable((Template.parse(shift.marker), shift) for shift in shifts)
+    table = _own(family.layout(layout), tuple(shifts))
     found: dict[str, set[int]] = {shift.index: set() for shift in shifts}
     for key in (key for kind in kinds if table.knows(kind.skeleton) for key in kind.keys):
         match = table.find(key)
@@ -86,6 +87,18 @@ def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering
         {index: tuple(sorted(numbers)) for index, numbers in found.items()},
         _into(shifts),
     )
+
+
+@lru_cache(maxsize=64)
+def _own(layout: Layout, shifts: tuple[Shift, ...]) -> TemplateTable[Shift]:
+    """Return the keys that only inserted layers have in *layout*."""
+    found = []
+    for shift in shifts:
+        for template in (stored.template for stored in layout.stored):
+            alike = [other for other, _ in layout.table.entries(template.skeleton)]
+            if shift.index in template.indices and not any(shift.into in t.indices for t in alike):
+                found.append((template, shift))
+    return TemplateTable(found)
 
 
 def planned(

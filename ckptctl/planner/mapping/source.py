@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Family, Layout, Tie
-from ckptctl.planner.mapping.completeness import missing, require_known, require_whole, torn
+from ckptctl.planner.mapping.completeness import lacking, require_known, require_whole, torn
 from ckptctl.planner.mapping.matching import Lead, Matched, match
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -62,6 +62,7 @@ def understand(
     tied: bool,
     partial: bool,
     whole: Collection[str] | None = None,
+    without: Collection[str] = (),
 ) -> Source:
     """Return what the tensors of *shapes* are.
 
@@ -73,32 +74,37 @@ def understand(
         tied: Whether tied tensors are one.
         partial: A part of the model was chosen: nothing is missing.
         whole: The keys of the model that it is a part of: they number its layers.
+        without: Logical tensors that this model does not have.
 
     Raises:
-        MappingError: Unknown or missing keys, contradictory shapes, a number of layers that is
-            not that of the configuration.
+        MappingError: Unknown keys, contradictory shapes, a number of layers that is not that of
+            the configuration.
+        RefusedError: The model lacks tensors.
     """
     everything = match(family, layout, shapes if whole is None else whole)
     matched = everything if whole is None else everything.only(shapes)
-    counts = _counts(family, matched, everything, sizes)
-    known = _with_spread(layout, counts, sizes)
+    counts = _counts(family, layout, matched, everything, sizes)
+    spread = {axis: count for axis, count in counts.items() if axis in _spread(layout)}
     source = Source(family, layout, shapes, tied, matched, counts, Sizes({}, {}))
-    _require_keys(source, partial)
+    lacks = lacking(family, layout, matched, {**sizes, **counts}, tied=tied, without=without)
+    _require_keys(source, [one.key for one in lacks], partial)
     counted = [axis for axis, count in counts.items() if sizes.get(axis) != count]
-    found = solve(family, _observed(source), known, counted)
+    found = solve(family, _observed(source), {**sizes, **spread}, counted)
     both = Sizes({**found.axes, **counts}, found.products)
     return Source(family, layout, shapes, tied, matched, counts, both)
 
 
 def _counts(
     family: Family,
+    layout: Layout,
     matched: Matched,
     everything: Matched,
     sizes: Mapping[str, int],
 ) -> dict[str, int]:
     """Return how many values each index takes, which may not be more than *sizes* say.
 
-    Layers that are numbered together with others count even where they were not chosen.
+    Layers that are numbered together with others count even where they were not chosen, and so
+    do all entries that the layout spreads over keys: what they are stacked to has them all.
     """
     found = matched.counts()
     for index, count in found.items():
@@ -110,39 +116,25 @@ def _counts(
             )
     shifted = {index for shift in family.shifts for index in (shift.index, shift.into)}
     beside = everything.counts()
-    found |= {index: count for index, count in beside.items() if index in shifted}
+    together = shifted | _spread(layout)
+    found |= {index: count for index, count in beside.items() if index in together}
     return found | {i: n for i, n in sizes.items() if i in found}
 
 
-def _with_spread(
-    layout: Layout, counts: Mapping[str, int], sizes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return *sizes* and those of the axes that the layout spreads over keys."""
-    spread = {axis for leaf in layout.leaves.values() for axis in leaf.spread}
-    return {**sizes, **{axis: count for axis, count in counts.items() if axis in spread}}
+def _spread(layout: Layout) -> set[str]:
+    """Return the axes that *layout* spreads over keys."""
+    return {axis for leaf in layout.leaves.values() for axis in leaf.spread}
 
 
-def _require_keys(source: Source, partial: bool) -> None:
+def _require_keys(source: Source, lacks: Sequence[str], partial: bool) -> None:
     """Refuse unknown and missing keys, and layers of two kinds."""
-    family, layout, matched = source.family, source.layout, source.matched
-    tied = _tied_keys(source)
-    absent = [key for key in missing(family, layout, matched, source.counts) if key not in tied]
-    require_known(family, layout, matched, absent)
-    contradiction = torn(family, matched)
+    family, layout = source.family, source.layout
+    require_known(family, layout, source.matched, lacks)
+    contradiction = torn(family, source.matched)
     if contradiction:
         raise MappingError(f"a layer is of two kinds: {contradiction}")
     if not partial:
-        require_whole(family, layout, absent, source.tied)
-
-
-def _tied_keys(source: Source) -> set[str]:
-    """Return the keys of which one suffices, where one of a tied pair is there."""
-    leaves, keys = source.layout.leaves, set[str]()
-    for tie in source.ties:
-        pair = (tie.tensor, tie.of)
-        if any((name, ()) in source.matched.keys for name in pair):
-            keys |= {leaves[name].key.text for name in pair if name in leaves}
-    return keys
+        require_whole(lacks, family, layout, tied=source.tied)
 
 
 def _observed(source: Source) -> list[Observation]:

@@ -10,6 +10,7 @@ from ckptctl.errors import HomelessError, MappingError, listed
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
+from ckptctl.planner.mapping.fused import Fusing
 from ckptctl.planner.mapping.geometry import Geometry, geometry
 from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros, require_covered
 from ckptctl.planner.mapping.matching import Lead, key_of, leads
@@ -59,6 +60,7 @@ def map_tensors(
     partial: bool = False,
     lists: Mapping[str, Sequence[int]] | None = None,
     whole: Collection[str] | None = None,
+    without: Collection[str] = (),
 ) -> TensorMap:
     """Return how the tensors of *shapes* become those of another layout.
 
@@ -74,15 +76,28 @@ def map_tensors(
         lists: Lists of layer numbers that the configuration states
             (:func:`ckptctl.planner.configs.stated.read_lists`).
         whole: The keys of the model that *shapes* is a part of; None: it is the model.
+        without: Logical tensors that this model does not have
+            (:func:`ckptctl.planner.configs.stated.does_without`).
 
     Raises:
-        MappingError: Unknown or missing keys, contradictory shapes, axis sizes that do not follow
-            from shapes and configuration, or a tensor for which the target has no name.
+        MappingError: Unknown keys, contradictory shapes, axis sizes that do not follow from shapes
+            and configuration, a tensor for which the target has no name, or one of which only a
+            part could be made.
+        RefusedError: The model lacks tensors.
         UsageError: The family has no such layout.
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
     tied = family.tied if tied is None else tied
-    held = understand(family, source, shapes, sizes or {}, tied=tied, partial=partial, whole=whole)
+    held = understand(
+        family,
+        source,
+        shapes,
+        sizes or {},
+        tied=tied,
+        partial=partial,
+        whole=whole,
+        without=without,
+    )
     run = _Run(held, target, untie, partial)
     return run.unchanged() if source is target else run.result(lists or {})
 
@@ -112,6 +127,7 @@ class _Run:
         """Return the map to another layout."""
         require_stated(self.family, self.source.layout.name, self.source.matched.numbering, lists)
         self.numbering = planned(self.family, self.target.name, self.source.counts, lists)
+        self.fusing = Fusing(self.source, self.target, self.numbering)
         tensors = list(self._tensors())
         self.origins.drop()
         tensors = self._once(tensors)
@@ -166,6 +182,8 @@ class _Run:
     ) -> Iterator[MappedTensor]:
         """Yield what becomes of a logical tensor; one entry at a time of what both sides spread."""
         held, keys = origin
+        self.fusing.require_parts(tensor, values)
+        self.fusing.require_entries(tensor, held, values)
         stored, wanted = self.source.layout.leaves[held.name], self.target.leaves[tensor.name]
         found = self._geometry(tensor, held, next(iter(keys.values())))
         name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))

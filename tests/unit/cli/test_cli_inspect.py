@@ -90,8 +90,9 @@ def test_json(run, folder):
     assert found["bytes"] == 449
     assert set(found) == {
         "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
-        "parameters", "bytes", "complete", "problems", "dtypes", "files", "assets", "metadata",
-        "notes", "quantised", "dequantisable", "tensors", "blobs", "values", "checkpoints",
+        "parameters", "bytes", "complete", "problems", "lacks", "dtypes", "files", "assets",
+        "metadata", "notes", "quantised", "dequantisable", "tensors", "blobs", "values",
+        "checkpoints",
     }  # fmt: skip
 
 

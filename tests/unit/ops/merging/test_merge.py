@@ -383,3 +383,15 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or resolve(one))
     assert merging.change(catalog, recognise(catalog), catalog.documents).computed
     assert seen == [{}, {}]
+
+
+def test_a_model_that_lacks_a_tensor_is_merged_where_that_is_allowed(tmp_path):
+    rest = {name: value for name, value in STATE.items() if name != "model.norm.weight"}
+    base = save_hf(tmp_path / "base", rest, CONFIG)
+    adapter = save_peft(tmp_path / "adapter", random_adapter(STATE))
+    with pytest.raises(RefusedError, match="lacks a tensor") as caught:
+        ckptctl.plan_merge(base, adapter, tmp_path / "out")
+    assert "model.norm.weight" in str(caught.value.why)
+    plan = ckptctl.plan_merge(base, adapter, tmp_path / "out", allow_missing=True)
+    assert plan.conversion.missing.keys() == {"model.norm.weight"}
+    assert plan.merged and plan.conversion.tensors == len(rest)

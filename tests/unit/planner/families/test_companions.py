@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, RefusedError
 from ckptctl.families import family
 from ckptctl.planner.families.companions import BLOCK_AXES, Companion
 from ckptctl.planner.layouts import Family
@@ -81,7 +81,7 @@ def test_a_scale_of_one_layer_that_is_missing_is_missed():
     shapes = quantised_hf()
     lost = "model.layers.1.self_attn.o_proj.weight_scale_inv"
     del shapes[lost]
-    with pytest.raises(MappingError, match="missing") as caught:
+    with pytest.raises(RefusedError, match="lacks a tensor") as caught:
         mapped(V3, "hf", "deepseek", shapes)
     assert lost in str(caught.value.where)
 
@@ -156,7 +156,7 @@ def test_what_is_missing_of_them_is_missed():
     shapes = tiny(MTP, "hf")
     lost = "model.layers.3.mlp.experts.2.up_proj.weight"
     del shapes[lost]
-    with pytest.raises(MappingError, match="missing") as caught:
+    with pytest.raises(RefusedError, match="lacks a tensor") as caught:
         mapped(MTP, "hf", "torchtitan@0.3", shapes)
     assert lost in str(caught.value.where)
 

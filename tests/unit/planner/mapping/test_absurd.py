@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, RefusedError
 from ckptctl.families import families, family
 from ckptctl.planner.configs.stated import read_sizes
 from ckptctl.planner.mapping.detect import detect
@@ -42,7 +42,7 @@ def test_a_layer_and_an_expert_too_many():
     found = shapes() | {EXPERT.format(99999, 0): (96, 64), EXPERT.format(0, 99999): (96, 64)}
     (candidate,) = detect(found, families(), {"model_type": "mixtral"}).candidates
     assert candidate.missing
-    with pytest.raises(MappingError, match="missing"):
+    with pytest.raises(RefusedError, match="lacks"):
         map_tensors(family("mixtral"), "hf", "hf-v5", found)
 
 

@@ -1,0 +1,123 @@
+"""What a model lacks of the tensors that its family's table and its configuration say it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ckptctl import families
+from ckptctl.errors import listed
+from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.planner.configs.stated import does_without, is_tied, read_sizes
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.completeness import Absent, lacking, require_whole
+from ckptctl.planner.mapping.matching import Matched, match
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """What a model lacks.
+
+    Attributes:
+        names: The tensors, by their names in the model.
+        certain: Whether it is known to be such a model: a configuration or the user says so, or
+            most of it is there and nothing else. If not, it may be a part of one, or another one.
+        known: What the model was recognised as.
+    """
+
+    names: tuple[str, ...]
+    certain: bool
+    known: Recognition
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Return what certainly lacks, by its name in the checkpoint, and why it is missed."""
+        names = self.names if self.certain else ()
+        why = f"{self.known.named} has it, and the checkpoint does not"
+        return {self.known.root + name: why for name in names}
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Return what a reader should know of what may lack."""
+        if not self.names or self.certain:
+            return ()
+        return (
+            f"a part of {self.known.named}, or another model: it does not have "
+            f"{listed(self.names, 1)}",
+        )
+
+    def require_whole(self, where: str) -> None:
+        """Refuse a model that certainly lacks something.
+
+        Raises:
+            RefusedError: It does.
+        """
+        if self.names and self.certain:
+            name, layout = self.known.pairs[0]
+            family = families.family(name)
+            require_whole(
+                self.names,
+                family,
+                family.layout(layout),
+                tied=is_tied(family, self.known.config, self.known.params),
+                where=where,
+                hint="`--allow-missing` writes what is there, `--include` or `--exclude` a part",
+            )
+
+
+def lacks(
+    known: Recognition, names: Collection[str], given: Mapping[str, int] | None = None
+) -> Lacks:
+    """Return what a model lacks.
+
+    Args:
+        known: What it was recognised as; where several families fit, what all of them have.
+        names: Names of its tensors in the model; none: it is not asked.
+        given: Axis sizes that the user states.
+    """
+    configured = known.config is not None or known.params is not None
+    if not names or is_adapter(names) or (known.exact and not configured and not given):
+        return Lacks((), False, known)
+    found: list[str] | None = None
+    certain = True
+    for name, layout in known.pairs:
+        family = families.family(name)
+        matched = match(family, family.layout(layout), names)
+        lacking = _lacking(family, layout, matched, known, given)
+        keys = [one.key for one in lacking]
+        found = keys if found is None else [key for key in found if key in set(keys)]
+        certain = certain and _certain(family, matched, known, lacking)
+    return Lacks(tuple(found or ()), certain, known)
+
+
+def _lacking(
+    family: Family,
+    layout: str,
+    matched: Matched,
+    known: Recognition,
+    given: Mapping[str, int] | None,
+) -> list[Absent]:
+    return lacking(
+        family,
+        family.layout(layout),
+        matched,
+        read_sizes(family, known.config, known.params, given, implied=False),
+        tied=is_tied(family, known.config, known.params),
+        without=does_without(family, known.config),
+    )
+
+
+def _certain(
+    family: Family, matched: Matched, known: Recognition, lacking: Collection[Absent]
+) -> bool:
+    """Whether a checkpoint is of *family* although it lacks something."""
+    config = known.config or {}
+    if matched.unmatched:
+        stated = config.get("architectures")
+        named = isinstance(stated, list) and family.architecture in stated
+        return named and "quantization_config" not in config
+    if known.asked or known.config is not None or known.params is not None:
+        return True
+    most = len(lacking) <= sum(len(group.keys) for group in matched.groups)
+    return most and all(one.shown for one in lacking)

@@ -1,0 +1,279 @@
+"""A model that lacks a tensor: named and refused, in every direction of every family and format.
+
+What is left out on purpose is left out, and what is made of it with it: never a part of a tensor
+under the name of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import MappingError, RefusedError
+from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.tensors import map_tensors
+from tests.checkpoints import save_hf, tiny_llama
+from tests.contract.support import WRITABLE, build, message, place, refused
+from tests.contract.tables import FAMILIES, PAIRS, tiny, tiny_lists
+
+STATE, CONFIG = tiny_llama("llama3")
+SOME = 3
+"""Each case takes one kind of key out of so many, others than the next case."""
+
+# ------------------------------------------------------------------------------- by the tables
+
+
+def mapped(name, source, target, shapes, **options):
+    family = FAMILIES[name]
+    lists = tiny_lists(family, family.tiny)
+    return map_tensors(family, source, target, shapes, family.tiny, lists=lists, **options)
+
+
+def keys_of(name, layout, number):
+    """One key of some kinds, the *number*-th of them; None: all."""
+    family = FAMILIES[name]
+    found = match(family, family.layout(layout), tiny(family, layout))
+    kinds = [group.keys for group in found.groups]
+    kinds += [[key for key, drop in found.dropped.items() if drop is rule] for rule in family.drops]
+    if number is None:
+        return [key for keys in kinds for key in keys]
+    return [keys[number % len(keys)] for keys in kinds[number % SOME :: SOME] if keys]
+
+
+def twins(name, layout):
+    """The keys that one of two tied tensors has: the other one is enough."""
+    family = FAMILIES[name]
+    leaves = family.layout(layout).leaves
+    ties = family.ties if family.tied else ()
+    return {leaves[t].key.text for tie in ties for t in (tie.tensor, tie.of) if t in leaves}
+
+
+def made_of(found):
+    """How often each key of the target is filled, or a part of it."""
+    return Counter(view.key for one in found.tensors for view in one.targets)
+
+
+def is_named(name, layout, key, error):
+    """Whether an error names *key*, or what its layer would have of the other kind of layers."""
+    if key in str(error.why):
+        return True
+    family = FAMILIES[name]
+    stored = family.layout(layout).table
+    kinds = {tensor.variant for tensor, _ in next(stored.all(key))[0].parts}
+    head = key.split(".self_attn.")[0].split(".attn.")[0].split(".attention.")[0]
+    return kinds != {None} and f"`{head}." in str(error.why)
+
+
+def require_named(name, source, target, number):
+    whole = tiny(FAMILIES[name], source)
+    full = mapped(name, source, target, whole)
+    for key in keys_of(name, source, number):
+        rest = {other: shape for other, shape in whole.items() if other != key}
+        try:
+            found = mapped(name, source, target, rest)
+        except RefusedError as error:
+            assert is_named(name, source, key, error), (key, error.why)
+            continue
+        # Nothing of it was to be written, or it is written of its twin.
+        assert key in full.dropped or key in twins(name, source) or alone(name, source, key), key
+        assert source == target or made_of(found) == made_of(full), key
+
+
+def alone(name, layout, key):
+    """Whether *key* is that of zeros of which no other layer has any."""
+    found = match(FAMILIES[name], FAMILIES[name].layout(layout), tiny(FAMILIES[name], layout))
+    rule = found.dropped.get(key)
+    return rule is not None and list(found.dropped.values()).count(rule) == 1
+
+
+def require_left_out(name, source, target, number, *, alone=False):
+    whole = tiny(FAMILIES[name], source)
+    full = mapped(name, source, target, whole)
+    places, needed = set(full.tensors), made_of(full)
+    for key in keys_of(name, source, number):
+        rest = {other: shape for other, shape in whole.items() if (other == key) == alone}
+        try:
+            found = mapped(name, source, target, rest, partial=True, whole=whole)
+        except MappingError as error:
+            assert key in message(error), (key, message(error))
+            assert "whole or not at all" in error.what or alone, (key, message(error))
+            continue
+        made = made_of(found)
+        assert all(count == needed[made_key] for made_key, count in made.items()), key
+        if key not in twins(name, source):
+            assert set(found.tensors) <= places, key
+
+
+def numbered(pairs):
+    """Each pair with a number that says which key of each kind is left out."""
+    return [(*pair, number) for number, pair in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(("name", "source", "target", "number"), numbered(PAIRS))
+def test_a_tensor_that_lacks_is_named(name, source, target, number):
+    require_named(name, source, target, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "source", "target"), PAIRS)
+def test_every_tensor_that_lacks_is_named(name, source, target):
+    require_named(name, source, target, None)
+
+
+CHANGES = [pair for pair in PAIRS if pair[1] != pair[2]]
+
+
+@pytest.mark.parametrize(("name", "source", "target", "number"), numbered(CHANGES))
+def test_what_is_left_out_leaves_whole_tensors(name, source, target, number):
+    require_left_out(name, source, target, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("name", "source", "target"), CHANGES)
+def test_whatever_is_left_out_leaves_whole_tensors(name, source, target, alone):
+    require_left_out(name, source, target, None, alone=alone)
+
+
+FUSED = [
+    (name, source, target)
+    for name, source, target in CHANGES
+    if any(len(stored.parts) > 1 for stored in FAMILIES[name].layout(target).stored)
+]
+
+
+@pytest.mark.parametrize(("name", "source", "target"), FUSED)
+def test_a_part_of_a_fused_tensor_alone(name, source, target):
+    for number in range(SOME):
+        require_left_out(name, source, target, number, alone=True)
+
+
+# ------------------------------------------------------------------------------- by the formats
+
+
+def lacking_source(folder, name, gone):
+    """A Llama of format *name* without a tensor; the config.json that says so is beside it."""
+    state = {key: value for key, value in STATE.items() if key != gone}
+    if name != "meta":
+        return build(name, folder, state, CONFIG)
+    source = build(name, folder, STATE, CONFIG)
+    renamed = META[gone]
+    for file in source.glob("*.pth"):
+        held = torch.load(file, weights_only=True)
+        del held[renamed]
+        torch.save(held, file)
+    return source
+
+
+META = {
+    "model.norm.weight": "norm.weight",
+    "model.layers.0.self_attn.q_proj.weight": "layers.0.attention.wq.weight",
+    "model.layers.1.mlp.down_proj.weight": "layers.1.feed_forward.w2.weight",
+}
+
+
+@pytest.mark.parametrize("gone", META)
+@pytest.mark.parametrize("name", WRITABLE)
+def test_it_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> None:
+    source = lacking_source(tmp_path, name, gone)
+    missed = META[gone] if name == "meta" else gone
+    found = ckptctl.inspect(source)
+    assert found.complete and found.lacks == (missed,)
+    verified = ckptctl.verify(source)
+    assert verified.verdict == "not understood" and not verified.errors
+    assert [one.tensor for one in verified.unknown] == [missed]
+    for target in WRITABLE:
+        out = place(tmp_path, target)
+        options: dict[str, Any] = {"assets": tmp_path / "papers"}
+        write_papers(tmp_path / "papers")
+        with refused(source, out, 6) as caught:
+            ckptctl.convert(source, out, to=target, **options)
+        assert f"`{missed}`" in message(caught.value)
+        plan = ckptctl.plan_conversion(source, out, to=target, allow_missing=True, **options)
+        assert plan.missing.keys() == {missed}
+        assert plan.tensors == len(STATE) - 1
+        plan = ckptctl.plan_conversion(source, out, to=target, exclude=[missed], **options)
+        assert not plan.missing and plan.tensors == len(STATE) - 1
+        with refused(source, out, 6):
+            ckptctl.convert(
+                source,
+                out,
+                to=target,
+                exclude=["*tok_emb*" if name == "meta" else "*embed*"],
+                **options,
+            )
+
+
+def write_papers(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+@pytest.mark.parametrize("name", ["torch", "dcp"])
+def test_without_a_configuration(tmp_path: Path, name: str) -> None:
+    """What other layers have, and what every such model has, is missed all the same."""
+    for gone in META:
+        state = {key: value for key, value in STATE.items() if key != gone}
+        source = build(name, tmp_path / gone, state, None)
+        assert ckptctl.inspect(source).lacks == (gone,)
+        with refused(source, tmp_path / "out", 6) as caught:
+            ckptctl.convert(source, tmp_path / "out", to="hf")
+        assert gone in message(caught.value)
+
+
+@pytest.mark.parametrize("part", ["*self_attn*", "*.layers.1.self*", "*norm*"])
+def test_a_part_of_a_model_is_no_model(tmp_path: Path, part: str) -> None:
+    """Trained parameters alone, say: nothing shows that there should be more, and it is said."""
+    kept = {key: value for key, value in STATE.items() if fnmatch(key, part)}
+    source = build("torch", tmp_path, kept, None)
+    assert not ckptctl.inspect(source).lacks
+    assert ckptctl.verify(source).whole
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    assert plan.tensors == len(kept)
+    assert any("part of" in note for note in plan.notes)
+
+
+def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
+    state = {key: value for key, value in STATE.items() if key != "lm_head.weight"}
+    for architecture, lacks in (("LlamaModel", ()), ("LlamaForCausalLM", ("lm_head.weight",))):
+        config = CONFIG | {"architectures": [architecture], "tie_word_embeddings": False}
+        source = save_hf(tmp_path / architecture, state, config)
+        assert ckptctl.inspect(source).lacks == lacks
+
+
+def test_what_a_part_has_to_have(tmp_path: Path) -> None:
+    """What was asked for is accounted for, and nothing else."""
+    source = lacking_source(tmp_path, "hf", "model.norm.weight")
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", include=["model.layers.0.*"])
+    assert plan.tensors == 9 and not plan.missing
+    with refused(source, tmp_path / "out", 6):
+        ckptctl.convert(source, tmp_path / "out", to="dcp", include=["*norm*"])
+
+
+PARTS = {
+    "*v_proj*": "qkv_proj",
+    "*q_proj*": "qkv_proj",
+    "*w3*": "gate_up_proj",
+}
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_fused_tensor_is_whole_or_refused(tmp_path: Path, part: str, option: str) -> None:
+    shapes = tiny(FAMILIES["phi3"], "torchtune")
+    source = tmp_path / "source.pt"
+    torch.save({key: torch.zeros(shape) for key, shape in shapes.items()}, source)
+    out, options = tmp_path / "out", {"to": "hf", "model_type": "phi3"}
+    with refused(source, out, 5) as caught:
+        ckptctl.convert(source, out, **options, **{option: [part]})
+    assert PARTS[part] in message(caught.value)
+    assert "whole or not at all" in message(caught.value)
+    together = {"qkv_proj": ["*q_proj*", "*k_proj*", "*v_proj*"], "gate_up_proj": ["*w1*", "*w3*"]}
+    ckptctl.plan_conversion(source, out, **options, **{option: together[PARTS[part]]})
