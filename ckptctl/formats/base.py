@@ -81,6 +81,7 @@ class OutputRequest:
         like: For each tensor the index of its file, taken from a reference checkpoint.
         like_files: Names of those files, where the format keeps names.
         checksum: Whether the records will have checksums.
+        metadata: Free-form strings, for formats that keep them.
     """
 
     name: str
@@ -92,6 +93,7 @@ class OutputRequest:
     like: Mapping[str, int] | None = None
     like_files: tuple[str, ...] = ()
     checksum: bool = True
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class Place(NamedTuple):
@@ -215,6 +217,7 @@ class WritableFormat(Format):
         sharded: Whether it is cut into files by size.
         described: Whether ``params.json`` describes the model in it.
         ties: What becomes of tensors that share memory, for people.
+        keeps_metadata: Whether it has a place for free-form strings.
         records_ties: Whether a tensor that is left out as shared is recorded under its name.
     """
 
@@ -226,6 +229,7 @@ class WritableFormat(Format):
     described: ClassVar[bool] = False
     ties: ClassVar[str] = ""
     records_ties: ClassVar[bool] = False
+    keeps_metadata: ClassVar[bool] = False
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> Output:

@@ -47,6 +47,7 @@ class DeepSeekFormat(WritableFormat):
     )
     layout = "deepseek"
     parallel = True
+    keeps_metadata = True
     ties = "written in full"
 
     def sniff(self, path: Path) -> Sniff | None:
@@ -97,7 +98,7 @@ class DeepSeekFormat(WritableFormat):
         whole = [replace(tensor, alias_of=None) for tensor in request.tensors]
 
         def shard(rank: int, tensors: Sequence[OutputTensor]) -> Output:
-            writer = hf.Writer({})
+            writer = hf.Writer({}, request.metadata)
             writer.add(f"model{rank}-mp{request.mp}.safetensors", tensors)
             return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
 

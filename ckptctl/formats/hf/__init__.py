@@ -41,6 +41,7 @@ from ckptctl.formats.hf.files import (
 from ckptctl.formats.hf.partial import usable
 from ckptctl.formats.hf.proof import proven, shards_of
 from ckptctl.formats.hf.shards import (
+    Strings,
     checked_index,
     keys_by_file,
     merge,
@@ -83,6 +84,7 @@ class HfFormat(WritableFormat):
     stem: ClassVar[str] = "model"
     described_in: ClassVar[tuple[str, ...]] = ()
     records_ties = True
+    keeps_metadata = True
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
@@ -114,20 +116,21 @@ class HfFormat(WritableFormat):
 
     def _read_safetensors(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
         tensors: dict[str, TensorEntry] = {}
-        metadata: dict[str, str] = {}
+        metadata = Strings()
         for name in heads_ahead(files, names):
             found, strings = read_shard(files, name)
             merge(tensors, found, name)
-            metadata |= strings
+            metadata.add(strings)
         notes = () if len(names) == 1 else (f"{len(names)} shards without an index",)
-        return self._catalog(files, path, tensors, metadata, names, notes, None)
+        notes += metadata.notes
+        return self._catalog(files, path, tensors, metadata.agreed, names, notes, None)
 
     def _read_index(self, files: SourceFiles, path: Path, main: str) -> Catalog:
         known = shards_of(files, main)
         index = proven(files, main, known) or read_json(files, main)
         weight_map, strings = checked_index(index, str(files.root / main))
         tensors: dict[str, TensorEntry] = {}
-        metadata = dict(strings)
+        metadata = Strings(strings)
         shards = keys_by_file(weight_map)
         notes: dict[str, None] = {}
         require_present(files, list(shards), main)
@@ -142,18 +145,19 @@ class HfFormat(WritableFormat):
                 notes |= dict.fromkeys(contents.notes)
             require_agreement(shards[name], found, name, str(files.root / main))
             tensors |= found
-            metadata |= {key: value for key, value in more.items() if key != "format"}
+            metadata.add({key: text for key, text in more.items() if key != "format"})
         ordered = {name: tensors[name] for name in weight_map}
-        return self._catalog(files, path, ordered, metadata, list(shards), tuple(notes), main)
+        said = (*notes, *metadata.notes)
+        return self._catalog(files, path, ordered, metadata.agreed, list(shards), said, main)
 
     def _read_part(self, files: SourceFiles, path: Path, main: str) -> Catalog:
         where = str(files.root / main)
         weight_map, strings = checked_index(read_json(files, main), where)
         found = usable(files, weight_map, strings, where)
         ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
-        notes = tuple(found.notes)
+        notes = (*found.notes, *found.metadata.notes)
         catalog = self._catalog(
-            files, path, ordered, found.metadata, list(found.sizes), notes, main
+            files, path, ordered, found.metadata.agreed, list(found.sizes), notes, main
         )
         return replace(catalog, findings=tuple(found.findings), lost=found.lost)
 
@@ -197,7 +201,7 @@ class HfFormat(WritableFormat):
         names = request.like_files
         if not names or not all(name.endswith(".safetensors") for name in names):
             names = _shard_names(self.stem, len(shards))
-        writer = Writer(aliases if len(shards) == 1 else {})
+        writer = Writer(aliases if len(shards) == 1 else {}, request.metadata)
         for file, shard in zip(names, shards, strict=True):
             writer.add(file, [by_name[name] for name in shard])
         if len(names) > 1:
@@ -212,10 +216,13 @@ class Writer:
 
     Args:
         aliases: For each tensor that is left out as shared the one that is kept.
+        metadata: What else each file says.
     """
 
-    def __init__(self, aliases: Mapping[str, str]) -> None:
-        self.metadata = {"format": "pt", **aliases}
+    def __init__(
+        self, aliases: Mapping[str, str], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self.metadata = {**(metadata or {}), "format": "pt", **aliases}
         self.files: list[OutputFile] = []
         self.records: list[Record] = []
         self.boxes: dict[str, tuple[Place, ...]] = {}

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 from ckptctl.catalog import Box, Finding, TensorEntry
 from ckptctl.errors import CkptError, UnsafePickleError
-from ckptctl.formats.hf.shards import keys_by_file, read_bin, read_shard, require_agreement
+from ckptctl.formats.hf.shards import (
+    Strings,
+    keys_by_file,
+    read_bin,
+    read_shard,
+    require_agreement,
+)
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.remote.read_ahead import heads_ahead
@@ -27,7 +33,7 @@ class Usable:
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata: Strings = field(default_factory=Strings)
     sizes: dict[str, int] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -45,7 +51,7 @@ def usable(
         strings: Those of the index's metadata.
         where: Path of the index, for errors.
     """
-    found = Usable(metadata=dict(strings))
+    found = Usable(metadata=Strings(strings))
     shards = keys_by_file(weight_map)
     for name in heads_ahead(files, shards):
         expected = shards[name]
@@ -62,7 +68,7 @@ def usable(
             found.findings += _missing(expected - kept.keys(), name)
             found.lost |= {key: ((Box.whole(t.shape), name),) for key, t in kept.items()}
         found.tensors |= kept
-    ties = {key: kept for key, kept in found.metadata.items() if kept in weight_map}
+    ties = {key: kept for key, kept in found.metadata.agreed.items() if kept in weight_map}
     for dropped, original in ties.items():
         if dropped not in weight_map and original not in found.tensors:
             why = f"it is recorded as the same as `{original}`"
@@ -75,7 +81,7 @@ def usable(
 def _read(found: Usable, files: SourceFiles, name: str) -> Mapping[str, TensorEntry]:
     if name.endswith(".safetensors"):
         tensors, strings = read_shard(files, name)
-        found.metadata |= {key: text for key, text in strings.items() if key != "format"}
+        found.metadata.add({key: text for key, text in strings.items() if key != "format"})
         return tensors
     contents = read_bin(files, name)
     found.notes |= dict.fromkeys(contents.notes)

@@ -27,6 +27,36 @@ def read_shard(files: SourceFiles, name: str) -> Shard:
     return tensors, header.metadata
 
 
+class Strings:
+    """The metadata of the files of one model: what all that say something say.
+
+    Args:
+        first: What is said of all of them.
+    """
+
+    def __init__(self, first: Mapping[str, str] | None = None) -> None:
+        self._found = dict(first or {})
+        self._apart: dict[str, None] = {}
+
+    def add(self, strings: Mapping[str, str]) -> None:
+        """Add what one more file says."""
+        for key, text in strings.items():
+            if self._found.setdefault(key, text) != text:
+                self._apart[key] = None
+
+    @property
+    def agreed(self) -> dict[str, str]:
+        """Return what nothing contradicts."""
+        return {key: text for key, text in self._found.items() if key not in self._apart}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader should know of the rest."""
+        if not self._apart:
+            return ()
+        return (f"shards say different things in their metadata of {listed(list(self._apart))}",)
+
+
 def read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
     """Return what a ``torch.save`` file holds, which has to be tensors only.
 

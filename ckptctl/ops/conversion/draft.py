@@ -31,6 +31,7 @@ from ckptctl.ops.conversion.payloads import keep_together
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.conversion.rank_blocks import Divide, require_whole_blocks
 from ckptctl.ops.conversion.reference import reference, require_same_keys
+from ckptctl.ops.conversion.strings import strings
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
 from ckptctl.ops.destinations import free_bytes_at
@@ -72,7 +73,8 @@ class Draft:
         assets: Assets,
         missing: Missing | None = None,
     ) -> None:
-        self.catalog, self.known, self.options = catalog, known, options
+        self.source = self.catalog = catalog
+        self.known, self.options = known, options
         self.target, self.destination, self.assets = target, destination, assets
         self.like = reference(options.like, options.to)
         self.whole: tuple[str, ...] = ()
@@ -98,11 +100,14 @@ class Draft:
         if divide:
             require_whole_blocks(self._described(), mapped, tensors, divide, self.ranks)
         blobs = self._blobs(selection, change, rest)
-        output = self.target.lay_out(self._request(tensors, blobs, divide))
+        said = strings(self.source, tensors, self.target)
+        self.left_out |= said.left_out
+        request = replace(self._request(tensors, blobs, divide), metadata=said.kept)
+        output = self.target.lay_out(request)
         beside = self._papers(change, tensors)
         _require_apart(output, beside)
         single_file = self.target.single_file
-        laid = LaidOut(read, tensors, output, beside, self.destination, single_file)
+        laid = LaidOut(read, tensors, output, beside, self.destination, single_file, said.kept)
         return self._finished(laid, change, equal)
 
     def _change(self, selection: Selection) -> Change:

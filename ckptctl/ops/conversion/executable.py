@@ -30,6 +30,7 @@ class LaidOut:
         beside: Configuration and side files.
         destination: Absolute path of the output.
         single_file: Whether the output is one file.
+        metadata: The strings that its files carry.
     """
 
     mapped: Sequence[MappedTensor]
@@ -38,6 +39,7 @@ class LaidOut:
     beside: Papers
     destination: Path
     single_file: bool
+    metadata: Mapping[str, str]
 
 
 def executable(
@@ -60,9 +62,8 @@ def executable(
     read = dict.fromkeys(view.key for item in laid.mapped for view in item.sources)
     entries = [catalog.tensors[name] for name in read]
     copies, checks = with_checks(catalog.root, entries, copies, computed)
-    digest = digest_of(
-        checksum, files, output.records, copies, raw, beside.contents, computed, checks
-    )
+    contents = {**beside.contents, "__metadata__": repr(sorted(laid.metadata.items())).encode()}
+    digest = digest_of(checksum, files, output.records, copies, raw, contents, computed, checks)
     if checksum and not laid.single_file:
         head = {"source": provenance, "plan": digest}
         files = (*files, manifest(head, laid.tensors, output.boxes, output.records))
