@@ -121,8 +121,8 @@ class HfFormat(WritableFormat):
             found, strings = read_shard(files, name)
             merge(tensors, found, name)
             metadata.add(strings)
-        notes = () if len(names) == 1 else (f"{len(names)} shards without an index",)
-        notes += metadata.notes
+        loose = () if len(names) == 1 else (f"{len(names)} shards without an index",)
+        notes = (*loose, *metadata.notes)
         return self._catalog(files, path, tensors, metadata.agreed, names, notes, None)
 
     def _read_index(self, files: SourceFiles, path: Path, main: str) -> Catalog:
