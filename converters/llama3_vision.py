@@ -9,7 +9,8 @@ transformers 5 holds in memory), ``llama_models/llama3/multimodal/model.py``, to
 ``models/llama3_2_vision/_convert_weights.py``.
 """
 
-from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Shift, Tie, Tiles
+from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Same, Shift, Tie, Tiles
+from converters import llama3
 
 EMBED = """
 embed        v* d   embed_tokens.weight#0
@@ -274,7 +275,16 @@ FAMILY = Family(
     repeated=("k",),
     config_signs=({"model_type": "mllama"},),
     params_signs=({"vision_chunk_size": PRESENT},),
-    params=ParamsStyle("Meta's", translated=False),
+    params=ParamsStyle(
+        "Meta's",
+        within="text_config",
+        text=(
+            Same("rms_norm_eps", "norm_eps", absent=1e-5),
+            Same("rope_theta", "rope_theta", absent=500000.0),
+        ),
+        translated=False,
+    ),
+    presets=(({"use_scaled_rope": True}, {"text_config": {"rope_scaling": llama3.SCALED_ROPE}}),),
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",

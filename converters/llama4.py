@@ -120,6 +120,8 @@ FAMILY: Family = replace(
     },
     config_signs=({"model_type": "llama4"},),
     params_signs=({"vision_args": PRESENT},),
+    params=replace(llama4_text.STYLE, within="text_config"),
+    presets=(({"use_scaled_rope": True}, {"text_config": {"rope_scaling": llama4_text.SCALED}}),),
     tiny=dict(llama4_text.FAMILY.tiny)
     | {"vd": 20, "vh": 4, "ve": 6, "vf": 12, "vc": 3, "ph": 2, "pw": 5, "vp": 9}
     | {"va": 16, "vs": 14, "vo": 10, "j": 2},

@@ -9,7 +9,7 @@ Sources: transformers' ``modeling_llama4.py`` and ``convert_llama4_weights_to_hf
 ``llama_models/checkpoint.py``, torchtitan 0.2.2's ``models/llama4`` and ``models/moe/moe.py``.
 """
 
-from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Tie
+from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Same, Tie
 
 EMBED = """
 embed  v* d  embed_tokens.weight  tok_embeddings.weight
@@ -75,6 +75,23 @@ FREQUENCIES = "rotary frequencies follow from rope_theta"
 STATISTICS = "statistics of the router while it was trained"
 SCALES = "state of layers that Meta trained in FP8"
 
+STYLE = ParamsStyle(
+    "Meta's",
+    text=(
+        Same("rms_norm_eps", "norm_eps", absent=1e-5),
+        Same("rope_theta", "rope_theta", absent=500000.0),
+        Same("rope.factor", "rope_scaling_factor"),
+        Same("rope.high_freq_factor", "rope_high_freq_factor"),
+        Same("interleave_moe_layer_step", "moe_args.interleave_moe_layer_step", "count"),
+        Same("no_rope_layer_interval", "nope_layer_interval", "count"),
+        Same("num_experts_per_tok", "moe_args.top_k", "count"),
+        Same("attention_chunk_size", "attention_chunk_size", "count"),
+        Same("use_qk_norm", "use_qk_norm", "flag"),
+    ),
+    translated=False,
+)
+SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+
 META_DROPS = (
     Drop("meta", "rope.freqs", FREQUENCIES),
     Drop("meta", "freq_cis", FREQUENCIES),
@@ -129,7 +146,8 @@ FAMILY = Family(
     variants=(("dense", "moe"),),
     config_signs=({"model_type": "llama4_text"},),
     params_signs=({"moe_args": PRESENT},),
-    params=ParamsStyle("Meta's", translated=False),
+    params=STYLE,
+    presets=(({"use_scaled_rope": True}, {"rope_scaling": SCALED}),),
     proofs={
         "hf": "transformers 5.23",
         "meta": "llama-models 0.3.0",

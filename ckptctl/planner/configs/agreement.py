@@ -100,6 +100,9 @@ RENAMED = {
 ROPE = frozenset({"rope_scaling", "rope_parameters"})
 """What says how rotary frequencies are scaled; null there means that they are not."""
 
+FULL = "full_attention"
+"""Of rotary frequencies for each kind of layer those that others call the model's."""
+
 PRECISION = 1e-6
 """How far apart two spellings of one number may be: float32 has seven digits."""
 
@@ -223,27 +226,46 @@ def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
         sizes["f"] = ffn_of(values, sizes["d"])
     for axis, size in sizes.items():
         yield Statement(fact_of(family, axis), size, source, axis in named, family.sizes[axis][1])
-    unscaled = f"{style.prefix}rope.rope_type"
-    told = {unscaled: Statement(unscaled, "default", source, stated=False)}
-    for name, value in _leaves(canonical(preset(family, values))):
-        if name.rpartition(".")[2] not in (*NOTED, "model_type"):
-            by_word = SCALED in values and name.startswith(unscaled.removesuffix("rope_type"))
-            told[name] = Statement(name, value, source, by_word, SCALED if by_word else "")
-    for name, rule in rules_of(style):
-        told[name] = Statement(name, _plain(rule.allowed[0]), source, stated=False)
+    told = _said(family, params, source)
+    by_name = {one.fact for one in told}
+    implied = _implied(family, values, source)
+    yield from (one for one in implied if one.fact not in by_name)
+    yield from told
+
+
+def _said(family: Family, params: Json, source: str) -> list[Statement]:
+    """Return what a params.json says beside sizes."""
+    style, values, known = family.params, plain(params), named_in(family)
+    found: list[Statement] = []
     for name, fact in facts_of(style):
-        stated = looked_up(plain(params), fact.params)
-        value = value_of(fact, fact.absent if stated is None else stated, fact.params)
+        value = value_of(fact, looked_up(values, fact.params), fact.params)
         if value is not None and name.rpartition(".")[2] not in NOTED:
-            told[name] = Statement(name, value, source, stated is not None, fact.params)
+            found.append(Statement(name, value, source, said=fact.params))
     if isinstance(tied := values.get("tied_embeddings"), bool):
         name = f"{style.prefix}tie_word_embeddings"
-        told[name] = Statement(name, tied, source, said="tied_embeddings")
-    known = named_in(family)
-    for name, value in _leaves(plain(params)):
+        found.append(Statement(name, tied, source, said="tied_embeddings"))
+    for name, value in _leaves(values):
         if name not in known and name.partition(".")[0] not in known:
-            told.setdefault(name, Statement(name, value, source))
-    yield from told.values()
+            found.append(Statement(name, value, source))
+    always = f"every params.json of `{family.name}`"
+    found += (
+        Statement(name, value, always, stated=False) for name, value in style.constant.items()
+    )
+    return found
+
+
+def _implied(family: Family, values: Json, source: str) -> Iterator[Statement]:
+    """Yield what a params.json means beyond its words."""
+    style = family.params
+    scaling = f"{style.prefix}rope."
+    told: dict[str, object] = {f"{scaling}rope_type": "default"}
+    told |= _leaves(canonical(preset(family, values)))
+    told |= {name: _plain(rule.allowed[0]) for name, rule in rules_of(style)}
+    told |= {name: fact.absent for name, fact in facts_of(style) if fact.absent is not None}
+    for name, value in told.items():
+        if name.rpartition(".")[2] not in NOTED:
+            by_word = SCALED in values and name.startswith(scaling)
+            yield Statement(name, value, source, by_word, SCALED if by_word else "")
 
 
 def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
@@ -285,9 +307,13 @@ def differences(one: Json, other: Json) -> dict[str, tuple[object, object]]:
 
 
 def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[Statement]:
-    """Return what *statements* say and the *other* ones do not, but for what is off or empty."""
+    """Return what *statements* say and the *other* ones do not, but for what is empty."""
     known = {one.fact for one in other}
-    return [one for one in statements if one.stated and one.value and one.fact not in known]
+    return [
+        one
+        for one in statements
+        if one.stated and one.value not in (None, "", [], {}) and one.fact not in known
+    ]
 
 
 def _told(config: Json) -> Json:
@@ -296,8 +322,9 @@ def _told(config: Json) -> Json:
     used = config.get("use_sliding_window") is not False
     values = {key: value for key, value in config.items() if used or key not in unused}
     layers = values.get("rope_parameters")
-    if isinstance(layers, Mapping) and isinstance(layers.get("full_attention"), Mapping):
-        values["rope_parameters"] = layers["full_attention"]
+    if isinstance(layers, Mapping) and isinstance(layers.get(FULL), Mapping):
+        others = {key: one for key, one in layers.items() if key != FULL}
+        values["rope_parameters"] = {**layers[FULL], "layers": others}
         theta = looked_up(layers, "sliding_attention.rope_theta")
         values |= {} if theta is None else {"rope_local_base_freq": theta}
     inner = {key: _told(one) for key in MODULES if isinstance(one := values.get(key), Mapping)}
@@ -306,7 +333,7 @@ def _told(config: Json) -> Json:
 
 def _leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the facts that a config.json states, in its order, under their canonical names."""
-    placed = looked_up(values, "rope.rope_type") in PLACED
+    placed = looked_up(values, "rope.rope_type") in PLACED or prefix.endswith("rope.")
     for key, value in values.items():
         if key in _SKIPPED or key.startswith("_") or key in ROPE:
             continue

@@ -1,0 +1,201 @@
+"""Every fact that a configuration states, contradicted in turn: refused, or of no consequence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptctl
+from ckptctl.errors import CkptError, MappingError
+from ckptctl.families import families
+from ckptctl.ops.recognition.agreement import Description, agree
+from ckptctl.planner.configs.agreement import IGNORED, NOTED
+from ckptctl.planner.configs.config_to_params import config_to_params
+from ckptctl.planner.configs.feed_forward import PARAMS as FORMULA
+from ckptctl.planner.configs.feed_forward import ffn_of
+from ckptctl.planner.families.statements import spellings
+from tests.checkpoints.golden import Golden, family_of, names
+
+FAMILIES = families()
+GOLDEN = {name: Golden.read(name) for name in names()}
+OWN, OTHER = "own/config.json", "assets/config.json"
+SKIPPED = {key for keys in IGNORED.values() for key in keys}
+BEYOND = {
+    "image_seq_length": "the processor's",
+    "tie_word_embeddings": "the tensors show it",
+    "text_config.tie_word_embeddings": "the tensors show it",
+    "vision_config.head_dim": "the tensors show it",
+    "vision_config.rope_parameters.rope_type": "Pixtral's tower has no other",
+}
+"""What config.json says of these models that params.json has no word for."""
+
+UNSEEN = {
+    "h": "of heads and their dimension only one is stated: no shape shows the other",
+    "vh": "the same of a vision tower",
+    "f": "no layer of this model is dense",
+}
+Place = tuple[str, ...]
+
+
+def leaves(values: Mapping[str, Any], path: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every value that is stated, and where."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*path, key))
+        elif value is not None:
+            yield (*path, key), value
+
+
+def other(value: Any) -> Any:
+    """Another value of the same kind, of sizes one that the sizes around it admit."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value * 2 if value else value + 1
+    if isinstance(value, str):
+        return f"{value}_x"
+    return [*value, "x"]
+
+
+def changed(values: Mapping[str, Any], path: Place, value: Any) -> dict[str, Any]:
+    copy: Any = deepcopy(values)
+    inner = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return copy
+
+
+def without(values: Mapping[str, Any], path: Place) -> dict[str, Any]:
+    copy = changed(values, path, None)
+    inner: Any = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return copy
+
+
+def configs(own: Any, assets: Any) -> list[Description]:
+    return [
+        Description("config.json", OWN, own),
+        Description("config.json", OTHER, assets, assets=True),
+    ]
+
+
+def irrelevant(path: Place) -> bool:
+    """Whether a fact says nothing of what tensors compute, by the documented lists."""
+    return any(key in SKIPPED or key.startswith("_") for key in path)
+
+
+def unused(config: Mapping[str, Any], path: Place) -> bool:
+    """Whether a window is stated and switched off."""
+    windows = ("sliding_window", "max_window_layers")
+    return path[-1] in windows and config.get("use_sliding_window") is False
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_two_configurations(name: str) -> None:
+    family, config = FAMILIES[family_of(name)], GOLDEN[name].config
+    assert agree(family, configs(config, config)) == agree(None, configs(config, config))
+    assert not agree(family, configs(config, config)).notes
+    for path, value in leaves(config):
+        files = configs(config, changed(config, path, other(value)))
+        if irrelevant(path) or unused(config, path):
+            assert not agree(family, files).notes, path
+            continue
+        try:
+            notes = agree(family, files).notes
+        except MappingError as error:
+            said = error.why or ""
+            assert OWN in said and OTHER in said, (path, error.to_json())
+            decided = agree(family, files, trust_assets=True).decided
+            assert decided and all(OTHER in text for text in decided.values())
+        else:
+            assert path[-1] in NOTED and any(path[-1] in note for note in notes), path
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_only_the_source_says(name: str) -> None:
+    """Left out by the assets: refused where the default is known to differ, else noted."""
+    family, config = FAMILIES[family_of(name)], GOLDEN[name].config
+    for path, value in leaves(config):
+        if irrelevant(path) or path[-1] in NOTED or value in ([], "") or unused(config, path):
+            continue
+        less = without(config, path)
+        try:
+            found = agree(family, configs(config, less))
+        except CkptError as error:
+            assert error.exit_code in (2, 5)
+            continue
+        defaults = agree(family, configs(less, config))
+        assert found.notes or not defaults.notes, path
+
+
+def params_of(name: str) -> dict[str, Any] | None:
+    """What params.json says of a golden model; None: it cannot, or is not made of config.json."""
+    family = FAMILIES[family_of(name)]
+    try:
+        made = config_to_params(family, GOLDEN[name].config, {})
+    except MappingError:
+        return None
+    return made if family.params_signs else None
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN if params_of(name)])
+def test_params_and_a_configuration(name: str) -> None:
+    """What params.json has no word for is always the same there, or of no consequence."""
+    family, config = FAMILIES[family_of(name)], GOLDEN[name].config
+    params = params_of(name) or {}
+    shape = ffn_of(params, params["dim"])
+
+    def files(params: Any, config: Any) -> list[Description]:
+        own = Description("params.json", "own/params.json", params)
+        return [own, Description("config.json", OTHER, config, assets=True)]
+
+    agree(family, files(params, config), asked=name)
+    for path, value in leaves(config):
+        try:
+            agree(family, files(params, changed(config, path, other(value))), asked=name)
+        except MappingError as error:
+            said = error.why or ""
+            assert ("own/params.json" in said and OTHER in said) or "divisible" in error.what, path
+        else:
+            skipped = irrelevant(path) or path[-1] in NOTED or unused(config, path)
+            assert skipped or ".".join(path) in BEYOND, path
+    silent = {*family.params.silent, "max_seq_len"}
+    for path, value in leaves(params):
+        less = changed(params, path, other(value))
+        same_formula = path[-1] in FORMULA and ffn_of(less, params["dim"]) == shape
+        if path[-1] in silent or same_formula:
+            continue
+        with pytest.raises(MappingError) as caught:
+            agree(family, files(less, config), asked=name)
+        said = caught.value.why or ""
+        assert "own/params.json" in said or "divisible" in caught.value.what, path
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_configuration_and_the_shapes(name: str, tmp_path: Path) -> None:
+    """A size that shapes show is compared; heads show where the size of one is stated."""
+    golden, family = GOLDEN[name], FAMILIES[family_of(name)]
+    source = golden.save(tmp_path / "own")
+    config = golden.config
+    assert ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    for axis, stated in family.sizes.items():
+        path = tuple(spellings(stated[0])[0].split("."))
+        value = dict(leaves(config)).get(path)
+        if value is None:
+            continue
+        (source / "config.json").write_text(json.dumps(changed(config, path, value * 2)))
+        try:
+            ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+        except MappingError as error:
+            said = " ".join(filter(None, (error.what, error.where, error.why)))
+            assert "tensor" in said or "configuration" in said, said
+        else:
+            assert axis in UNSEEN, (axis, path)
