@@ -8,6 +8,8 @@ import runpy
 from pathlib import Path
 
 import ckptctl
+from ckptctl.planner.configs.agreement import IGNORED, NOTED
+from ckptctl.planner.families.declarations import SWITCHES
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -58,3 +60,13 @@ def test_contents_and_pages_have_the_same_titles() -> None:
     listed = re.findall(r"^\* \[(.*?)\]\((.+?\.md)\)", (DOCS / "index.md").read_text(), re.M)
     titles = {page: (DOCS / page).read_text().partition("\n")[0] for _, page in listed}
     assert titles == {page: f"# {text}" for text, page in listed}
+
+
+def test_what_is_compared_is_documented() -> None:
+    page = (DOCS / "explanation" / "safety.md").read_text()
+    _, _, section = page.partition("## One model, described once\n")
+    section = section.partition("\n## ")[0]
+    for about, keys in IGNORED.items():
+        assert f"| {about} | {', '.join(f'`{key}`' for key in keys)} |" in section
+    for names in (NOTED, SWITCHES):
+        assert ", ".join(f"`{name}`" for name in names) in section
