@@ -270,9 +270,7 @@ def _detect(
     named: bool,
 ) -> Detection:
     shapes = {name: entry.shape for name, entry in selection.tensors.items()}
-    if named:
-        return detect(shapes, known, prefer=prefer)
-    return detect(shapes, known, config, params, prefer=prefer)
+    return detect(shapes, known, config, params, prefer=prefer, named=named)
 
 
 def _of_format(found: Detection, format: str) -> Detection:

@@ -81,6 +81,7 @@ def detect(
     ranks: int = 1,
     prefer: str | None = None,
     least: float = ENOUGH,
+    named: bool = False,
 ) -> Detection:
     """Return the model types and layouts that fit.
 
@@ -92,6 +93,7 @@ def detect(
         ranks: Number of model-parallel shards.
         prefer: The layout to name among those that are alike.
         least: The part of all keys that a layout has to know; 1: exact ones alone.
+        named: Whether the user named the model type: no configuration excludes it.
 
     Raises:
         MappingError: The configuration holds a value of the wrong kind.
@@ -103,14 +105,14 @@ def detect(
     for share in dict.fromkeys((1.0, least)):
         found: list[Candidate] = []
         for family in families.values():
-            evidence = _evidence(family, *known)
+            evidence = () if named else _evidence(family, *known)
             names = [] if evidence is None else _plausible(family, asked.by_kind, share)
             found += _layouts(family, names, asked, share, evidence or ())
         fitting = [c for c in found if c.exact]
         if fitting:
             break
     fitting = fitting or _closest(found)
-    configured = any(item is not None for item in known)
+    configured = not named and any(item is not None for item in known)
     if configured:
         fitting = _most_refined(fitting, families)
     return Detection(tuple(fitting), configured)

@@ -190,3 +190,13 @@ def test_loading_compares_as_well(tmp_path: Path) -> None:
     found: dict[str, Any] = {name: torch.empty_like(value) for name, value in state.items()}
     with pytest.raises(MappingError, match="contradicts itself"):
         ckptctl.load(found, source, model_type="llama3", assets=assets)
+
+
+def test_a_named_model_type_is_compared_too(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3", tied=True)
+    source = save_hf(tmp_path / "in", state, config | {"num_hidden_layers": 4})
+    with pytest.raises(MappingError):
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", model_type="llama3")
+    right = save_hf(tmp_path / "right", state, config)
+    plan = ckptctl.plan_conversion(right, tmp_path / "out", to="dcp", model_type="llama3")
+    assert plan.model_type == "llama3" and plan.from_layout == "hf"
