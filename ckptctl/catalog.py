@@ -23,6 +23,10 @@ class Index(int):
     """A position in a list, as opposed to an integer key of a dictionary."""
 
 
+class TupleIndex(Index):
+    """A position in a tuple."""
+
+
 Path = tuple[str | int | Index, ...]
 """Keys from the root of the saved object down to a leaf."""
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry, TupleIndex
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
@@ -30,6 +30,7 @@ from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Leaf, decode
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp.partial import Usable, usable
+from ckptctl.formats.shared.structure import join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.remote.read_ahead import Place, ahead, ends
@@ -109,7 +110,8 @@ class DcpFormat(WritableFormat):
             writer.finish()
         content = encode(request.tensors, request.blobs, writer.boxes, writer.items)
         writer.files.append(document(METADATA, content))
-        notes = (*_untied(request.tensors), *_renamed([*request.tensors, *request.blobs]))
+        leaves = [*request.tensors, *request.blobs]
+        notes = (*_untied(request.tensors), *_renamed(leaves), *_listed(leaves))
         boxes = {name: tuple(found) for name, found in writer.boxes.items()}
         return Output(
             tuple(writer.files),
@@ -199,6 +201,18 @@ def _renamed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
     numbered = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
     if numbered:
         yield f"DCP knows no integer keys: they become strings, as in {listed(numbered)}"
+
+
+def _listed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
+    places = (
+        join(leaf.path[:depth])
+        for leaf in leaves
+        for depth, key in enumerate(leaf.path)
+        if isinstance(key, TupleIndex)
+    )
+    found = list(dict.fromkeys(places))
+    if found:
+        yield f"DCP knows no tuples of tensors: they become lists: {listed(found)}"
 
 
 def _metadata(files: SourceFiles) -> bytes:

@@ -228,7 +228,8 @@ class Writer:
         self.boxes: dict[str, tuple[Place, ...]] = {}
 
     def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
-        """Lay out one file with *tensors* in their order."""
+        """Lay out one file with *tensors*, in their order where that aligns each of them."""
+        tensors = _aligned(tensors)
         header, offsets = encode_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata
         )
@@ -238,6 +239,21 @@ class Writer:
             self.records.append(Record(tensor.name, file, offset, tensor.nbytes))
             size = offset + tensor.nbytes
         self.files.append(OutputFile(file, size, constant(header)))
+
+
+def _aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
+    """Return *tensors* so that each begins at a multiple of its dtype's size.
+
+    Stock writers sort by that size first, the largest first (``prepare`` in safetensors'
+    ``tensor.rs``); so do we where the given order, in which a source is read from its beginning to
+    its end, would not do.
+    """
+    position = 0
+    for tensor in tensors:
+        if position % dtypes.itemsize(tensor.dtype):
+            return sorted(tensors, key=lambda one: -dtypes.itemsize(one.dtype))
+        position += tensor.nbytes
+    return tensors
 
 
 def _shards(kept: Sequence[OutputTensor], request: OutputRequest) -> list[list[str]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckptctl.catalog import Blob, Index, TensorEntry
+from ckptctl.catalog import Blob, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError
-from ckptctl.formats.shared.structure import flatten, join
+from ckptctl.formats.shared.structure import flatten, join, position_in
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.zips.reader import StoredTensor
@@ -47,7 +47,7 @@ class Leaves:
                 self.tensors[name] = stored_entry(place, leaf, file)
             elif isinstance(leaf, list | tuple) and any(map(is_stored, walk(leaf))):
                 for number, item in enumerate(leaf):
-                    self.add(item, (*place, Index(number)), file, where)
+                    self.add(item, (*place, position_in(leaf, number)), file, where)
             else:
                 self.blobs[name] = Blob(name, place, value=leaf)
 

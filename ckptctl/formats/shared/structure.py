@@ -1,7 +1,8 @@
 """Nested objects and their flat form: ``{"model": {"w": t}}`` and ``model.w``.
 
 The rules are those of ``torch.distributed.checkpoint._traverse``: dictionaries are always entered,
-lists when they hold tensors or dictionaries, everything else is a leaf.
+lists when they hold tensors or dictionaries, tuples when they hold tensors, everything else is a
+leaf.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
-from ckptctl.catalog import Index, Path
+from ckptctl.catalog import Index, Path, TupleIndex
 from ckptctl.errors import DamagedError
 
 
@@ -28,9 +29,14 @@ def flatten(
             yield from flatten(value, is_tensor, (*path, key))
     elif isinstance(root, list | tuple) and _is_container(root, is_tensor):
         for position, value in enumerate(root):
-            yield from flatten(value, is_tensor, (*path, Index(position)))
+            yield from flatten(value, is_tensor, (*path, position_in(root, position)))
     else:
         yield path, root
+
+
+def position_in(container: object, position: int) -> Index:
+    """Return a position in a list or a tuple as paths have it."""
+    return TupleIndex(position) if isinstance(container, tuple) else Index(position)
 
 
 def _is_container(
@@ -68,12 +74,15 @@ def join(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+_Positions = dict[tuple[type[Index], int], object]
+
+
 class _Level(dict[object, object]):
     """A container under construction."""
 
 
 def _marked(key: str | int) -> object:
-    return ("index", int(key)) if isinstance(key, Index) else key
+    return (type(key), int(key)) if isinstance(key, Index) else key
 
 
 def _finished(level: Mapping[object, object]) -> object:
@@ -82,6 +91,8 @@ def _finished(level: Mapping[object, object]) -> object:
         for key, value in level.items()
     }
     if built and all(isinstance(key, tuple) for key in built):
-        ordered = sorted(cast("dict[tuple[str, int], object]", built).items())
-        return [value for _, value in ordered]
+        found = {key[1]: (key[0], value) for key, value in cast("_Positions", built).items()}
+        ordered = [found[position] for position in sorted(found)]
+        values = [value for _, value in ordered]
+        return tuple(values) if ordered[0][0] is TupleIndex else values
     return {key[1] if isinstance(key, tuple) else key: value for key, value in built.items()}
