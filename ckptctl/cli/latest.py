@@ -56,6 +56,8 @@ def latest(
     for one in found.others:
         times = f"written {rfc3339(one.entry.time)}, this one {rfc3339(chosen.entry.time)}"
         output.note(f"passed over {one.candidate.name}, which is counted apart: {times}")
+    for doubt in found.doubts:
+        output.note(doubt)
     output.line(str(chosen.entry.path))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch.distributed as dist
 
@@ -18,16 +19,17 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper
 from ckptctl.distributed.saving.final import save_converted
-from ckptctl.distributed.saving.save import save
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
+from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.ops import option_checks
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.loading.options import LoadReport
-from ckptctl.ops.ranks.coordinator import on_first, together
+from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.retention.safety import parse_best
-from ckptctl.ops.runs.entries import is_run
-from ckptctl.ops.runs.listing import Checkpoint, newest_complete
+from ckptctl.ops.runs.entries import entries, is_run
+from ckptctl.ops.runs.listing import Checkpoint, examine, newest
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.remote.urls import local_path
@@ -45,12 +47,14 @@ class Resumed:
         step: The number in its name: its step, or its epoch.
         skipped: Newer ones that are not complete, with the reason.
         report: What was loaded.
+        doubts: Where the highest step is not the last save: both, and which of them was loaded.
     """
 
     path: Path
     step: int
     skipped: Mapping[str, str]
     report: LoadReport
+    doubts: tuple[str, ...] = ()
 
 
 class CheckpointManager(Closing):
@@ -149,11 +153,13 @@ class CheckpointManager(Closing):
         path = self.root / f"{SERIES}{step}"
         ranks = coordinator(self._group)
         rated = together(ranks, lambda: _rated(metrics or {}))
-        told = partial(self._keeper.published, rated=rated) if ranks.rank == 0 else None
+        told = self._keeper.published if ranks.rank == 0 else None
+        beside = partial(self._keeper.beside, rated)
         if self._saver is not None:
-            return self._saver.save(state, path, on_published=told, **self._options)
+            saver, options = self._saver, self._options
+            return saver.save(state, path, on_published=told, beside=beside, **options)
         future = SaveFuture(path)
-        save(state, path, process_group=self._group, **self._options)
+        write(state, path, ranks, SaveOptions(**self._options, beside=beside))
         future.staged.set()
         if told:
             told(path)
@@ -179,11 +185,7 @@ class CheckpointManager(Closing):
         ranks = coordinator(self._group)
         path = self.root / f"{SERIES}{step}"
         if not ranks.broadcast(on_first(ranks, path.is_dir)):
-            raise SourceNotFoundError(
-                f"there is no checkpoint of step {step}",
-                where=str(path),
-                why="it was not saved, or removed since",
-            )
+            raise self._missing(step)
         on_first(ranks, lambda: self._keeper.rate(path, _rated(metrics)))
 
     def load_latest(self, state: MutableMapping[str, Any], **options: Any) -> Resumed | None:
@@ -191,7 +193,8 @@ class CheckpointManager(Closing):
 
         Names of torchtitan, torchtune, transformers, accelerate, Lightning, DeepSpeed, Megatron
         and verl are understood. Newer checkpoints that are not complete are passed over, with a
-        warning.
+        warning; so are those that the run left behind when it went on from an earlier one. Where
+        the highest step was not saved last and nothing says why, it is loaded, with a warning.
 
         Args:
             state: See :func:`ckptctl.load`; it is filled in place.
@@ -211,11 +214,50 @@ class CheckpointManager(Closing):
         found = ranks.broadcast(on_first(ranks, self._newest))
         if found is None:
             return None
-        path, step, skipped = found
-        for name, problem in skipped.items() if ranks.rank == 0 else ():
+        for name, problem in found.skipped.items() if ranks.rank == 0 else ():
             _log.warning("passed over %s: %s", self.root / name, problem)
-        report = load(state, path, process_group=self._group, **options)
-        return Resumed(path, step, skipped, report)
+        for doubt in found.doubts if ranks.rank == 0 else ():
+            _log.warning("%s: %s", self.root, doubt)
+        return self._go_on(ranks, state, found, options)
+
+    def load(
+        self,
+        state: MutableMapping[str, Any],
+        step: int,
+        *,
+        discard_newer: bool = False,
+        **options: Any,
+    ) -> Resumed:
+        """Fill *state* from the checkpoint of a step, and go on from there.
+
+        What is saved from then on does not build on later steps that are there: they are left
+        behind. They stay, do not count for any rule, and :meth:`load_latest` passes over them; a
+        save under the name of one of them is refused.
+
+        Args:
+            state: See :func:`ckptctl.load`; it is filled in place.
+            step: The number in its name.
+            discard_newer: Remove the checkpoints ``step-N`` of later steps when *state* is loaded,
+                those apart that a pointer names, that somebody may be writing or that are not
+                understood. Rank 0's counts.
+            **options: Those of :func:`ckptctl.load`.
+
+        Raises:
+            SourceNotFoundError: There is no such checkpoint.
+            RefusedError: There are several, in series of their own.
+            CkptError: It cannot be loaded; on every rank. Nothing was removed then.
+        """
+        self._require_open()
+        if type(step) is not int or step < 0:
+            raise UsageError(f"{step!r} is not the number of a step")
+        self.wait()
+        ranks = coordinator(self._group)
+        found = ranks.broadcast(on_first(ranks, lambda: self._of_step(step)))
+        if found is None:
+            raise self._missing(step)
+        resumed = self._go_on(ranks, state, found, options)
+        on_first(ranks, lambda: self._leave(step, discard=discard_newer))
+        return resumed
 
     def save_final(
         self,
@@ -307,15 +349,64 @@ class CheckpointManager(Closing):
         if self._closed:
             raise RefusedError("this manager was closed", hint="make a new one")
 
-    def _newest(self) -> tuple[Path, int, dict[str, str]] | None:
+    def _missing(self, step: int) -> SourceNotFoundError:
+        return SourceNotFoundError(
+            f"there is no checkpoint of step {step}",
+            where=str(self.root / f"{SERIES}{step}"),
+            why="it was not saved, or removed since",
+        )
+
+    def _newest(self) -> _Found | None:
         if not is_run(self.root):
             return None
-        found, skipped = newest_complete(self.root)
+        looked = newest(self.root)
+        found = looked.chosen
         if found.candidate.lacks:
             lacks = found.candidate.lacks
             _log.warning("%s lacks `%s`, which most have", found.entry.path, lacks)
-        passed = {one.candidate.name: one.candidate.problem for one in skipped}
-        return _loaded(found), found.candidate.step, passed
+        passed = {one.candidate.name: one.candidate.problem for one in looked.skipped}
+        entry, step = found.entry.path, found.candidate.step
+        return _Found(entry, _loaded(found), step, passed, looked.doubts)
+
+    def _of_step(self, step: int) -> _Found | None:
+        own = self.root / f"{SERIES}{step}"
+        there = [] if not is_run(self.root) else entries(self.root)
+        found = [one for one in there if one.named.order[0] == step and not one.exempt]
+        found = [one for one in found if one.path == own] or found
+        if not found:
+            return None
+        if len(found) > 1:
+            raise RefusedError(
+                f"{len(found)} checkpoints are of step {step}",
+                where=str(self.root),
+                why=listed([one.path.name for one in found]),
+                hint="load the one that you mean with `ckptctl.load`",
+            )
+        seen = examine(found[0], time.time())
+        return _Found(found[0].path, _loaded(seen), step, {}, ())
+
+    def _go_on(
+        self,
+        ranks: Coordinator,
+        state: MutableMapping[str, Any],
+        found: _Found,
+        options: Mapping[str, Any],
+    ) -> Resumed:
+        report = load(state, found.path, process_group=self._group, **options)
+        on_first(ranks, lambda: self._keeper.went_on_from(found.entry, found.step))
+        return Resumed(found.path, found.step, found.skipped, report, found.doubts)
+
+    def _leave(self, step: int, *, discard: bool) -> None:
+        later = self._keeper.later_than(step)
+        if later and discard:
+            self._keeper.discard_after(step)
+        elif later:
+            _log.warning(
+                "%s: later than that, and left behind: %s; no rule counts them from now on, "
+                "`discard_newer=True` removes them",
+                self.root,
+                listed(later),
+            )
 
     def _finished(self, target: Path) -> None:
         self._keeper.call_hooks(target)
@@ -326,6 +417,16 @@ class CheckpointManager(Closing):
 def _loaded(found: Checkpoint) -> Path:
     """Return what of a checkpoint is loaded: itself, or the one part that it consists of."""
     return found.parts[0] if len(found.parts) == 1 else found.entry.path
+
+
+class _Found(NamedTuple):
+    """What is loaded: the checkpoint, what of it, its step; what was passed over, and doubts."""
+
+    entry: Path
+    path: Path
+    step: int
+    skipped: Mapping[str, str]
+    doubts: tuple[str, ...]
 
 
 def _rated(metrics: Mapping[str, Any]) -> dict[str, float]:

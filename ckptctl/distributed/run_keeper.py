@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckptctl.errors import CkptError
-from ckptctl.ops.retention.prune import plan_prune, run_prune
-from ckptctl.ops.runs.pointers import SIDECAR, metrics
+from ckptctl.formats.assets import SIDECAR
+from ckptctl.ops.retention.discard import plan_discard
+from ckptctl.ops.retention.prune import PruneResult, plan_prune, run_prune
+from ckptctl.ops.runs.entries import entries
+from ckptctl.ops.runs.pointers import metrics
+from ckptctl.ops.runs.run_record import encoded, lineage_of, members, record
+from ckptctl.planner.branches import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from ckptctl.storage.contained import real_path
@@ -18,7 +22,6 @@ from ckptctl.storage.sync import add_file
 
 Hook = Callable[[Path], object]
 SERIES = "step-"
-SCHEMA = "ckptctl.run/1"
 
 _log = logging.getLogger("ckptctl")
 
@@ -39,15 +42,35 @@ class Keeper:
         self._hooks = hooks
         self._sync = sync
         self._removal: threading.Thread | None = None
+        self._lineage: Lineage | None = None
+        self._resumed, self._saved = "", ""
 
-    def published(self, path: Path, rated: Mapping[str, float]) -> None:
-        """Note the metrics of a new checkpoint, call the hooks, begin to remove what is too old.
+    def went_on_from(self, path: Path, step: int) -> None:
+        """Take note of the checkpoint from which training goes on.
 
         Args:
             path: The checkpoint.
+            step: Its step.
+        """
+        self._lineage = lineage_of(path).going_on(step, self._newest_save())
+        self._resumed = path.name
+
+    def beside(self, rated: Mapping[str, float]) -> Mapping[str, bytes]:
+        """Return what the checkpoint says of itself that is about to be published.
+
+        Args:
             rated: Its metrics.
         """
-        self.rate(path, rated)
+        self._lineage = (self._lineage or Lineage(self._newest_save())).next()
+        return {SIDECAR: encoded(rated, members(self._lineage))}
+
+    def published(self, path: Path) -> None:
+        """Call the hooks for a new checkpoint, and begin to remove what is too old.
+
+        Args:
+            path: The checkpoint.
+        """
+        self._saved = path.name
         self.call_hooks(path)
         if not self.policy.empty and self.policy.last != 0:
             self._remove_later()
@@ -56,11 +79,11 @@ class Keeper:
         """Add metrics to those of a checkpoint."""
         if not rated:
             return
-        whole = {"schema": SCHEMA, "metrics": {**metrics(path), **rated}}
+        whole = encoded({**metrics(path), **rated}, record(path))
         part = path / f".{SIDECAR}.tmp"
         try:
             trash.remove(part)
-            add_file(part, [json.dumps(whole, indent=2).encode()], sync=self._sync)
+            add_file(part, [whole], sync=self._sync)
             part.replace(path / SIDECAR)
         except (CkptError, OSError) as error:
             _log.error("the metrics of %s were not written: %s", path, error)
@@ -102,11 +125,46 @@ class Keeper:
 
     def _remove(self, *, replaced: bool = False) -> None:
         try:
-            plan = plan_prune(real_path(self.root), self.policy, replaced=replaced, series=SERIES)
+            plan = plan_prune(
+                real_path(self.root),
+                self.policy,
+                replaced=replaced,
+                series=SERIES,
+                in_use=() if replaced else (self._resumed, self._saved),
+            )
             result = run_prune(plan)
         except (CkptError, OSError) as error:
             _log.warning("nothing was removed from %s: %s", self.root, _said(error))
             return
+        self._tell(result)
+
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps; what stays is logged.
+
+        Args:
+            step: Of the checkpoint from which training goes on.
+
+        Raises:
+            CkptError: Nothing was removed.
+        """
+        plan = plan_discard(real_path(self.root), SERIES, step)
+        for one in plan.of("skip"):
+            if one.checkpoint.candidate.step > step:
+                reasons = "; ".join(filter(None, one.reasons))
+                _log.warning("%s stays: %s", one.checkpoint.entry.path, reasons)
+        self._tell(run_prune(plan))
+
+    def later_than(self, step: int) -> list[str]:
+        """Return the names of the checkpoints of later steps."""
+        found = (one for one in entries(self.root) if one.named.series == SERIES)
+        return [one.path.name for one in found if one.named.order[0] > step and not one.exempt]
+
+    def _newest_save(self) -> int:
+        """Return how many saves into the run are known of."""
+        known = self._lineage.save if self._lineage else 0
+        return max([known, *(lineage_of(one).save for one in self.root.glob(f"{SERIES}*"))])
+
+    def _tell(self, result: PruneResult) -> None:
         for name in result.done:
             _log.info("removed %s", self.root / name)
         for name, failure in result.failed.items():

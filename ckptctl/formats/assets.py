@@ -75,7 +75,12 @@ _INDEXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
 OF_NO_KIND, A_FOLDER, FOREIGN = "of no known kind", "a folder", "not in a model's own folder"
 _HOUSEKEEPING = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_")
 """What the names of hidden files begin with that programs keep beside weights."""
-_DESCRIBING = {MANIFEST, "SHA256SUMS", "checklist.chk", "params.json", LATEST, LATEST_UNIVERSAL}
+SIDECAR = "ckptctl.run.json"
+"""What the checkpoint manager notes of a checkpoint."""
+_DESCRIBING = {
+    *(MANIFEST, SIDECAR, "SHA256SUMS", "checklist.chk", "params.json"),
+    *(LATEST, LATEST_UNIVERSAL),
+}
 """What says of these weights what is not true of others."""
 _CODE_IN = (
     *("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),

@@ -103,7 +103,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
 
     def _published(self, path: Path) -> None:
         if dist.get_rank() == 0:
-            self._keeper.published(path, {})
+            self._keeper.published(path)
 
     def _purge_stale_checkpoints(self) -> None:
         """Leave it to the moment when a newer checkpoint has been published."""

@@ -55,7 +55,7 @@ def newest_state(run: Path) -> dict[str, Any]:
         SourceNotFoundError: None is complete.
     """
     known = read_run(run, series=SERIES).checkpoints if is_run(run) else ()
-    complete = [one.entry.path for one in known if one.complete]
+    complete = [one.entry.path for one in known if one.counts]
     if not complete:
         raise SourceNotFoundError("there is nothing to go on from", where=str(run))
     found: dict[str, Any] = with_numbers(whole(complete[-1], process_group=own_group()))

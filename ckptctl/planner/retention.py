@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from ckptctl.planner.branches import UNKNOWN, Lineage
+
 State = Literal["complete", "incomplete", "writing", "not understood"]
 Action = Literal["keep", "remove", "skip"]
 
@@ -40,6 +42,7 @@ class Candidate:
         pinned: What else names it, and so keeps it.
         metrics: What it was rated with.
         exempt: Why it is left alone whatever is asked, and does not count; empty: it is not.
+        lineage: Which save of its run it is, as far as it says so.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Candidate:
     pinned: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     exempt: str = ""
+    lineage: Lineage = UNKNOWN
 
     @property
     def counts(self) -> bool:
@@ -162,7 +166,7 @@ def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def disorder(candidates: Iterable[Candidate]) -> tuple[Candidate, Candidate] | None:
-    """Return two complete checkpoints of a series, the one of the higher step being older.
+    """Return two complete checkpoints of a series: the one that was saved later has a lower step.
 
     Two runs that were saved into one folder look like that: then the highest step is not the
     newest checkpoint. None: there are none.
@@ -171,11 +175,20 @@ def disorder(candidates: Iterable[Candidate]) -> tuple[Candidate, Candidate] | N
     for one in ordered(candidates):
         if not one.counts:
             continue
-        if newest is None or newest.series != one.series or newest.time <= one.time:
+        if newest is None or newest.series != one.series:
             newest = one
-        elif one.time < newest.time - CLOCK:
+        elif earlier(one, newest):
             return newest, one
+        elif newest.time <= one.time or (newest.lineage.save and one.lineage.save):
+            newest = one
     return None
+
+
+def earlier(one: Candidate, other: Candidate) -> bool:
+    """Return whether *one* was saved before *other*: by their numbers, or else by the clock."""
+    if one.lineage.save and other.lineage.save:
+        return one.lineage.save < other.lineage.save
+    return one.time < other.time - CLOCK
 
 
 def _reasons(

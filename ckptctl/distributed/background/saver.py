@@ -27,7 +27,7 @@ from ckptctl.distributed.background.thread import Callback, SaveThread
 from ckptctl.distributed.background.writer_process import WriterProcess
 from ckptctl.distributed.closing import Closing
 from ckptctl.distributed.group import Group, coordinator
-from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.options import Beside, SaveOptions
 from ckptctl.distributed.saving.plans import chunks_of
 from ckptctl.distributed.saving.rank_output import require_local
 from ckptctl.distributed.state import StateDict
@@ -93,6 +93,7 @@ class AsyncSaver(Closing):
         on_staged: Callback | None = None,
         on_published: Callback | None = None,
         collectives: bool = True,
+        beside: Beside | None = None,
         **options: Unpack[SaveKeywords],
     ) -> SaveFuture:
         """Copy *state_dict* and save the copy in the background; see :func:`async_save`.
@@ -105,6 +106,7 @@ class AsyncSaver(Closing):
             on_staged: Called with the path.
             on_published: Called with the path.
             collectives: See :func:`ckptctl.save`.
+            beside: See :class:`~ckptctl.distributed.saving.options.SaveOptions`.
             **options: See :func:`ckptctl.save`.
 
         Raises:
@@ -114,7 +116,7 @@ class AsyncSaver(Closing):
         apart = _one_of("mode", mode or self._mode, ("thread", "process")) == "process"
         if not collectives:
             require_local(path)
-        how = SaveOptions(**options)
+        how = SaveOptions(**options, beside=beside)
         self._require_usable()
         calls, ranks = self._groups()
         ballot = Ballot(calls if collectives else Alone())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution
+
+Beside = Callable[[], Mapping[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class SaveOptions:
             objects of classes that are not known to be harmless.
         execute: What carries out a rank's plan: the function of
             :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
+        beside: Returns the content of files that are published with it, by name; called on rank 0,
+            last. Not below a URL.
     """
 
     overwrite: bool = False
@@ -37,3 +41,4 @@ class SaveOptions:
     checksum: bool = True
     trusted: bool = False
     execute: Callable[..., Execution] = execute
+    beside: Beside | None = None

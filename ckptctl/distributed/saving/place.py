@@ -78,6 +78,9 @@ class Folder:
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`Place`."""
+        beside = self._options.beside() if self._options.beside else {}
+        for name, content in beside.items():
+            add_file(self._stage.data / name, [content], sync=self._options.sync)
         add_file(self._stage.data / METADATA, metadata, sync=self._options.sync)
         self._stage.publish()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time as clock
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,14 @@ from ckptctl.ops.runs.completeness import health
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.listing import AT_WORK, Checkpoint, Run, read_run
 from ckptctl.ops.runs.pointers import Pins, pins
-from ckptctl.planner.retention import Action, Decision, Policy, decide
+from ckptctl.planner.retention import Action, Candidate, Decision, Policy, decide
 from ckptctl.storage.remote.path import named
 from ckptctl.storage.retirement import Retirement, leftovers, retiring, tidy
 
 if TYPE_CHECKING:
     from ckptctl.ops.retention.thin import Thinning
+
+AT_WORK_WITH = "the run that is at work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ def plan_prune(
     thin: bool = False,
     replaced: bool = False,
     series: str | None = None,
+    in_use: Collection[str] = (),
     now: float | None = None,
 ) -> PrunePlan:
     """Decide what is removed from a run; changes nothing.
@@ -173,6 +176,7 @@ def plan_prune(
         thin: Take optimizer state away instead of removing.
         replaced: Whether something complete elsewhere stands for all of them: none has to stay.
         series: Look at those alone whose names have this in common; None: at all.
+        in_use: Names of those with which a run is at work: they are kept.
         now: Seconds since the epoch; None: what the clock says.
 
     Raises:
@@ -187,7 +191,7 @@ def plan_prune(
     real = require_root(named(root), force=force)
     require_pointers(real)
     run = read_run(real, now, series)
-    candidates = [one.candidate for one in run.checkpoints]
+    candidates = [_in_use(one.candidate, in_use) for one in run.checkpoints]
     if not force:
         require_order(run.checkpoints)
     policy = with_known_metrics(policy, candidates)
@@ -199,6 +203,10 @@ def plan_prune(
     plan = PrunePlan(real, policy, run, verdicts, thin, tuple(leftovers(real)))
     require_removable(one.checkpoint.entry.path for one in plan.of("remove"))
     return plan
+
+
+def _in_use(one: Candidate, names: Collection[str]) -> Candidate:
+    return replace(one, pinned=(*one.pinned, AT_WORK_WITH)) if one.name in names else one
 
 
 def _verdict(found: Checkpoint, decision: Decision, thin: bool) -> Verdict:

@@ -17,6 +17,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
+from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.dcp.companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.conversion.convert import plan_changed, run_conversion
@@ -24,7 +25,6 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.retention.thin_lists import strike_out
 from ckptctl.ops.runs.entries import ADDED, Entry, entry_at
 from ckptctl.ops.runs.listing import Checkpoint
-from ckptctl.ops.runs.pointers import SIDECAR
 from ckptctl.storage import rename, trash
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.retirement import Retirement

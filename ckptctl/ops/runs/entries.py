@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from ckptctl import formats
 from ckptctl.errors import FormatError, SourceNotFoundError, listed
+from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
-from ckptctl.ops.runs.pointers import SIDECAR
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.writing import NAME as LOCK

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.errors import SourceNotFoundError, UnsupportedError, command
+from ckptctl.errors import SourceNotFoundError, UnsupportedError, command, listed
 from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.completeness import Company, Health, health
 from ckptctl.ops.runs.entries import Entry, entries
 from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.pointers import Pins, metrics, pins
-from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, State, ordered
+from ckptctl.ops.runs.run_record import lineage_of
+from ckptctl.planner.branches import Lineage, left_behind
+from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, State, earlier, ordered
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.remote.path import path_of
@@ -114,11 +116,13 @@ class Newest:
         chosen: The checkpoint.
         skipped: Those that are newer and not complete.
         others: The newest complete ones of other series, among which it was chosen.
+        doubts: Where the highest step is not the last save: both, and which of them was chosen.
     """
 
     chosen: Checkpoint
     skipped: tuple[Checkpoint, ...] = ()
     others: tuple[Checkpoint, ...] = ()
+    doubts: tuple[str, ...] = ()
 
 
 def rfc3339(seconds: float) -> str:
@@ -150,7 +154,8 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
     pinned = pins(root, *_members(examined))
     known = {one.path.name for one in found}
     others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
-    checkpoints = _by_order([_pinned(one, pinned) for one in examined])
+    left = _left(found)
+    checkpoints = _by_order([_protected(one, pinned, left) for one in examined])
     return Run(root, checkpoints, tuple(name for name in others if not name.startswith(".")))
 
 
@@ -169,9 +174,10 @@ def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, l
 def newest(root: Path, now: float | None = None) -> Newest:
     """Return the newest complete checkpoint of a run.
 
-    Of several series the one that was written last counts; what Lightning saves last is compared
-    with its numbered ones by the step, and named where none of them has it. Older checkpoints are
-    not looked at.
+    Of a run that went on from an earlier checkpoint what it left behind does not count, as long as
+    there is another. Of several series the one that was written last counts; what Lightning saves
+    last is compared with its numbered ones by the step, and named where none of them has it. Older
+    checkpoints are not looked at, but for what was saved later than a higher step.
 
     Raises:
         SourceNotFoundError: There is none.
@@ -182,8 +188,8 @@ def newest(root: Path, now: float | None = None) -> Newest:
     skipped: list[Checkpoint] = []
     found: list[Checkpoint] = []
     waiting = sorted(entries(root), key=lambda one: (one.named.order, one.time), reverse=True)
-    company = _company(waiting)
-    for one in waiting:
+    company, left = _company(waiting), _left(waiting)
+    for one in sorted(waiting, key=lambda one: one.path.name in left):
         if any(one.named.series == other.entry.named.series for other in found):
             continue
         seen = _accompanied(examine(one, now), company)
@@ -200,7 +206,46 @@ def newest(root: Path, now: float | None = None) -> Newest:
         chosen,
         tuple(skipped),
         tuple(one for one in others if one is not chosen and not _same(one, chosen)),
+        tuple(_doubts(chosen, waiting, left, now)),
     )
+
+
+def _left(found: Sequence[Entry]) -> dict[str, int]:
+    """Return for what a run left behind the step from which it went on instead."""
+    series: dict[str, dict[str, Lineage]] = {}
+    for one in found:
+        if not one.link:
+            series.setdefault(one.named.series, {})[one.path.name] = lineage_of(one.path)
+    return {name: step for some in series.values() for name, step in left_behind(some).items()}
+
+
+def _doubts(
+    chosen: Checkpoint, entries: Sequence[Entry], left: Mapping[str, int], now: float
+) -> Iterator[str]:
+    """Yield why one might think that another checkpoint than *chosen* is the newest."""
+    own = [one for one in entries if one.named.series == chosen.candidate.series and not one.exempt]
+    name, order = chosen.candidate.name, chosen.entry.named.order
+    higher = [one.path.name for one in own if one.path.name in left and one.named.order > order]
+    if higher and name not in left:
+        yield (
+            f"{listed(higher)} has a higher step than `{name}` and is left out: the run went on "
+            f"from step {left[higher[0]]}, and `{name}` was saved after that"
+        )
+    lower = (one for one in own if one.named.order < order and one.path.name not in left)
+    seen = (examine(one, now) for one in lower if _may_be_later(one, chosen))
+    later = [one for one in seen if one.complete and earlier(chosen.candidate, one.candidate)]
+    if later:
+        last = max(later, key=lambda one: (one.candidate.lineage.save, one.entry.time))
+        times = rfc3339(chosen.entry.time), rfc3339(last.entry.time)
+        yield (
+            f"`{name}` has the highest step, and `{last.candidate.name}` was saved later "
+            f"({times[0]} and {times[1]}): are these two runs in one folder?"
+        )
+
+
+def _may_be_later(entry: Entry, chosen: Checkpoint) -> bool:
+    own, other = lineage_of(entry.path).save, chosen.candidate.lineage.save
+    return own > other if own and other else entry.time > chosen.entry.time
 
 
 def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
@@ -270,9 +315,12 @@ def _members(found: Sequence[Checkpoint]) -> tuple[list[str], set[str]]:
     return names, {one.entry.path.name for one in own if one.complete}
 
 
-def _pinned(found: Checkpoint, pinned: Pins) -> Checkpoint:
-    names = pinned.get(found.candidate.name, ())
-    return replace(found, candidate=replace(found.candidate, pinned=names)) if names else found
+def _protected(found: Checkpoint, pinned: Pins, left: Mapping[str, int]) -> Checkpoint:
+    one = found.candidate
+    step, exempt = left.get(one.name), one.exempt
+    if step is not None:
+        exempt = f"left behind: the run went on from step {step}"
+    return replace(found, candidate=replace(one, pinned=pinned.get(one.name, ()), exempt=exempt))
 
 
 def examine(entry: Entry, now: float) -> Checkpoint:
@@ -291,6 +339,7 @@ def examine(entry: Entry, now: float) -> Checkpoint:
         time=entry.time,
         metrics={**entry.named.metrics, **metrics(entry.path)},
         exempt=entry.exempt,
+        lineage=lineage_of(entry.path),
     )
     found = Checkpoint(entry, one, seen.format, seen.parts)
     return found if seen.verdict == "whole" else _not_whole(found, seen, now)

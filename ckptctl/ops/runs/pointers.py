@@ -20,14 +20,12 @@ from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_conten
 from ckptctl.ops.runs.callbacks import LAST, noted
 from ckptctl.ops.runs.links import linked
 from ckptctl.ops.runs.names import is_last, parse
+from ckptctl.ops.runs.run_record import record
 from ckptctl.ops.runs.spellings import decoded, mentioned, understood
 from ckptctl.ops.runs.trainer_state import NAME as TRAINER
 from ckptctl.ops.runs.trainer_state import trainer_state
-from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.json_reader import read_json
 
 NAMES = (LATEST, LATEST_UNIVERSAL, "last_checkpoint")
-SIDECAR = "ckptctl.run.json"
 MAX_TEXT = 1 << 16
 
 Pins = dict[str, tuple[str, ...]]
@@ -135,7 +133,7 @@ def points_inside(root: Path, names: Sequence[str]) -> bool:
 def metrics(folder: Path) -> dict[str, float]:
     """Return what a checkpoint was rated with, as it says itself."""
     rated: dict[str, object] = {**noted(folder).scores, **trainer_state(folder).rated}
-    own = _document(folder, SIDECAR).get("metrics")
+    own = record(folder).get("metrics")
     rated |= own if isinstance(own, dict) else {}
     rated.pop("step", None)
     return {
@@ -232,15 +230,3 @@ def _text(root: Path, name: str) -> tuple[str, bool]:
         return "", True
     content, whole = pointer_content(root, name, MAX_TEXT)
     return decoded(content), whole
-
-
-def _document(folder: Path, name: str) -> Mapping[str, object]:
-    """Return the object in a JSON file; nothing where there is none that can be read."""
-    try:
-        if not (folder / name).is_file():
-            return {}
-        with SourceFiles(folder) as files:
-            found = read_json(files, name, constants=True)
-    except (CkptError, OSError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,0 +1,77 @@
+"""Branches of a run: what it left behind when it went on from an earlier checkpoint.
+
+Saves into one folder are counted, whatever their steps and whatever clocks say. Where training
+goes on from save 2 although 3 is there, no later one builds on 3. Every save repeats what was left
+on its way, so that this is known when the checkpoints between are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Resume(NamedTuple):
+    """A run went on from a checkpoint.
+
+    Attributes:
+        step: Its step.
+        save: Its number; 0: it has none.
+        newest: The highest number that there was then.
+    """
+
+    step: int
+    save: int
+    newest: int
+
+    @property
+    def leaves(self) -> bool:
+        """Return whether there were later saves, on which what followed does not build."""
+        return 0 < self.save < self.newest
+
+
+class Lineage(NamedTuple):
+    """What a checkpoint says of those before it.
+
+    Attributes:
+        save: It is this one of the saves into its folder, from 1 on; 0: it does not say.
+        resumed: What its run went on from on the way, where something was left, and the last time.
+    """
+
+    save: int = 0
+    resumed: tuple[Resume, ...] = ()
+
+    def going_on(self, step: int, newest: int) -> Lineage:
+        """Return what a run is that goes on from this checkpoint.
+
+        Args:
+            step: Its step.
+            newest: The highest number that there is.
+        """
+        before = tuple(one for one in self.resumed if one.leaves)
+        return Lineage(newest, (*before, Resume(step, self.save, newest)))
+
+    def next(self) -> Lineage:
+        """Return what the next save of the same run is."""
+        return Lineage(self.save + 1, self.resumed)
+
+
+UNKNOWN = Lineage()
+
+
+def left_behind(lineages: Mapping[str, Lineage]) -> dict[str, int]:
+    """Return the checkpoints on which the newest save does not build.
+
+    Args:
+        lineages: Of the checkpoints of one series, by name.
+
+    Returns:
+        For each the step from which the run went on instead.
+    """
+    tip = max(lineages.values(), default=UNKNOWN)
+    return {
+        name: one.step
+        for name, lineage in lineages.items()
+        for one in tip.resumed
+        if one.leaves and one.save < lineage.save <= one.newest
+    }

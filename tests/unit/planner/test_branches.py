@@ -1,0 +1,62 @@
+"""Which saves a run left behind when it went on from an earlier checkpoint."""
+
+from __future__ import annotations
+
+import random
+
+from ckptctl.planner.branches import Lineage, Resume, left_behind
+from ckptctl.planner.retention import Candidate, Policy, decide, disorder
+
+
+def test_random_runs_against_their_history() -> None:
+    """Save and go back at random, lose checkpoints at random; the history says what is left."""
+    chance = random.Random(3)
+    for _ in range(300):
+        there: dict[str, tuple[int, Lineage, frozenset[str]]] = {}
+        own, base, step, count = Lineage(), frozenset[str](), 0, 0
+        for _ in range(chance.randrange(2, 25)):
+            if there and chance.random() < 0.3:
+                name = chance.choice(list(there))
+                step, saved, base = there[name]
+                newest = max(one.save for _, one, _ in there.values())
+                own = saved.going_on(step, newest)
+            else:
+                own, step, count = own.next(), step + 10, count + 1
+                base |= {f"save {count}"}
+                there[f"save {count}"] = step, own, base
+            if len(there) > 3 and chance.random() < 0.3:
+                tip = max(there, key=lambda name: there[name][1].save)
+                del there[chance.choice([name for name in there if name != tip])]
+        if not there:
+            continue
+        tip = max(there, key=lambda name: there[name][1].save)
+        found = left_behind({name: one for name, (_, one, _) in there.items()})
+        assert found.keys() == there.keys() - there[tip][2], there
+
+
+def test_going_on_from_the_newest_leaves_nothing() -> None:
+    first = Lineage().next()
+    again = first.going_on(10, 1).next().going_on(20, 2).next()
+    assert again == Lineage(3, (Resume(20, 2, 2),))
+    assert left_behind({"a": first, "c": again}) == {}
+
+
+def candidate(step: int, save: int, time: float) -> Candidate:
+    return Candidate(f"step-{step}", "step-", (step,), time, lineage=Lineage(save))
+
+
+def test_numbers_of_saves_count_more_than_clocks() -> None:
+    backwards = [candidate(10, 1, 900.0), candidate(20, 2, 100.0)]
+    assert disorder(backwards) is None
+    at_once = [candidate(10, 2, 100.0), candidate(20, 1, 100.0)]
+    found = disorder(at_once)
+    assert found and [one.step for one in found] == [10, 20]
+    unknown = [candidate(10, 0, 900.0), candidate(20, 2, 100.0)]
+    assert disorder(unknown) is not None
+
+
+def test_what_is_left_behind_does_not_count() -> None:
+    left = Candidate("step-30", "step-", (30,), 3.0, exempt="left behind")
+    run = [candidate(20, 2, 2.0), candidate(21, 4, 4.0), left]
+    actions = {one.candidate.name: one.action for one in decide(run, Policy(last=1), 10.0)}
+    assert actions == {"step-20": "remove", "step-21": "keep", "step-30": "skip"}
