@@ -20,6 +20,8 @@ T = TypeVar("T")
 class Group:
     """The ranks of a process group.
 
+    They send each other pickles, and trust each other, as in torch's own collectives of objects.
+
     Args:
         group: The group; None: the default one.
     """

@@ -16,6 +16,7 @@ from ckptctl.errors import (
     CkptError,
     DamagedError,
     FormatError,
+    RefusedError,
     UnsupportedError,
     UsageError,
     listed,
@@ -74,6 +75,8 @@ def read_values(
             try:
                 content = value_bytes(opened, blob)
                 found[name] = unpickled(content, blob.name, where, trusted=trusted)
+            except RefusedError as error:  # it lies among others, and cannot be taken out
+                refused[name] = UnsupportedError(error.what, where=where, hint=LEAVE_OUT)
             except UnsupportedError as error:
                 refused[name] = error
     if not trusted:
@@ -81,7 +84,7 @@ def read_values(
     if strict and refused:
         raise _joined(refused, catalog.path)
     kept = {name: value for name, value in found.items() if name not in refused}
-    return ReadValues(kept, {name: f"{one.why}" for name, one in refused.items()})
+    return ReadValues(kept, {name: one.why or one.what for name, one in refused.items()})
 
 
 def _outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
@@ -105,7 +108,7 @@ def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedE
     errors = list(refused.values())
     if len(errors) == 1:
         return errors[0]
-    reasons = dict.fromkeys(f"{error.why}" for error in errors)
+    reasons = dict.fromkeys(error.why or error.what for error in errors)
     return type(errors[0])(
         f"{len(errors):,} leaves are not known to be harmless: {listed(list(refused))}",
         where=where,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -11,6 +13,8 @@ from ckptctl.distributed.leaves.safe_reader import read_leaf
 from ckptctl.errors import CkptError, RefusedError, listed
 
 SHOWN = 100
+SMALL = 1 << 12
+"""Bytes of leaves that are kept to be known again."""
 _READ_BY_ALL = frozenset({type(None), bool, int, float, str})
 
 
@@ -34,7 +38,7 @@ def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
             refused[name] = f"{type(error).__name__}: {error}"
             lost = True
             continue
-        why = None if trusted else _unreadable(value, contents[name], name)
+        why = None if trusted else _unreadable(value, contents[name])
         if why is not None:
             refused[name] = f"it could not be loaded again: {why}"
     if refused:
@@ -48,17 +52,26 @@ def _written(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def _unreadable(value: object, content: bytes, name: str) -> str | None:
+def _unreadable(value: object, content: bytes) -> str | None:
     """Return why a leaf that was written cannot be read without trust, or comes back as another."""
     if type(value) in _READ_BY_ALL:
         return None
+    prove = _proven if len(content) <= SMALL else _proven.__wrapped__
+    kind: Any = type(value)
+    return prove(kind, content)
+
+
+@lru_cache(maxsize=1 << 12)
+def _proven(kind: type, content: bytes) -> str | None:
+    """Return why *content* cannot be read as a value of a class; None: it can.
+
+    Leaves that come again at every save, as hyperparameters of each parameter do, are read once.
+    """
     try:
-        found = read_leaf(content, name)
+        found = read_leaf(content, "the leaf")
     except CkptError as error:
         return error.what + (f": {error.why}" if error.why else "")
-    if type(found) is not type(value):
-        return f"it would come back as a `{type(found).__name__}`"
-    return None
+    return None if type(found) is kind else f"it would come back as a `{type(found).__name__}`"
 
 
 def _refusal(

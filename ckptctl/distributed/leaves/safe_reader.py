@@ -30,6 +30,8 @@ MAKERS: Makers = {**STANDARD, **NUMPY, **TORCH}
 TABLE = {**TORCH_TABLE, **{(key.module, key.name): key for key in MAKERS}}
 MAX_RECORD_KEYS = 10_000
 """Keys and members that are no plain values; hashes of such can be made to collide."""
+SHARED_TIMES = 4
+SHARED_ALLOWANCE = 1 << 16
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
 _FACTORIES: Mapping[Global, Callable[[], object]] = {
     Global(kind.__module__, kind.__name__): kind
@@ -53,7 +55,7 @@ def read_leaf(content: bytes, where: str) -> object:
     archive = read_archive(files, "", 0, len(content), unknown="inert", table=TABLE)
     storages = Storages(archive.storages, lambda at, count: files.read("", at, count))
     try:
-        return _Values(storages).make(archive.root)
+        return _Values(storages, SHARED_ALLOWANCE + SHARED_TIMES * len(content)).make(archive.root)
     except (ArithmeticError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         why = f"{type(error).__name__}: {error}"
         raise UnsupportedError("an object in it cannot be made", why=why) from None
@@ -64,10 +66,12 @@ class _Values:
 
     Args:
         storages: Of its tensors.
+        allowance: Bytes that its instances may be made of, each counted as often as it is used.
     """
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, storages: Storages, allowance: int) -> None:
         self._storages = storages
+        self._allowance = allowance
         self._made: dict[int, object] = {}
         self._record_keys = 0
 
@@ -101,6 +105,10 @@ class _Values:
         maker = MAKERS.get(Global(record.module, record.name))
         if maker is None:
             raise unknown(record)
+        state = record.state if type(record.state) is tuple else ()
+        self._allowance -= sum(map(_size, (*record.args, *state)))
+        if self._allowance < 0:
+            raise wrong(record, "one value is copied again and again")
         return maker(record, self.make)
 
     def _container(self, record: object) -> object:
@@ -154,6 +162,13 @@ class _Values:
                 raise wrong(record.origin, "its state is not a dict of attributes")
             vars(found).update(state)
         return found
+
+
+def _size(part: object) -> int:
+    """Return how many bytes an argument has that a constructor copies."""
+    if isinstance(part, str | bytes | bytearray):
+        return len(part)
+    return part.bit_length() >> 3 if isinstance(part, int) else 0
 
 
 def _factory(record: DictRecord) -> Callable[[], object] | None:

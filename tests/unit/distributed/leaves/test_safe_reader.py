@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,20 @@ def test_forged_records_are_refused(name: str) -> None:
         read_leaf(zip_of(dumps([FORGED[name]])), "here")
 
 
+@pytest.mark.parametrize("kind", ["array", "text"])
+def test_one_value_does_not_become_many(kind: str) -> None:
+    content, text = bytes(100_000), "1" * 100_000
+    made: dict[str, Callable[[], object]] = {
+        "array": lambda: array((100_000,), plain("i1"), content),
+        "text": lambda: call("decimal", "Decimal", text),
+    }
+    leaf = dumps([made[kind]() for _ in range(2000)])
+    assert len(leaf) < 500_000
+    with pytest.raises(UnsupportedError) as found:
+        read_leaf(zip_of(leaf), "here")
+    assert "again and again" in str(found.value.why)
+
+
 def test_such_records_are_read_as_numpy_writes_them() -> None:
     numbers = array((2,), plain("i8"), bytes(15) + b"\1")
     times = array((1,), timed(b"s", 25, 1, 1), bytes(8))
@@ -190,7 +205,7 @@ def forged_tensor(
     offset: object, shape: object, strides: object, kind: type, numel: object, grad: object
 ) -> bytes:
     """Return a leaf with a tensor over a storage of 16 bytes."""
-    arguments = (Storage(kind, numel), offset, shape, strides, grad, OrderedDict())
+    arguments: tuple[Any, ...] = (Storage(kind, numel), offset, shape, strides, grad, OrderedDict())
     buffer = io.BytesIO()
     Pickler(buffer, 2).dump([Call(torch._utils._rebuild_tensor_v2, arguments)])
     return zip_of(buffer.getvalue(), {"0": b"\x02" * 16})
