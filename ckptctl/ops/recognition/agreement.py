@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from ckptctl import families
 from ckptctl.errors import SHOWN, MappingError, UsageError
@@ -39,13 +39,13 @@ class Description:
     """A file that describes the model.
 
     Attributes:
-        name: What kind of file it is.
+        name: ``config.json`` or ``params.json``.
         place: Its path.
         content: What it says.
         assets: Whether it is one of ``--assets``.
     """
 
-    name: Literal["config.json", "params.json"]
+    name: str
     place: str
     content: Json
     assets: bool = False
@@ -148,7 +148,7 @@ def _refined(family: Family, known: Mapping[str, Family]) -> list[str]:
     """Return the families that *family* is a special case of, the nearest first."""
     found: list[str] = []
     parent = family.refines
-    while parent in known and parent not in found:
+    while parent is not None and parent in known and parent not in found:
         found.append(parent)
         parent = known[parent].refines
     return found

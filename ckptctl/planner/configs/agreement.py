@@ -197,10 +197,10 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
             for name in spellings(names[0]):
                 values.pop(name, None)
     yield from (Statement(name, value, source) for name, value in values.items())
-    named = {f"{name}.": config.get(name) for name in MODULES}
+    modules: dict[str, object] = {f"{name}.": config.get(name) for name in MODULES}
     unscaled = {
         f"{prefix}rope.rope_type"
-        for prefix, inner in {"": config, **named}.items()
+        for prefix, inner in {"": config, **modules}.items()
         if isinstance(inner, Mapping) and not ROPE.isdisjoint(inner)
     }
     for name, value in _defaults(family, config).items():

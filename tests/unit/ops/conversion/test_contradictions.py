@@ -194,7 +194,7 @@ def test_loading_compares_as_well(tmp_path: Path) -> None:
 
 def test_a_named_model_type_is_compared_too(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3", tied=True)
-    source = save_hf(tmp_path / "in", state, config | {"num_hidden_layers": 4})
+    source = save_hf(tmp_path / "in", state, config | {"intermediate_size": 448})
     with pytest.raises(MappingError):
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", model_type="llama3")
     right = save_hf(tmp_path / "right", state, config)
