@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 from typer.testing import CliRunner, Result
 
 import ckptctl
@@ -42,7 +42,7 @@ def weights(rows: int = 1500) -> dict[str, torch.Tensor]:
 
 def torchs(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, OutOfRange]:
     """What torch's own casts make of *state*."""
-    found = {}
+    found: dict[str, OutOfRange] = {}
     for name, value in state.items():
         made = value.to(dtype)
         largest, tie = torch.finfo(dtype).max, {torch.float8_e4m3fn: 464}.get(dtype, INF)
@@ -75,9 +75,6 @@ def test_counts_are_torchs(tmp_path: Path, dtype: str, target: str) -> None:
         source, tmp_path / "out", to=target, dtype=dtype, allow_overflow=True, jobs=2
     )
     assert done.out_of_range == torchs(state, getattr(torch, dtype)) != {}
-    assert done.to_json()["out_of_range"]["b.weight"]["infinite"] == (
-        torchs(state, getattr(torch, dtype))["b.weight"].infinite
-    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
@@ -199,5 +196,5 @@ def test_in_training(tmp_path: Path) -> None:
     torch.testing.assert_close(state["b.weight"], held["b.weight"].half(), equal_nan=True)
     reader = Reader(source, cast=True)
     with pytest.raises(CheckpointException, match="became infinite"):
-        dcp.load(state, storage_reader=reader)
-    dcp.load(state, storage_reader=Reader(source, cast=True, allow_overflow=True))
+        load(state, storage_reader=reader)
+    load(state, storage_reader=Reader(source, cast=True, allow_overflow=True))

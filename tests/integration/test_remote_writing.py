@@ -373,3 +373,12 @@ def test_what_changed_since_is_sent_again(
     result = ckptctl.convert(source, url, verify=True, **options)
     assert set(sent) == {"again", "__0_1.distcp", ".metadata"}
     assert result.resumed_bytes > 40_000 and _value(url) == 1.0
+
+
+def test_what_does_not_fit_into_its_dtype_is_not_published(tmp_path: Path, url: str) -> None:
+    source = _source(tmp_path / "source", 1e5)
+    with pytest.raises(RefusedError, match="became infinite"):
+        ckptctl.convert(source, url, to="dcp", dtype="fp16")
+    assert not _names(url)
+    done = ckptctl.convert(source, url, to="dcp", dtype="fp16", allow_overflow=True)
+    assert [one.infinite for one in done.out_of_range.values()] == [5000] * 4

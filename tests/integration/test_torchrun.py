@@ -198,6 +198,22 @@ def test_other_options_on_one_rank(sources: Path, tmp_path: Path) -> None:
     nothing_is_left(out)
 
 
+def test_what_all_ranks_cast_is_counted(tmp_path: Path) -> None:
+    """Each of them has some of the elements that become infinite."""
+    large = torch.full((1000, 900), 1e5)
+    save_file({"large": large}, tmp_path / "large.safetensors", {"format": "pt"})
+    out = tmp_path / "out.pt"
+    convert = ["convert", str(tmp_path / "large.safetensors"), str(out), "--to", "torch"]
+    convert += ["--dtype", "fp16"]
+    found, printed = run_job(tmp_path / "refused", 2, commands=[convert])
+    assert [results[0]["code"] for results in found] == [6, 6], printed
+    assert printed.count("`large`: 900,000 infinite") == 1, printed
+    nothing_is_left(out)
+    found, printed = run_job(tmp_path / "done", 2, commands=[[*convert, "--allow-overflow"]])
+    assert [results[0]["code"] for results in found] == [0, 0], printed
+    assert "`large`: 900,000 infinite" in printed
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_full_disk(rank: int, sources: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

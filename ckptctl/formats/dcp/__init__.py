@@ -110,7 +110,7 @@ class DcpFormat(WritableFormat):
             writer.finish()
         content = encode(request.tensors, request.blobs, writer.boxes, writer.items)
         writer.files.append(document(METADATA, content))
-        leaves = [*request.tensors, *request.blobs]
+        leaves: list[OutputTensor | Blob] = [*request.tensors, *request.blobs]
         notes = (*_untied(request.tensors), *_renamed(leaves), *_listed(leaves))
         boxes = {name: tuple(found) for name, found in writer.boxes.items()}
         return Output(

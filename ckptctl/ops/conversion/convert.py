@@ -147,7 +147,7 @@ def run_conversion(
         on_first(ranks, lambda: _require_room(plan, stage))
         report = progress or (lambda _: None)
         done = sharing.execute_together(plan.plan, stage, options.execution(), report, ranks)
-        _require_in_range(plan, done)
+        on_first(ranks, lambda: _require_in_range(plan, done))
         on_first(ranks, lambda: _publish(stage))
         if options.verify:
             _verify(plan, stage, done.crcs, ranks)

@@ -323,7 +323,7 @@ class Draft:
             blobs=blobs,
             max_shard_size=self.options.max_shard_size,
             mp=self.ranks,
-            rank_boxes=divide and partial(divide, ranks=self.ranks),
+            rank_boxes=partial(divide, ranks=self.ranks) if divide else None,
             checksum=self.options.checksum,
         )
         if self.like is None:

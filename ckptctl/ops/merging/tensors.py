@@ -81,7 +81,7 @@ class Merging:
         require_saved(described(self.adapter), self.found.replaced)
         factors = self._factors()
         weights = _grouped(self.found.changed, lambda delta: delta.key)
-        biases = _grouped(self.found.changed, lambda delta: delta.bias and delta.bias.key)
+        biases = _grouped(self.found.changed, lambda delta: delta.bias.key if delta.bias else None)
         names = [*weights, *biases, *self.found.replaced]
         base = located(catalog, [held[name].name for name in names]).tensors
         self._refuse_tied(catalog, set(base))

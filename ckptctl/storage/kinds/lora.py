@@ -108,7 +108,8 @@ def scales(
     import torch
 
     length = _rows(inputs, computed, f"magnitude{number}", number, rows)
-    return length / torch.linalg.norm(part, dim=1, keepdim=True)
+    norms: torch.Tensor = torch.linalg.norm(part, dim=1, keepdim=True)
+    return length / norms
 
 
 def product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
