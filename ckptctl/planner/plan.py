@@ -9,6 +9,7 @@ hold it in the target's. Which bytes go where follows from the two.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -176,21 +177,32 @@ class Check:
     gaps: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class FileIdentity:
-    """What must not change in a source file while it is read.
+    """What tells a file, or a folder, from what it was before, and from another of its name.
+
+    Whoever writes to a file can set its modification time back, and nobody the time of its last
+    change, which any write, and any change of mode, owner or links, sets to now.
 
     Attributes:
         size: Bytes.
         mtime_ns: Modification time in nanoseconds.
+        ctime_ns: Time of the last change in nanoseconds.
         inode: Inode number.
         device: Device number.
     """
 
     size: int
     mtime_ns: int
+    ctime_ns: int
     inode: int
     device: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        """Return the identity of what has *status*."""
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return cls(status.st_size, *times, status.st_ino, status.st_dev)
 
 
 @dataclass(frozen=True, slots=True)

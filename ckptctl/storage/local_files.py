@@ -84,8 +84,7 @@ class LocalFiles:
     def identity(self, name: str) -> FileIdentity:
         """See :meth:`~ckptctl.storage.files.Access.identity`."""
         with self._descriptor(name) as descriptor:
-            found = os.fstat(descriptor)
-        return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+            return FileIdentity.of(os.fstat(descriptor))
 
     def digest(self, name: str) -> None:
         """Return None: a file says nothing of its content."""

@@ -17,13 +17,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage import lock, rename, trash
 from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.sync import sync_directory
 
 TRASH = ".ckptctl-trash"
 DOING = "removing checkpoints here"
-Identity = tuple[int, int, int]
 
 
 class Retirement:
@@ -57,12 +57,12 @@ class Retirement:
                 self._stack.enter_context(lock.held_itself(self.root, DOING))
                 self._cramped = True
 
-    def retire(self, name: str, identity: Identity) -> None:
+    def retire(self, name: str, identity: FileIdentity) -> None:
         """Remove the entry *name* of the folder.
 
         Args:
             name: A directory or a file; no link.
-            identity: See :func:`identity_of`.
+            identity: What it was when it was chosen.
 
         Raises:
             RefusedError: It is something else by now, or another file system is mounted in it; it
@@ -158,11 +158,6 @@ class Retirement:
         )
 
 
-def identity_of(status: os.stat_result) -> Identity:
-    """Return what tells a thing from another one that has its name later, inode or not."""
-    return status.st_dev, status.st_ino, status.st_ctime_ns
-
-
 def leftovers(root: Path) -> list[str]:
     """Return the names of what an earlier run has not removed from the trash of *root*."""
     folder = root / TRASH
@@ -207,12 +202,12 @@ def _for_want_of_room(error: StorageError) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def _require(path: Path, identity: Identity) -> None:
+def _require(path: Path, identity: FileIdentity) -> None:
     try:
         status = path.lstat()
     except OSError as error:
         raise StorageError.from_os_error(error, "remove", str(path)) from error
-    if identity_of(status) != identity:
+    if FileIdentity.of(status) != identity:
         raise RefusedError("it was replaced meanwhile", where=str(path))
     mounted = mounted_in(path)
     if mounted:

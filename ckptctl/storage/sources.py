@@ -65,7 +65,7 @@ class Sources:
             found = self._open[root].path(name).stat()
         except (SourceNotFoundError, FileNotFoundError):
             raise _changed(root, name, "it is gone") from None
-        return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+        return FileIdentity.of(found)
 
 
 def _difference(was: FileIdentity, now: FileIdentity) -> str:
@@ -73,7 +73,7 @@ def _difference(was: FileIdentity, now: FileIdentity) -> str:
         return f"it had {was.size:,} bytes, now it has {now.size:,}"
     if (was.inode, was.device) != (now.inode, now.device):
         return "another file has taken its place"
-    return "it was written to, or its time was set"
+    return "it was written to, or its time, mode, owner or links were changed"
 
 
 def _changed(root: str, name: str, why: str) -> DamagedError:

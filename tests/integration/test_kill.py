@@ -71,10 +71,7 @@ def make_plan(source: Path, target: Path, single: bool) -> Plan:
         raw.append(RawCopy("config.json", 0, 2, "sub/config.json"))
     sources = {}
     for path in source.iterdir():
-        found = path.stat()
-        sources[path.name] = FileIdentity(
-            found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
-        )
+        sources[path.name] = FileIdentity.of(path.stat())
     return Plan(
         str(source),
         sources,

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl.ops.saving.holdings import digest
+from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.remote.urls import is_url
 
 SETTLED_NS = 100_000_000
 MOST_FILES = 100_000
-Stamp = tuple[str, int, int, int, int, int]
+Stamp = tuple[str, FileIdentity]
 
 
 class _UnsettledError(Exception):
@@ -44,7 +45,7 @@ def identity(paths: Iterable[str | Path | None]) -> bytes | None:
                 found += sorted(_stamps(Path(path).expanduser().absolute()))
     except (_UnsettledError, OSError):
         return None
-    newest = max((max(stamp[2], stamp[3]) for stamp in found), default=0)
+    newest = max((max(one.mtime_ns, one.ctime_ns) for _, one in found), default=0)
     return digest(found) if found and newest < time.time_ns() - SETTLED_NS else None
 
 
@@ -62,22 +63,22 @@ def _below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
     if (own.st_dev, own.st_ino) in seen:
         return
     seen.add((own.st_dev, own.st_ino))
-    yield _stamp(str(folder), own)
+    yield str(folder), FileIdentity.of(own)
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():
                 yield from _below(Path(entry.path), seen)
             else:
-                yield _stamp(entry.path, _status(entry))
+                yield entry.path, FileIdentity.of(_status(entry))
 
 
 def _beside(path: Path) -> Iterator[Stamp]:
     """Yield the stamps of a file and of those in its directory."""
-    yield _stamp(str(path), path.stat())
+    yield str(path), FileIdentity.of(path.stat())
     with os.scandir(path.parent) as entries:
         for entry in entries:
             if not entry.is_dir():
-                yield _stamp(entry.path, _status(entry))
+                yield entry.path, FileIdentity.of(_status(entry))
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result:
@@ -85,8 +86,3 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result:
         return entry.stat()
     except FileNotFoundError:  # a symbolic link that leads nowhere
         return entry.stat(follow_symlinks=False)
-
-
-def _stamp(path: str, found: os.stat_result) -> Stamp:
-    times = found.st_mtime_ns, found.st_ctime_ns
-    return path, found.st_size, *times, found.st_ino, found.st_dev

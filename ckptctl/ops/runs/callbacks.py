@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ckptctl.errors import CkptError, FormatError, StorageError
+from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
@@ -74,7 +75,7 @@ def _noted(file: Path) -> Noted:
         return Noted()
     status = file.stat()
     try:
-        return _read(file, (status.st_ino, status.st_size, status.st_mtime_ns))
+        return _read(file, FileIdentity.of(status))
     except FormatError:  # it is none of Lightning's
         return Noted()
     except CkptError as error:
@@ -84,7 +85,7 @@ def _noted(file: Path) -> Noted:
 
 
 @lru_cache(maxsize=1024)
-def _read(file: Path, _: tuple[int, int, int]) -> Noted:
+def _read(file: Path, _: FileIdentity) -> Noted:
     with SourceFiles(file.parent) as files:
         root = read_archive(files, file.name, unknown="inert").root
         states = list(_states(root))

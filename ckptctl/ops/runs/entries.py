@@ -15,10 +15,10 @@ from ckptctl.errors import FormatError, SourceNotFoundError, listed
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
+from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.writing import NAME as LOCK
-from ckptctl.storage.retirement import Identity, identity_of
 
 ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR, LOCK})
 """What is put beside a checkpoint later, or taken away."""
@@ -57,7 +57,7 @@ class Entry:
     time: float
     touched: float
     staging: bool
-    identity: Identity
+    identity: FileIdentity
     shared: int = 0
     newest: str = ""
     link: str = ""
@@ -130,7 +130,7 @@ def entry_at(item: Path) -> Entry | None:
         sums.time or status.st_mtime,
         max(sums.touched, status.st_mtime),
         target is not None,
-        identity_of(own),
+        FileIdentity.of(own),
         sums.shared,
         sums.newest,
         link,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ckptctl.errors import CkptError
+from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.remote.urls import is_url
@@ -77,9 +78,8 @@ def trainer_state(folder: Path) -> TrainerState:
             files.path(NAME)
     except CkptError as error:
         return TrainerState(True, problem=error.what)
-    identity = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     try:
-        return _read(path, identity)
+        return _read(path, FileIdentity.of(status))
     except _CutError as error:  # it is not remembered: another try may succeed
         return error.state
 
@@ -101,7 +101,7 @@ def _remote(folder: Path) -> TrainerState:
 
 
 @lru_cache(maxsize=1024)
-def _read(path: Path, _: tuple[int, int, int, int]) -> TrainerState:
+def _read(path: Path, _: FileIdentity) -> TrainerState:
     scan = _Scan()
     try:
         scan.read(path)

@@ -60,7 +60,7 @@ class RemoteFiles:
     def identity(self, name: str) -> FileIdentity:
         """See :meth:`~ckptctl.storage.files.Access.identity`."""
         found = self._file(name)
-        return FileIdentity(found.size, found.mtime_ns, found.number, 0)
+        return FileIdentity(found.size, found.mtime_ns, found.mtime_ns, found.number, 0)
 
     def digest(self, name: str) -> str | None:
         """See :meth:`~ckptctl.storage.files.Access.digest`."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import RefusedError
+from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage import rename, retirement, trash
-from ckptctl.storage.retirement import TRASH, identity_of, leftovers, retiring
+from ckptctl.storage.retirement import TRASH, leftovers, retiring
 
 
 @pytest.fixture
@@ -20,8 +21,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def identity(path: Path) -> retirement.Identity:
-    return identity_of(path.lstat())
+def identity(path: Path) -> FileIdentity:
+    return FileIdentity.of(path.lstat())
 
 
 def names(folder: Path) -> list[str]:

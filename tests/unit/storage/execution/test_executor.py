@@ -50,7 +50,7 @@ def operand(file, offset, start, sizes, item, record=-1, crc=None):
 
 def identity(path):
     found = os.stat(path)
-    return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+    return FileIdentity.of(found)
 
 
 class Case:

@@ -1,0 +1,128 @@
+"""A source that is written to in place and gets its modification time back: nothing is mixed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptctl
+from ckptctl.errors import CkptError, DamagedError
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.planner.plan import FileIdentity
+from ckptctl.storage.execution import run
+from ckptctl.storage.execution.options import ExecutionOptions
+
+STATE = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(8)}
+
+
+def rewrite(path: Path, old: float, new: float) -> None:
+    """Write other values of one tensor into *path*, and set its times back."""
+    before = path.stat()
+    content = path.read_bytes()
+    old_bytes = torch.full((64,), old).numpy().tobytes()
+    at = content.index(old_bytes)
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), torch.full((1 << 18,), new).numpy().tobytes(), at)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size)
+
+
+class Stop(Exception):
+    """Ends a run in its middle."""
+
+
+def once(act: Callable[[], None]) -> Callable[[int], None]:
+    """Return a progress callback that acts when something has been copied."""
+    acted: list[bool] = []
+
+    def progress(nbytes: int) -> None:
+        if nbytes and not acted:
+            acted.append(True)
+            act()
+
+    return progress
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.safetensors"
+    save_file(STATE, path)
+    return path
+
+
+def test_during_a_run(source: Path, tmp_path: Path) -> None:
+    progress = once(lambda: rewrite(source, 7.0, 70.0))
+    with pytest.raises(DamagedError, match="changed while it was being read"):
+        ckptctl.convert(source, tmp_path / "out", to="hf", jobs=1, progress=progress)
+    assert not (tmp_path / "out").exists()
+
+
+def interrupted(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
+    """Convert until something is in the journal, and stop."""
+    entered: list[int] = []
+    execution = ConversionOptions.execution
+
+    def journalled(options: ConversionOptions) -> ExecutionOptions:
+        return replace(execution(options), journal_every=1)
+
+    tell = run.Run._tell
+
+    def told(self: run.Run, news: object) -> None:
+        tell(self, news)  # type: ignore[arg-type]
+        entered.append(1)
+        if len(entered) == 4:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ConversionOptions, "execution", journalled)
+        patch.setattr(run.Run, "_tell", told)
+        with pytest.raises((Stop, CkptError)):
+            ckptctl.convert(source, target, **options)
+
+
+def test_before_it_is_resumed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(source, tmp_path / "out", monkeypatch, to="hf", jobs=1, resume=True)
+    rewrite(source, 0.0, 100.0)
+    done = ckptctl.convert(source, tmp_path / "out", to="hf", resume=True, verify=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert done.resumed_bytes == 0
+    assert all(torch.equal(found[name], one) for name, one in load_file(source).items())
+
+
+def test_a_link_or_a_mode_counts_as_a_change(source: Path, tmp_path: Path) -> None:
+    for act in (lambda: os.link(source, tmp_path / "link"), lambda: source.chmod(0o600)):
+        with pytest.raises(DamagedError, match="changed") as caught:
+            ckptctl.convert(source, tmp_path / "out", to="hf", jobs=1, progress=once(act))
+        assert "links were changed" in str(caught.value.why)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_checksums_of_the_first_read_count_on_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    """Where a file system keeps no time of the last change, what the source records of itself."""
+    source, values = tmp_path / "in.pt", torch.arange(1 << 22, dtype=torch.int32)
+    torch.save({"w": values}, source)
+    monkeypatch.setattr(FileIdentity, "of", lambda status: FileIdentity(status.st_size, 0, 0, 0, 0))
+    options: dict[str, Any] = {"to": "hf", "jobs": 1, "memory": "4MiB", "resume": True}
+    interrupted(source, tmp_path / "out", monkeypatch, **options)
+    if written:
+        with source.open("r+b") as file:
+            os.pwrite(file.fileno(), b"other", source.read_bytes().index(values[-9:].numpy()))
+        with pytest.raises(DamagedError, match="checksum"):
+            ckptctl.convert(source, tmp_path / "out", **options)
+    else:
+        assert ckptctl.convert(source, tmp_path / "out", **options).resumed_bytes
+    assert (tmp_path / "out").exists() != written
