@@ -204,6 +204,10 @@ class FileIdentity:
         times = status.st_mtime_ns, status.st_ctime_ns
         return cls(status.st_size, *times, status.st_ino, status.st_dev)
 
+    def one_with(self, other: FileIdentity) -> bool:
+        """Return whether both are of the same inode, whatever has been written to it."""
+        return (self.inode, self.device) == (other.inode, other.device)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

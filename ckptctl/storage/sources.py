@@ -71,7 +71,7 @@ class Sources:
 def _difference(was: FileIdentity, now: FileIdentity) -> str:
     if was.size != now.size:
         return f"it had {was.size:,} bytes, now it has {now.size:,}"
-    if (was.inode, was.device) != (now.inode, now.device):
+    if not was.one_with(now):
         return "another file has taken its place"
     return "it was written to, or its time, mode, owner or links were changed"
 

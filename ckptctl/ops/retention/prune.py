@@ -281,7 +281,7 @@ def _require_kept(plan: PrunePlan) -> None:
         known = one.checkpoint.entry
         entry = entry_at(known.path)
         why = ""
-        if entry is None or entry.identity[:2] != known.identity[:2]:
+        if entry is None or not entry.identity.one_with(known.identity):
             why = "it was to be kept and is not there any more"
         elif not entry.same(known):
             why = health(known.path).problem

@@ -44,7 +44,7 @@ class Entry:
             epoch; of other files where there are none of these.
         touched: When the newest of all files was written, or the folder changed.
         staging: Whether it is made here under another name and not finished.
-        identity: Device, inode, and when the inode last changed.
+        identity: What tells it from another of its name.
         shared: Bytes of those files that have another hard link, here or elsewhere.
         newest: The name of the file that *time* is of; empty: of none.
         link: Where it leads, if it is a symbolic link; empty: it is none.
