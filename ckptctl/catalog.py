@@ -302,6 +302,8 @@ class Catalog:
             behind them; and why it does not travel.
         documents: ``config.json`` and ``params.json`` where there are any, parsed; params as they
             hold for *tensors*, when shards repeat heads.
+        arguments: What the trainer was told of the model, by the names of config.json, where it is
+            recorded.
         metadata: Free-form strings that the format carries.
         notes: What a reader should know: disabled checksums, files that nothing refers to, ...
         computed: The virtual files that extents of *tensors* lie in, by name.
@@ -322,6 +324,7 @@ class Catalog:
     assets: Mapping[str, int] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     computed: Mapping[str, Computed] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import listed
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.megatron.arguments import described
 from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, save_folder
 from ckptctl.formats.megatron.grid import Grid, read_grid
 from ckptctl.formats.megatron.join import Joined, join_tensors
@@ -58,6 +59,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         assets=around.assets,
         others=around.others,
         documents=around.documents,
+        arguments=described(grid.first.arguments),
         notes=(
             *_notes(grid, model, path),
             *others.notes,

@@ -14,7 +14,7 @@ from ckptctl.formats.assets import DOCUMENTS, QUANTISATION, amended, beside, lef
 from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.rank_states import CONFIGURATION
 from ckptctl.ops.conversion.carrying import carried
-from ckptctl.ops.recognition.agreement import Description
+from ckptctl.ops.recognition.agreement import ARGUMENTS, Description
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.config_to_params import config_to_params
@@ -138,7 +138,11 @@ def _own(catalog: Catalog) -> Assets:
         for name, content in catalog.documents.items()
         if name in DOCUMENTS
     )
-    return Assets(roots, sizes, catalog.documents, catalog.others, described=tuple(described))
+    told = (
+        Description(ARGUMENTS, f"the trainer's arguments in {catalog.path}", catalog.arguments),
+    )
+    files = (*described, *(told if catalog.arguments else ()))
+    return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
 
 
 def unquantised(assets: Assets) -> Assets:

@@ -26,7 +26,7 @@ from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import match
 
-CONFIG = "config.json"
+CONFIG, ARGUMENTS = "config.json", "arguments"
 Signs: TypeAlias = tuple[Sign, ...]
 
 WRONG = "tensors of one of these models compute something else by the description of the other"
@@ -39,7 +39,7 @@ class Description:
     """A file that describes the model.
 
     Attributes:
-        name: ``config.json`` or ``params.json``.
+        name: ``config.json``, ``params.json`` or ``arguments``, which has the facts as they are.
         place: Its path.
         content: What it says.
         assets: Whether it is one of ``--assets``.
@@ -108,6 +108,8 @@ def _of_file(
     said: Iterable[Statement] = ()
     if file.name == CONFIG:
         said = of_config(family, file.content, file.place)
+    elif file.name == ARGUMENTS:
+        said = (Statement(name, value, file.place) for name, value in file.content.items())
     elif family is not None:
         writer = family if asked else _writer(family, facts(file.content), configs)
         other = Statement("model_type", f"not {family.name}", file.place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -407,3 +408,21 @@ def test_one_file_of_many(data: Path) -> None:
     source, _ = sample(data, "tp2_ep2")
     with pytest.raises(FormatError, match="one file of many"):
         formats.open_checkpoint(source / SAVE / "mp_rank_00_000" / FILE, "megatron")
+
+
+def test_arguments_are_compared_with_a_configuration(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4, 4)}
+    told = {"num_attention_heads": 4, "norm_epsilon": 1e-5, "num_layers": 2}
+    source = save(tmp_path / "in", {"mp_rank_00": content(state, **told)})
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    config = {"model_type": "x", "num_attention_heads": 4, "rms_norm_eps": 1e-5}
+    (assets / "config.json").write_text(json.dumps(config))
+    options: Any = {"to": "hf", "assets": assets}
+    assert ckptctl.plan_conversion(source, tmp_path / "out", **options)
+    (assets / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
+    with pytest.raises(CkptError, match="contradicts itself") as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", **options)
+    assert "the trainer's arguments in" in (caught.value.why or "")
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", trust_assets=True, **options)
+    assert list(plan.change.decided) == ["num_attention_heads"]
