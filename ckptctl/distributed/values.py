@@ -80,15 +80,20 @@ def read_values(
             except UnsupportedError as error:
                 refused[name] = error
     if not trusted:
-        refused |= _outside(found, catalog.path)
+        refused |= outside(found, catalog.path)
     if strict and refused:
         raise _joined(refused, catalog.path)
     kept = {name: value for name, value in found.items() if name not in refused}
     return ReadValues(kept, {name: one.why or one.what for name, one in refused.items()})
 
 
-def _outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
-    """Return the leaves of generators' states, one part each, with positions outside of them."""
+def outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
+    """Return which leaves are parts of generators' states with positions outside of them.
+
+    Args:
+        found: Leaves by name.
+        where: For errors.
+    """
     states: dict[str, dict[object, object]] = {}
     for name, value in found.items():
         state, _, part = name.rpartition(".")

@@ -291,3 +291,7 @@ def test_a_generator_cannot_read_outside_of_its_state(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="harmless") as found:
         load(target, tmp_path / "a")
     assert "position 1,000,000,000 of 624" in str(found.value.why)
+    for strict in (True, False):
+        with pytest.raises(CheckpointException, match=r"position 1,000,000,000 of 624"):
+            planner = LoadPlanner(strict=strict)
+            stock_load(target, checkpoint_id=tmp_path / "a", planner=planner, no_dist=True)

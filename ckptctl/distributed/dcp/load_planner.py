@@ -24,8 +24,9 @@ from ckptctl.distributed import compat
 from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of, mapping_of
 from ckptctl.distributed.dcp.noted import noted
 from ckptctl.distributed.dcp.plans import chunk_of
+from ckptctl.distributed.leaves.random_states import PARTS
 from ckptctl.distributed.state import Piece, State, state_of
-from ckptctl.distributed.values import left_out_note, put, unpickled
+from ckptctl.distributed.values import left_out_note, outside, put, unpickled
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.ops.loading.checks import casts, require_shapes
 from ckptctl.ops.loading.leftovers import Comparison, compare
@@ -94,6 +95,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if isinstance(metadata, CatalogMetadata):
             metadata.adapt(leaves_of(self._state))
         self._pieces: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._positions: dict[str, object] = {}
         self._mapping = mapping_of(metadata)
 
     @noted
@@ -163,6 +165,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 raise
             self._leave_out({name: f"{error.why}"})
             return
+        if name.rpartition(".")[2] in PARTS and not self.trusted:
+            self._positions[name] = found
+            for error in outside(self._positions, "the checkpoint").values():
+                raise error
         put(self.original_state_dict, self._state.values[name].path, found)
 
     def _leave_out(self, refused: Mapping[str, str]) -> None:

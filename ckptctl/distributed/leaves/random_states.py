@@ -12,6 +12,7 @@ from ckptctl.errors import UnsupportedError
 
 POSITIONS = {"pos": "key", "buffer_pos": "buffer"}
 """What each position counts in."""
+PARTS = frozenset({*POSITIONS, *POSITIONS.values()})
 
 
 def require_positions(state: Mapping[object, object]) -> None:
