@@ -12,30 +12,30 @@ embed    v* d  model.embed_tokens.weight
 """
 
 LAYER = """
-logical          axes        hf, hf-v5: model.layers.{i}.
-norm_1           d           input_layernorm.weight
-q@q              (h* qk) d   self_attn.q_proj.weight
-q_a@qlora        ql d        self_attn.q_a_proj.weight
-q_a_bias@qlora?  ql          self_attn.q_a_proj.bias
-q_a_norm@qlora   ql          self_attn.q_a_layernorm.weight
-q_b@qlora        (h* qk) ql  self_attn.q_b_proj.weight
-kv_a             kr d        self_attn.kv_a_proj_with_mqa.weight
-kv_a_bias?       kr          self_attn.kv_a_proj_with_mqa.bias
-kv_a_norm        kl          self_attn.kv_a_layernorm.weight
-kv_b             (h* kv) kl  self_attn.kv_b_proj.weight
-o                d (h* vd)   self_attn.o_proj.weight
-o_bias?          d           self_attn.o_proj.bias
-norm_2           d           post_attention_layernorm.weight
-w1@dense         f* d        mlp.gate_proj.weight
-w3@dense         f* d        mlp.up_proj.weight
-w2@dense         d f*        mlp.down_proj.weight
-router@moe       x d         mlp.gate.weight
-expert_w1@moe    x* m d      mlp.experts.{x}.gate_proj.weight
-expert_w3@moe    x* m d      mlp.experts.{x}.up_proj.weight
-expert_w2@moe    x* d m      mlp.experts.{x}.down_proj.weight
-shared_w1@moe    s* d        mlp.shared_experts.gate_proj.weight
-shared_w3@moe    s* d        mlp.shared_experts.up_proj.weight
-shared_w2@moe    d s*        mlp.shared_experts.down_proj.weight
+logical                   axes        hf, hf-v5: model.layers.{i}.
+norm_1                    d           input_layernorm.weight
+q@q                       (h* qk) d   self_attn.q_proj.weight
+q_a@qlora                 ql d        self_attn.q_a_proj.weight
+q_a_bias@qlora?attention  ql          self_attn.q_a_proj.bias
+q_a_norm@qlora            ql          self_attn.q_a_layernorm.weight
+q_b@qlora                 (h* qk) ql  self_attn.q_b_proj.weight
+kv_a                      kr d        self_attn.kv_a_proj_with_mqa.weight
+kv_a_bias?attention       kr          self_attn.kv_a_proj_with_mqa.bias
+kv_a_norm                 kl          self_attn.kv_a_layernorm.weight
+kv_b                      (h* kv) kl  self_attn.kv_b_proj.weight
+o                         d (h* vd)   self_attn.o_proj.weight
+o_bias?attention          d           self_attn.o_proj.bias
+norm_2                    d           post_attention_layernorm.weight
+w1@dense                  f* d        mlp.gate_proj.weight
+w3@dense                  f* d        mlp.up_proj.weight
+w2@dense                  d f*        mlp.down_proj.weight
+router@moe                x d         mlp.gate.weight
+expert_w1@moe             x* m d      mlp.experts.{x}.gate_proj.weight
+expert_w3@moe             x* m d      mlp.experts.{x}.up_proj.weight
+expert_w2@moe             x* d m      mlp.experts.{x}.down_proj.weight
+shared_w1@moe             s* d        mlp.shared_experts.gate_proj.weight
+shared_w3@moe             s* d        mlp.shared_experts.up_proj.weight
+shared_w2@moe             d s*        mlp.shared_experts.down_proj.weight
 """
 
 AFTER = """
@@ -52,13 +52,13 @@ expert_w2  mlp.experts.down_proj
 """
 
 MLP_BIAS = """
-logical           axes  hf, hf-v5: model.layers.{i}.
-w1_bias@dense?    f     mlp.gate_proj.bias
-w3_bias@dense?    f     mlp.up_proj.bias
-w2_bias@dense?    d     mlp.down_proj.bias
-shared_w1_bias@moe?  s  mlp.shared_experts.gate_proj.bias
-shared_w3_bias@moe?  s  mlp.shared_experts.up_proj.bias
-shared_w2_bias@moe?  d  mlp.shared_experts.down_proj.bias
+logical                 axes  hf, hf-v5: model.layers.{i}.
+w1_bias@dense?mlp       f     mlp.gate_proj.bias
+w3_bias@dense?mlp       f     mlp.up_proj.bias
+w2_bias@dense?mlp       d     mlp.down_proj.bias
+shared_w1_bias@moe?mlp  s     mlp.shared_experts.gate_proj.bias
+shared_w3_bias@moe?mlp  s     mlp.shared_experts.up_proj.bias
+shared_w2_bias@moe?mlp  d     mlp.shared_experts.down_proj.bias
 """
 
 FAMILY = Family(

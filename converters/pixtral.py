@@ -55,11 +55,11 @@ vision_norm_2  vd            ffn_norm.weight                           ffn_norm.
 """  # noqa: E501
 
 ADAPTER = """
-logical           axes  hf: multi_modal_projector.  hf-v5: model.multi_modal_projector.  mistral: vision_language_adapter.
-adapter_w1        a vd  linear_1.weight             linear_1.weight                      w_in.weight
-adapter_w1_bias?  a     linear_1.bias               linear_1.bias                        w_in.bias
-adapter_w2        d a   linear_2.weight             linear_2.weight                      w_out.weight
-adapter_w2_bias?  d     linear_2.bias               linear_2.bias                        w_out.bias
+logical                  axes  hf: multi_modal_projector.  hf-v5: model.multi_modal_projector.  mistral: vision_language_adapter.
+adapter_w1               a vd  linear_1.weight             linear_1.weight                      w_in.weight
+adapter_w1_bias?adapter  a     linear_1.bias               linear_1.bias                        w_in.bias
+adapter_w2               d a   linear_2.weight             linear_2.weight                      w_out.weight
+adapter_w2_bias?adapter  d     linear_2.bias               linear_2.bias                        w_out.bias
 """  # noqa: E501
 
 SEES = (

@@ -38,31 +38,31 @@ o_bias@full?           d             self_attn.o_proj.bias
 """
 
 MTP = """
-logical          axes  hf: mtp.                      hf-v5: mtp.
-mtp_fc?          d dd  fc.weight                     -
-mtp_embed_norm?  d     pre_fc_norm_embedding.weight  -
-mtp_norm_1?      d     pre_fc_norm_hidden.weight     -
-mtp_norm?        d     norm.weight                   -
+logical             axes  hf: mtp.                      hf-v5: mtp.
+mtp_fc?mtp          d dd  fc.weight                     -
+mtp_embed_norm?mtp  d     pre_fc_norm_embedding.weight  -
+mtp_norm_1?mtp      d     pre_fc_norm_hidden.weight     -
+mtp_norm?mtp        d     norm.weight                   -
 """
 
 MTP_LAYER = """
-logical       axes       hf: mtp.layers.{j}.                 hf-v5: mtp.layers.{j}.
-q?            (h g e) d  self_attn.q_proj.weight             -
-k?            (k e) d    self_attn.k_proj.weight             -
-v?            (k e) d    self_attn.v_proj.weight             -
-o?            d (h e)    self_attn.o_proj.weight             -
-q_norm?       e          self_attn.q_norm.weight             -
-k_norm?       e          self_attn.k_norm.weight             -
-router?       x d        mlp.gate.weight                     -
-expert_w1?    x m d      mlp.experts.{x}.gate_proj.weight    -
-expert_w3?    x m d      mlp.experts.{x}.up_proj.weight      -
-expert_w2?    x d m      mlp.experts.{x}.down_proj.weight    -
-shared_w1?    s d        mlp.shared_expert.gate_proj.weight  -
-shared_w3?    s d        mlp.shared_expert.up_proj.weight    -
-shared_w2?    d s        mlp.shared_expert.down_proj.weight  -
-shared_gate?  one d      mlp.shared_expert_gate.weight       -
-norm_1?       d          input_layernorm.weight              -
-norm_2?       d          post_attention_layernorm.weight     -
+logical          axes       hf: mtp.layers.{j}.                 hf-v5: mtp.layers.{j}.
+q?mtp            (h g e) d  self_attn.q_proj.weight             -
+k?mtp            (k e) d    self_attn.k_proj.weight             -
+v?mtp            (k e) d    self_attn.v_proj.weight             -
+o?mtp            d (h e)    self_attn.o_proj.weight             -
+q_norm?mtp       e          self_attn.q_norm.weight             -
+k_norm?mtp       e          self_attn.k_norm.weight             -
+router?mtp       x d        mlp.gate.weight                     -
+expert_w1?mtp    x m d      mlp.experts.{x}.gate_proj.weight    -
+expert_w3?mtp    x m d      mlp.experts.{x}.up_proj.weight      -
+expert_w2?mtp    x d m      mlp.experts.{x}.down_proj.weight    -
+shared_w1?mtp    s d        mlp.shared_expert.gate_proj.weight  -
+shared_w3?mtp    s d        mlp.shared_expert.up_proj.weight    -
+shared_w2?mtp    d s        mlp.shared_expert.down_proj.weight  -
+shared_gate?mtp  one d      mlp.shared_expert_gate.weight       -
+norm_1?mtp       d          input_layernorm.weight              -
+norm_2?mtp       d          post_attention_layernorm.weight     -
 """
 
 FAMILY: Family = replace(

@@ -50,7 +50,8 @@ class Options(TypedDict, total=False):
             as the target format does.
         allow_overflow: Publish elements that became infinite, NaN or saturated; else they are
             refused. Needed for a float8 ``dtype``, which has no scales.
-        allow_missing: Write what is whole of a source that is not; the result says what is missing.
+        allow_missing: Write what is whole of a source that is not, or what there is of a model that
+            lacks tensors; the result says what is missing.
         verify_replicas: Compare every copy of the same elements before anything is written.
         vocab_size: Pad the vocabulary with zeros, or cut it, to so many rows.
         lora_alpha: Strength of an adapter, where no adapter_config.json says so.

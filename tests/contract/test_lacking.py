@@ -17,11 +17,12 @@ import torch
 
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError
+from ckptctl.planner.mapping.completeness import lacking
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.checkpoints import save_hf, tiny_llama
 from tests.contract.support import WRITABLE, build, message, place, refused
-from tests.contract.tables import FAMILIES, PAIRS, tiny, tiny_lists
+from tests.contract.tables import ALL, FAMILIES, PAIRS, tiny, tiny_lists
 
 STATE, CONFIG = tiny_llama("llama3")
 SOME = 3
@@ -127,6 +128,23 @@ def test_every_tensor_that_lacks_is_named(name, source, target):
     require_named(name, source, target, None)
 
 
+@pytest.mark.parametrize(("name", "layout"), ALL)
+def test_an_optional_tensor_that_comes_with_others_is_named(name, layout):
+    family = FAMILIES[name]
+    table, plain = family.layout(layout), tiny(family, layout)
+    whole = tiny(family, layout, optional=True)
+    held = match(family, table, whole).stored
+    for key in whole.keys() - plain.keys():
+        tensors = [tensor for tensor, _ in held[key].parts]
+        # Only dtypes tell which weights have scales; a tensor that comes alone may lack alone.
+        if any(tensor.scales for tensor in tensors) or (name, key) in ALONE:
+            continue
+        rest = match(family, table, [other for other in whole if other != key])
+        found = lacking(family, table, rest, family.tiny, tied=family.tied)
+        assert key in [one.key for one in found]
+
+
+ALONE = {("clip_text", "text_projection.weight")}
 CHANGES = [pair for pair in PAIRS if pair[1] != pair[2]]
 
 

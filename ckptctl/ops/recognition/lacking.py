@@ -62,7 +62,8 @@ class Lacks:
                 family.layout(layout),
                 tied=is_tied(family, self.known.config, self.known.params),
                 where=where,
-                hint="`--allow-missing` writes what is there, `--include` or `--exclude` a part",
+                hint="`--allow-missing` writes what is there, "
+                "`--include` or `--exclude` a part of it",
             )
 
 

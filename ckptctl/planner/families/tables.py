@@ -13,6 +13,7 @@ dimension, outermost first, in einops' notation; a cell may give its own order a
 ====================  ============================================================================
 ``*`` on an axis      it is divided among model-parallel ranks (none: every rank has a copy)
 ``name?``             the tensor may be absent from a whole model
+``name?word``         likewise, but all tensors with this word are there, or none
 ``name@moe``          it belongs to a variant of the layer (:attr:`Family.variants`)
 ``-``                 the layout has no such tensor
 ``key#1``             part 1 of a tensor that is concatenated along its first dimension
@@ -52,7 +53,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 _GROUP = re.compile(r"\(([^()]*)\)|([a-z]+\*?)")
 _GAP = re.compile(r" {2,}")
-_NAME = re.compile(r"(\w+)(?:@(\w+))?(\?)?\Z")
+_NAME = re.compile(r"(\w+)(?:@(\w+))?(?:(\?)(\w*))?\Z")
 _CELL = re.compile(r"([^#\s]+)(?:#(\d)(?:\.(\d))?)?\Z")
 
 
@@ -101,6 +102,7 @@ class Tensor:
         variant: The variant of the layer that has it; None: all of them.
         leaves: By layout.
         scales: The weight that it holds the scales of; None: it is no companion.
+        together: What it shares with the optional tensors that it comes with; empty: it has none.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Tensor:
     variant: str | None
     leaves: Mapping[str, Leaf]
     scales: str | None = None
+    together: str = ""
 
 
 @lru_cache(maxsize=4096)
@@ -178,6 +181,7 @@ class _Row:
     block: int
     indices: tuple[str, ...]
     optional: bool
+    together: str
     variant: str | None
     axes: str = ""
     cells: dict[str, _Cell | None] = field(default_factory=dict)
@@ -192,7 +196,16 @@ class _Row:
         leaves = {
             layout: cell.leaf(self.indices, self.axes) for layout, cell in cells.items() if cell
         }
-        return Tensor(name, self.block, self.indices, split, self.optional, self.variant, leaves)
+        return Tensor(
+            name,
+            self.block,
+            self.indices,
+            split,
+            self.optional,
+            self.variant,
+            leaves,
+            together=self.together,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +232,8 @@ def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor
     rows: dict[str, _Row] = {}
     for block, table in enumerate(tables):
         for line in _lines(table):
-            row = rows.setdefault(line.name, _Row(block, line.indices, line.optional, line.variant))
+            new = _Row(block, line.indices, line.optional, line.together, line.variant)
+            row = rows.setdefault(line.name, new)
             row.axes = row.axes if line.axes is None else line.axes
             row.cells |= line.cells
     return tuple(row.tensor(name, like) for name, row in rows.items())
@@ -231,6 +245,7 @@ class _Line(NamedTuple):
     name: str
     indices: tuple[str, ...]
     optional: bool
+    together: str
     variant: str | None
     axes: str | None
     cells: Mapping[str, _Cell | None]
@@ -269,4 +284,4 @@ def _read_line(names: list[str], columns: list[_Column], cells: list[str]) -> _L
         for column, cell in zip(columns, cells[len(names) - len(columns) :], strict=True)
         for layout in column.layouts
     }
-    return _Line(name, indices, bool(called[3]), called[2], axes, kept)
+    return _Line(name, indices, bool(called[3]), called[4] or "", called[2], axes, kept)

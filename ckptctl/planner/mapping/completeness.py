@@ -81,8 +81,9 @@ def absent(
 ) -> Iterator[Absent]:
     """Yield what lacks of a model with so many layers, or other entries, of each index.
 
-    An optional tensor is expected of every layer as soon as one layer has it, one of a variant of
-    the layers that are of that variant. It ends after more than anybody would read to the end.
+    An optional tensor is expected of every layer as soon as one layer has it, or one that it comes
+    together with, a tensor of a variant of the layers that are of that variant. It ends after more
+    than anybody would read to the end.
     """
     if family.partial:
         return
@@ -163,6 +164,7 @@ class _Expected:
             for tensor, _ in group.stored.parts
             if matched.number(tensor)
         }
+        self._together = {family.tensors[name].together for name in self._present} - {""}
         self._layers = {kind: set(layers) for kind, layers in matched.layers.items()}
         known = {family.tensors[name].variant for name in layout.leaves}
         for group in family.variants:
@@ -170,17 +172,22 @@ class _Expected:
 
     def number(self, tensor: Tensor) -> int:
         """Return at how many index values *tensor* has to be."""
-        if tensor.variant or (tensor.optional and tensor.name not in self._present):
+        if tensor.variant or not self._wanted(tensor):
             return len(self.slots(tensor))
         return math.prod(self._counts.get(index, 0) for index in tensor.indices)
 
     def slots(self, tensor: Tensor) -> Sequence[Values]:
         """Return the index values at which *tensor* has to be."""
-        if tensor.optional and tensor.name not in self._present:
+        if not self._wanted(tensor):
             return ()
         if tensor.variant:
             return sorted(self._layers.get((tensor.variant, tensor.indices), ()))
         return slots(tensor, self._counts)
+
+    def _wanted(self, tensor: Tensor) -> bool:
+        """Return whether *tensor* has to be anywhere."""
+        shown = tensor.name in self._present or tensor.together in self._together
+        return shown or not tensor.optional
 
     def _complete(self, group: Sequence[str], family: Family) -> None:
         """Expect the most frequent variant where a layer has none of a group."""
