@@ -1,6 +1,7 @@
 """What ``convert`` says and passes on; what it does is tested with the operation."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,3 +309,19 @@ def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
     assert strange.exit_code == 2 and "no size called `heads`" in strange.stderr
     idle = run("convert", tmp_path / "m.pt", tmp_path / "u.pt", "--to", "torch", "--set", "x=1")
     assert idle.exit_code == 2 and "--set" in idle.stderr
+
+
+def test_a_model_that_lacks_a_tensor(run, tiny_llama3_hf, tmp_path):
+    part, out = tmp_path / "part", tmp_path / "out"
+    gone = "model.layers.0.mlp.up_proj.weight"
+    assert run("convert", tiny_llama3_hf, part, "--to", "hf", "--exclude", gone).exit_code == 0
+    assert f"lacks `{gone}`" in run("inspect", part).stderr
+    assert run("verify", part).exit_code == 9
+    for command in (("convert", part, out, "--to", "dcp"), ("consolidate", part, out)):
+        refused = run(*command)
+        assert refused.exit_code == 6 and f"`{gone}`" in refused.stderr
+        assert not out.exists()
+        allowed = run(*command, "--allow-missing", "--json", "--overwrite")
+        assert allowed.exit_code == 7 and list(json.loads(allowed.stdout)["missing"]) == [gone]
+        assert len(formats.open_checkpoint(out).tensors) == 20
+        shutil.rmtree(out)
