@@ -9,7 +9,7 @@ from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, UsageError, listed
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.ops.conversion.unpacked import unpacked
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import Leaf, StateMapping, map_state
@@ -66,7 +66,7 @@ def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
         whole = map_state(b, state, options)
         if state.keys() <= whole.offered:
             return whole
-    except MappingError:
+    except (MappingError, RefusedError):
         return map_state(b, state, replace(options, partial=True))
     try:
         part = map_state(b, state, replace(options, partial=True))
