@@ -266,6 +266,13 @@ def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
         assert ckptctl.inspect(source).lacks == lacks
 
 
+def test_a_configuration_that_does_not_describe_the_model(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "in", STATE, CONFIG | {"vocab_size": "many"})
+    found = ckptctl.inspect(source)
+    assert not found.lacks and any("`vocab_size` is not a size" in note for note in found.notes)
+    assert [one.severity for one in ckptctl.verify(source).findings] == ["warning"]
+
+
 def test_what_a_part_has_to_have(tmp_path: Path) -> None:
     """What was asked for is accounted for, and nothing else."""
     source = lacking_source(tmp_path, "hf", "model.norm.weight")

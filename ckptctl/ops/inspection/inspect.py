@@ -181,7 +181,7 @@ def describe(
     Raises:
         MappingError: The model may lie in one of several places.
     """
-    from ckptctl.ops.recognition.lacking import lacks
+    from ckptctl.ops.recognition.lacking import described
     from ckptctl.ops.recognition.recognise import recognise
     from ckptctl.ops.recognition.roots import unwrapped
     from ckptctl.ops.recognition.selection import select as select_model
@@ -192,7 +192,7 @@ def describe(
     catalog = unwrapped(catalog)
     known = recognise(catalog, model_type)
     model = select_model(catalog, known.root).tensors
-    lacking = lacks(known, model if held.complete else ())
+    lacking = described(known, model if held.complete else ())
     return replace(
         held,
         model_type=known.model_type,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckptctl import families
-from ckptctl.errors import listed
+from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.configs.stated import does_without, is_tied, read_sizes
 from ckptctl.planner.layouts import Family
@@ -24,11 +24,13 @@ class Lacks:
         certain: Whether it is known to be such a model: a configuration or the user says so, or
             most of it is there and nothing else. If not, it may be a part of one, or another one.
         known: What the model was recognised as.
+        unread: Why its configuration does not say what there has to be; empty: it does.
     """
 
     names: tuple[str, ...]
     certain: bool
     known: Recognition
+    unread: str = ""
 
     @property
     def missing(self) -> dict[str, str]:
@@ -40,8 +42,8 @@ class Lacks:
     @property
     def doubts(self) -> tuple[str, ...]:
         """Return what a reader should know of what may lack."""
-        if not self.names or self.certain:
-            return ()
+        if self.unread or not self.names or self.certain:
+            return (self.unread,) if self.unread else ()
         return (
             f"a part of {self.known.named}, or another model: it does not have "
             f"{listed(self.names, 1)}",
@@ -67,6 +69,15 @@ class Lacks:
             )
 
 
+def described(known: Recognition, names: Collection[str]) -> Lacks:
+    """Return what a model lacks, whatever its configuration says."""
+    try:
+        return lacks(known, names)
+    except (MappingError, UsageError) as error:
+        why = ": ".join(filter(None, (error.what, error.why)))
+        return Lacks((), False, known, f"its configuration does not describe it: {why}")
+
+
 def lacks(
     known: Recognition, names: Collection[str], given: Mapping[str, int] | None = None
 ) -> Lacks:
@@ -76,6 +87,10 @@ def lacks(
         known: What it was recognised as; where several families fit, what all of them have.
         names: Names of its tensors in the model; none: it is not asked.
         given: Axis sizes that the user states.
+
+    Raises:
+        MappingError: A configuration states what is no size.
+        UsageError: A given size has no such name, or contradicts a file.
     """
     configured = known.config is not None or known.params is not None
     if not names or is_adapter(names) or (known.exact and not configured and not given):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import MappingError
-from ckptctl.ops.recognition.lacking import lacks
+from ckptctl.ops.recognition.lacking import described
 from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.recognition.selection import select
@@ -22,10 +22,10 @@ def lacking(catalog: Catalog, model_type: str | None = None) -> Iterator[Finding
     catalog = unwrapped(catalog)
     try:
         known = recognise(catalog, model_type)
-        found = lacks(known, select(catalog, known.root).tensors)
-    except MappingError:  # several models, or a configuration of another one: not one to compare
+    except MappingError:  # several models: there is none to compare
         return
+    found = described(known, select(catalog, known.root).tensors)
     for name, why in found.missing.items():
         yield Finding("the model lacks a tensor", why, "unknown", tensor=name)
     for doubt in found.doubts:
-        yield Finding("it may be a part of a model", doubt, "warning")
+        yield Finding("what the model lacks is not known", doubt, "warning")
