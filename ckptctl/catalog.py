@@ -119,6 +119,7 @@ class TensorEntry:
         path: Keys from the root of the saved object down to the tensor.
         alias_of: The tensor of the same checkpoint that this one shares all its memory with.
         requires_grad: What the checkpoint records; False where the format has no word for it.
+        unsupported: Why its elements cannot be read, in a few words; nothing tiles it then.
     """
 
     name: str
@@ -128,6 +129,14 @@ class TensorEntry:
     path: Path
     alias_of: str | None = None
     requires_grad: bool = False
+    unsupported: str | None = None
+
+    @classmethod
+    def unread(
+        cls, name: str, dtype: str, shape: tuple[int, ...], path: Path, why: str
+    ) -> TensorEntry:
+        """Return the entry of a tensor whose elements cannot be read."""
+        return cls(name, dtype, shape, (), path, unsupported=why)
 
     @property
     def numel(self) -> int:
@@ -136,8 +145,8 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Return the logical size in bytes, whatever its storage occupies."""
-        return self.numel * dtypes.itemsize(self.dtype)
+        """Return the logical size in bytes, whatever its storage occupies; 0: it is not read."""
+        return 0 if self.unsupported else self.numel * dtypes.itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

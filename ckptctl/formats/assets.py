@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
-from ckptctl.errors import CkptError, DamagedError, listed
+from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.stated import plain
@@ -119,7 +119,7 @@ def beside(
         documented: Whether to read the documents, too.
 
     Raises:
-        DamagedError: A document is not a JSON object.
+        UnsupportedError: A document is not a JSON object.
     """
     items = {item.name: item for item in sorted(root.iterdir())}
     if own is None:
@@ -198,7 +198,7 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
     ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
 
     Raises:
-        DamagedError: One of them is not a JSON object.
+        UnsupportedError: One of them is not a JSON object.
     """
     found: dict[str, Mapping[str, object]] = {}
     with SourceFiles(root) as files:
@@ -206,7 +206,7 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
             if (root / name).is_file():
                 content = read_json(files, name, constants=True)
                 if not isinstance(content, dict):
-                    raise DamagedError(f"`{name}` is not a JSON object", where=str(root / name))
+                    raise UnsupportedError(f"`{name}` is not a JSON object", where=str(root / name))
                 found[name] = cast("dict[str, object]", content)
     return found
 

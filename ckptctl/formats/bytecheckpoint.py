@@ -13,7 +13,14 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
 from ckptctl.dtypes import itemsize
-from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, StorageError, listed
+from ckptctl.errors import (
+    DamagedError,
+    FormatError,
+    SourceNotFoundError,
+    StorageError,
+    UnsupportedError,
+    listed,
+)
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.dcp.metadata import METADATA, TABLE, Leaf, leaves_of
@@ -137,7 +144,7 @@ def _view(header: bytes, where: str) -> TensorView:
         persistent_load=lambda pid: StorageRef(*storage_id(pid)),
     )
     if type(view) is not TensorView:
-        raise DamagedError("a tensor's header is of something else", where=where)
+        raise UnsupportedError("a tensor's header is of something else", where=where)
     return view
 
 
@@ -149,10 +156,10 @@ def _raw(entry: TensorEntry, views: _Views, where: str) -> TensorEntry:
 def _extent(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
     view = views.get((entry.name, item.box.offsets))
     if view is None:
-        raise DamagedError(f"a chunk of `{entry.name}` has no header", where=where)
+        raise UnsupportedError(f"a chunk of `{entry.name}` has no header", where=where)
     said = (view.dtype, view.shape, view.storage_nbytes)
     if said != (entry.dtype, item.box.sizes, item.nbytes):
-        raise DamagedError(
+        raise UnsupportedError(
             f"a chunk of `{entry.name}` is described in two ways",
             where=where,
             why=f"{view.dtype} {list(view.shape)} over {view.storage_nbytes:,} bytes, and "
@@ -160,7 +167,7 @@ def _extent(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Exte
         )
     # As many elements as the storage has, but not all of those: a stride is wrong.
     if item.box.numel * itemsize(entry.dtype) == view.storage_nbytes != view.nbytes:
-        raise DamagedError(
+        raise UnsupportedError(
             f"a chunk of `{entry.name}` repeats its elements",
             where=where,
             why=f"shape {list(view.shape)}, strides {list(view.strides or ())}",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats import hf
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
@@ -61,7 +61,7 @@ class DeepSeekFormat(WritableFormat):
         """See :meth:`Format.read`.
 
         Raises:
-            DamagedError: A rank is missing, or the ranks do not fit together.
+            UnsupportedError: A rank is missing, or the ranks do not fit together.
             MappingError: There are several ranks and no family can join them.
         """
         from ckptctl.formats.shared.ranks import Joined
@@ -126,7 +126,7 @@ def _ranks(root: Path) -> list[str]:
             why="expected model0-mp8.safetensors, model1-mp8.safetensors, ...",
         )
     if len(totals) > 1 or max(found) >= max(totals) or len(_named(root)) != len(found):
-        raise DamagedError(
+        raise UnsupportedError(
             "the shards are not those of one model", where=str(root), why=listed(_named(root))
         )
     total = totals.pop()

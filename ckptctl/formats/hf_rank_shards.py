@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.errors import CoverageError, DamagedError, FormatError, listed
+from ckptctl.errors import CoverageError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
@@ -154,7 +154,7 @@ def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> No
         reach = tuple(map(sum, zip(start, sizes, strict=True)))
         known = parts.setdefault(key, _Parts(dtype, name, reach))
         if known.dtype != dtype or len(known.shape) != len(reach):
-            raise DamagedError(
+            raise UnsupportedError(
                 f"two ranks disagree on `{key}`",
                 where=where,
                 why=f"it is {dtype} with {len(reach)} dimensions there, "
@@ -165,7 +165,7 @@ def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> No
         extent = Extent(Box(start, sizes), name, begin, end - begin)
         before = known.extents.setdefault(extent.box, extent)
         if before is not extent and extent.nbytes:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"{extent.box} of `{key}` is in two shards",
                 where=where,
                 why=f"it is in `{before.file}` as well",
@@ -198,7 +198,7 @@ def _is_position(value: object) -> bool:
 
 
 def _fail(why: str, where: str) -> NoReturn:
-    raise DamagedError("this is not a rank's shard as torch writes it", where=where, why=why)
+    raise UnsupportedError("this is not a rank's shard as torch writes it", where=where, why=why)
 
 
 def _shards(path: Path) -> dict[str, re.Match[str]]:
@@ -223,7 +223,7 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
     totals = sorted({match[3] for match in shards.values()})
     if len(totals) > 1:
         examples = [next(name for name, m in shards.items() if m[3] == total) for total in totals]
-        raise DamagedError(
+        raise UnsupportedError(
             "these shards are of different saves", where=str(path), why=listed(examples)
         )
     return max(int(match[1]) for match in shards.values())
@@ -241,7 +241,8 @@ def _gaps(
     missing = _missing(shards, ranks, files)
     if missing or len(shards) != ranks * files:
         count = ranks * files - len(shards)
-        error = DamagedError(
+        kind = DamagedError if missing else UnsupportedError
+        error = kind(
             f"{count:,} of {ranks * files:,} shards are missing"
             if count > 0
             else "these shards have impossible numbers",
@@ -282,7 +283,8 @@ def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
     if partial and not found.overlaps:
         return
     wrong = found.holes or found.overlaps
-    raise CoverageError(
+    kind = CoverageError if found.holes else UnsupportedError
+    raise kind(
         f"the shards of `{entry.name}` do not tile it",
         where=f"{path}, tensor `{entry.name}`, shape {list(entry.shape)}",
         why=f"{listed([str(box) for box in wrong])} "

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats import torch_file
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
@@ -120,7 +120,7 @@ def _shards(root: Path) -> list[str]:
         match = _SHARD.fullmatch(name)
         rank = int(match[1] or 0) if match else None
         if rank in found:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"two files are the shard of rank {rank}",
                 where=str(root),
                 why=f"`{found[rank]}` and `{name}`",

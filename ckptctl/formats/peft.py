@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import ADAPTER
 from ckptctl.formats.base import AS_IT_IS, Output, OutputRequest, ReadOptions, Sniff
 from ckptctl.formats.hf import HfFormat
@@ -79,14 +79,14 @@ def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
     """Return the parsed ``adapter_config.json`` in *root* by its name; empty: there is none.
 
     Raises:
-        DamagedError: It is not a JSON object.
+        UnsupportedError: It is not a JSON object.
     """
     if not (root / CONFIG).is_file():
         return {}
     with SourceFiles(root) as files:
         content = read_json(files, CONFIG, constants=True)
     if not isinstance(content, dict):
-        raise DamagedError(f"`{CONFIG}` is not a JSON object", where=str(root / CONFIG))
+        raise UnsupportedError(f"`{CONFIG}` is not a JSON object", where=str(root / CONFIG))
     return {CONFIG: cast("dict[str, object]", content)}
 
 

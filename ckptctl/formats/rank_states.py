@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import with_folder
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.rank_archive import read_rank_file
@@ -153,7 +153,7 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
     for file in sorted(rank_files(path), key=lambda found: (found.group, found.rank, found.name)):
         twin = groups.setdefault(file.group, {}).setdefault(file.rank, file)
         if twin is not file:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"two files are rank {file.rank}'s",
                 where=str(path),
                 why=listed([twin.name, file.name]),
@@ -168,7 +168,7 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
     for found in groups.values():
         worlds = sorted({file.world for file in found.values() if file.world is not None})
         if len(worlds) > 1:
-            raise DamagedError(
+            raise UnsupportedError(
                 "files of two saves lie in one directory",
                 where=str(path),
                 why=f"world sizes {' and '.join(map(str, worlds))}",
@@ -176,7 +176,7 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
             )
         surplus = [file.name for rank, file in found.items() if worlds and rank >= worlds[0]]
         if surplus:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"there are files of more ranks than the {worlds[0]:,} that took part",
                 where=str(path),
                 why=listed(surplus),

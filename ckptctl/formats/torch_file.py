@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.catalog import Blob, Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
+from ckptctl.errors import FormatError, UnsafePickleError, UnsupportedError, listed
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -31,7 +31,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.reader import Unknown, walk
 from ckptctl.storage.pickles.storage_tensor import StorageTensor
 from ckptctl.storage.pickles.writer import dumps
-from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 from ckptctl.storage.zips.writer import ZipLayout, lay_out
 
 NO_CHECKSUMS = "written without checksums"
@@ -78,7 +78,7 @@ class TorchFormat(WritableFormat):
             )
         with SourceFiles(path.parent) as files:
             try:
-                found = read_contents(files, path.name)
+                found = read_contents(files, path.name, computed=True)
             except UnsafePickleError as error:
                 raise _one_of_many(error) from error
             return Catalog(
@@ -89,6 +89,7 @@ class TorchFormat(WritableFormat):
                 tensors=found.tensors,
                 blobs=found.blobs,
                 notes=found.notes,
+                computed=found.computed,
             )
 
     def lay_out(self, request: OutputRequest) -> Output:
@@ -151,51 +152,63 @@ class Contents:
         tensors: Tensors by name.
         blobs: Other leaves by name.
         notes: What a reader should know.
+        computed: The virtual files that tensors lie in, by name.
     """
 
     tensors: dict[str, TensorEntry]
     blobs: dict[str, Blob]
     notes: tuple[str, ...]
+    computed: dict[str, Computed] = field(default_factory=dict)
 
 
-def read_contents(files: SourceFiles, name: str, unknown: Unknown = "refuse") -> Contents:
+def read_contents(
+    files: SourceFiles, name: str, unknown: Unknown = "refuse", *, computed: bool = False
+) -> Contents:
     """Return the tensors and other leaves of one ``torch.save`` file.
 
     Args:
         files: The checkpoint's files.
         name: The one to read.
         unknown: Whether classes that plain torch does not load are refused or become inert records.
+        computed: Whether views that have to be computed are read.
 
     Raises:
-        DamagedError: It is truncated, malformed or hostile.
+        UnsupportedError: It is truncated, malformed or hostile.
         FormatError: It is no zip.
     """
-    archive = read_archive(files, name, unknown=unknown)
-    found = contents_of(archive.root, name, str(files.root / name))
+    archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
+    home = str(files.root) if computed else None
+    found = contents_of(archive.root, name, home=home)
     return replace(found, notes=(*(() if archive.checksums else (NO_CHECKSUMS,)), *found.notes))
 
 
-def contents_of(root: object, name: str, where: str, path: KeyPath = ()) -> Contents:
+def contents_of(root: object, name: str, path: KeyPath = (), home: str | None = None) -> Contents:
     """Return the tensors and other leaves of an object of a ``torch.save`` file.
 
     Args:
         root: The object.
         name: The file, relative to the checkpoint's root.
-        where: The file, for errors.
         path: Where the object lies in the checkpoint.
-
-    Raises:
-        DamagedError: Two leaves have one name, or tensors lie where they cannot be reached.
+        home: The checkpoint's root; None: views that have to be computed are not read.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
+    computed: dict[str, Computed] = {}
     seen: dict[object, str] = {}
     sharing: dict[str, dict[str, None]] = {}
     for place, leaf in flatten(root, is_stored, path):
         key = join(place)
         if key in tensors or key in blobs:
-            raise DamagedError(f"two leaves are both called `{key}`", where=where)
-        if isinstance(leaf, StoredTensor):
+            key = _another(key, tensors, blobs)
+            dtype, shape = (leaf.dtype, leaf.shape) if isinstance(leaf, StoredTensor) else ("", ())
+            why = f"another leaf is called `{join(place)}`, too"
+            tensors[key] = TensorEntry.unread(key, dtype, shape, place, why)
+        elif isinstance(leaf, StoredTensor) and leaf.base is not None and home is not None:
+            stored = TensorEntry(key, leaf.dtype, leaf.shape, (extent_of(leaf.base, name),), place)
+            tensors[key], computed[computed_name(key)] = _mirrored(key, place, leaf, stored, home)
+        elif isinstance(leaf, StoredTensor) and leaf.unsupported:
+            tensors[key] = TensorEntry.unread(key, leaf.dtype, leaf.shape, place, leaf.unsupported)
+        elif isinstance(leaf, StoredTensor):
             identity = (leaf.storage, leaf.offset, leaf.dtype, leaf.shape, leaf.strides)
             alias = seen.setdefault(identity, key) if leaf.nbytes else key
             if leaf.nbytes:
@@ -210,9 +223,32 @@ def contents_of(root: object, name: str, where: str, path: KeyPath = ()) -> Cont
                 requires_grad=leaf.requires_grad,
             )
         else:
-            refuse_hidden_tensors(leaf, key, where)
             blobs[key] = Blob(key, place, value=leaf)
-    return Contents(tensors, blobs, _apart(sharing.values()))
+    notes = (*_apart(sharing.values()), *_inside(blobs.values()))
+    return Contents(tensors, blobs, notes, computed)
+
+
+def _another(key: str, *known: Collection[str]) -> str:
+    """Return a name like *key* that is not known."""
+    names = (f"{key} ({number})" for number in range(2, sum(map(len, known)) + 3))
+    return next(name for name in names if not any(name in others for others in known))
+
+
+def _mirrored(
+    key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: str
+) -> tuple[TensorEntry, Computed]:
+    """Return a conjugate or negative view, and the virtual file that its elements lie in."""
+    flags = dict.fromkeys(sorted(leaf.flags), 1)
+    computed = Computed("mirrored", leaf.dtype, leaf.shape, {"base": Input(root, stored)}, flags)
+    extent = Extent(Box.whole(leaf.shape), computed_name(key), 0, stored.nbytes)
+    grad = leaf.requires_grad
+    return TensorEntry(key, leaf.dtype, leaf.shape, (extent,), place, requires_grad=grad), computed
+
+
+def _inside(blobs: Iterable[Blob]) -> tuple[str, ...]:
+    """Return a note on leaves that are no containers and hold tensors."""
+    names = [blob.name for blob in blobs if any(is_stored(node) for node in walk(blob.value))]
+    return (f"objects that hold tensors are not taken apart: {listed(names)}",) * bool(names)
 
 
 def _apart(sharing: Iterable[Collection[str]]) -> tuple[str, ...]:
@@ -242,7 +278,7 @@ def is_stored(node: object) -> bool:
 def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
     """Refuse a leaf with tensors inside something that cannot be flattened (a set, an object)."""
     if any(is_stored(node) for node in walk(leaf)):
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{key}` holds tensors inside an object that cannot be taken apart",
             where=where,
             hint=f"leave it out with `--exclude '{key}'`",

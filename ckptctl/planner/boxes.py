@@ -19,7 +19,7 @@ from itertools import chain
 from operator import add
 
 from ckptctl.catalog import Box, TensorEntry
-from ckptctl.errors import CoverageError, listed
+from ckptctl.errors import CoverageError, UnsupportedError, listed
 
 MAX_CELLS = 4_000_000
 MAX_CORNERS = 1 << 22
@@ -73,12 +73,20 @@ def check_coverage(entry: TensorEntry) -> None:
     """Prove that the extents of *entry* tile it.
 
     Raises:
-        CoverageError: Naming the tensor and the first boxes that are missing, doubled or outside.
+        CoverageError: Naming the tensor and the first boxes that are missing.
+        UnsupportedError: Likewise where boxes are doubled or outside, or it cannot be read at all.
     """
     where = f"tensor `{entry.name}`, shape {list(entry.shape)}"
+    if entry.unsupported:
+        raise UnsupportedError(
+            f"`{entry.name}` cannot be read",
+            where=where,
+            why=entry.unsupported,
+            hint=f"leave it out with `--exclude '{entry.name}'`",
+        )
     try:
         found = coverage(entry.shape, [extent.box for extent in entry.extents])
-    except CoverageError as error:
+    except UnsupportedError as error:
         error.where = where
         raise
     if found.exact:
@@ -86,18 +94,18 @@ def check_coverage(entry: TensorEntry) -> None:
     problem, boxes = next(
         (problem, boxes)
         for problem, boxes in (
-            ("lie outside the tensor", found.outside),
             ("are covered by no chunk", found.holes),
+            ("lie outside the tensor", found.outside),
             ("are covered more than once", found.overlaps),
         )
         if boxes
     )
-    raise CoverageError(
-        f"the chunks of `{entry.name}` do not tile it",
-        where=where,
-        why=f"{listed([str(box) for box in boxes])} {problem}",
-        hint="a rank's file may be missing; the checkpoint cannot be used as it is",
-    )
+    what = f"the chunks of `{entry.name}` do not tile it"
+    why = f"{listed([str(box) for box in boxes])} {problem}"
+    if boxes is not found.holes:
+        raise UnsupportedError(what, where=where, why=why)
+    hint = "a rank's file may be missing; the checkpoint cannot be used as it is"
+    raise CoverageError(what, where=where, why=why, hint=hint)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -248,7 +256,7 @@ def _paint(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]
     ]
     shape = [len(line) - 1 for line in edges]
     if math.prod(shape) > MAX_CELLS:
-        raise CoverageError(
+        raise UnsupportedError(
             "the chunks of a tensor overlap in a way that is too tangled to list",
             why=f"{len(boxes):,} chunks in {_box(region)} have {math.prod(shape):,} crossings",
         )

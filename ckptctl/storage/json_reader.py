@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import NoReturn
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.stand_ins import require_content
 
@@ -33,7 +33,8 @@ def read_json(
         constants: As in :func:`loads`.
 
     Raises:
-        DamagedError: It is not strict JSON or is larger than *max_bytes*.
+        DamagedError: It is cut off, or something else was put in its place.
+        UnsupportedError: It is not strict JSON in another way, or larger than *max_bytes*.
         SourceNotFoundError: There is no such file.
         StorageError: The operating system failed the read.
     """
@@ -43,7 +44,7 @@ def read_json(
     data = files.read(name, 0, size)
     try:
         return loads(data, where=where, max_bytes=max_bytes, constants=constants)
-    except DamagedError:
+    except (DamagedError, UnsupportedError):
         require_content(files, name)
         raise
 
@@ -66,7 +67,8 @@ def loads(
         constants: Accept ``NaN``, ``Infinity`` and ``-Infinity``, which Python's own writer makes.
 
     Raises:
-        DamagedError: It is not strict JSON.
+        DamagedError: It is cut off.
+        UnsupportedError: It is not strict JSON in another way.
     """
     _check_size(len(data), max_bytes, where)
     try:
@@ -80,8 +82,23 @@ def loads(
         if _SURROGATE.search(data):
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise DamagedError("malformed JSON", where=where, why=_reason(error)) from error
+        kind = DamagedError if _is_cut(data, error) else UnsupportedError
+        what = "the JSON text is cut off" if kind is DamagedError else "malformed JSON"
+        raise kind(what, where=where, why=_reason(error)) from error
     return found
+
+
+def _is_cut(data: bytes, error: Exception) -> bool:
+    """Return whether *data* ends before its value does: nothing is wrong with what is there."""
+    text = data.rstrip()
+    if isinstance(error, UnicodeDecodeError):
+        return error.reason == "unexpected end of data"
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    rest = error.doc[error.pos :].rstrip()
+    open_ = error.msg.startswith("Unterminated string") and not text.endswith((b"}", b"]"))
+    part = rest in (".", "-") or any(word.startswith(rest) for word in ("true", "false", "null"))
+    return open_ or part or not rest.strip("\0")
 
 
 def _reason(error: Exception) -> str:
@@ -94,7 +111,7 @@ def _reason(error: Exception) -> str:
 
 def _check_size(size: int, limit: int, where: str) -> None:
     if size > limit:
-        raise DamagedError(
+        raise UnsupportedError(
             "the JSON text is too large", where=where, why=f"{size:,} bytes, limit {limit:,}"
         )
 

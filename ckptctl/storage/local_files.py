@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, SourceNotFoundError, StorageError
+from ckptctl.errors import SourceNotFoundError, StorageError, UnsupportedError
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.contained import OutsideError, contained, real_path
 
@@ -61,7 +61,7 @@ class LocalFiles:
 
         Raises:
             OutsideError: It leads elsewhere.
-            DamagedError: It is not a regular file.
+            UnsupportedError: It is not a regular file.
             SourceNotFoundError: There is no such file.
         """
         path = self.root / contained(name, str(self.root))
@@ -78,7 +78,7 @@ class LocalFiles:
         except OSError as error:
             raise StorageError.from_os_error(error, "look at", str(path)) from error
         if not stat.S_ISREG(mode):
-            raise DamagedError(f"`{name}` is not a regular file", where=str(path))
+            raise UnsupportedError(f"`{name}` is not a regular file", where=str(path))
         return path
 
     def identity(self, name: str) -> FileIdentity:

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from ckptctl import dtypes
-from ckptctl.errors import DamagedError, FormatError, RefusedError
+from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads
 from ckptctl.storage.stand_ins import require_content
 
 MAX_HEADER = 100_000_000
 MAX_RANK = 64
+HEAD = 4096
 ALIGNMENT = 8
 METADATA = "__metadata__"
 PACKED = "float4_e2m1fn_x2"
@@ -40,46 +41,85 @@ class SafetensorsHeader:
             it, the first byte in the file and the byte after the last.
         metadata: The ``__metadata__`` strings.
         length: Bytes before the data.
+        unread: Names among *tensors* with a dtype that is not known, which is called as in the
+            header; their shape is that of the header, too.
     """
 
     tensors: dict[str, Span]
     metadata: dict[str, str]
     length: int
+    unread: frozenset[str] = frozenset()
 
 
-def read_header(files: SourceFiles, name: str) -> SafetensorsHeader:
-    """Read the header of the safetensors file *name*.
+def read_header(files: SourceFiles, name: str, *, unread: bool = False) -> SafetensorsHeader:
+    """Read the header of a safetensors file.
+
+    Args:
+        files: Files of the checkpoint.
+        name: The one to read.
+        unread: Whether tensors of dtypes that are not known are described, or refused.
 
     Raises:
-        DamagedError: It is truncated or breaks a rule of the format.
-        FormatError: A tensor has a dtype that torch does not have.
+        DamagedError: It is truncated.
+        UnsupportedError: It breaks a rule of the format, or has an unknown dtype.
     """
     where = str(files.root / name)
     size = files.size(name)
     if size < 8:
-        _fail("it has fewer than 8 bytes", where)
+        _torn(f"it has {size} bytes", where)
     length = int.from_bytes(files.read(name, 0, 8), "little")
     if length > MAX_HEADER or length + 8 > size:
         require_content(files, name)
-        _fail(f"a header of {length:,} bytes does not fit into {size:,}", where)
+        why = f"a header of {length:,} bytes does not fit into {size:,}"
+        begins = files.read(name, 8, min(1, size - 8)) in (b"{", b"")
+        (_torn if begins and length <= MAX_HEADER else _fail)(why, where)
     text = files.read(name, 8, length)
+    if not length and not any(files.read(name, 0, min(size, HEAD))):
+        _torn("it begins with zeros", where)
     if not text.startswith(b"{"):
         _fail("the header does not begin with `{`", where)
-    found = loads(text, where=where, max_bytes=MAX_HEADER, parse_int=_unsigned)
+    try:
+        found = loads(text, where=where, max_bytes=MAX_HEADER, parse_int=_unsigned)
+    except DamagedError as error:  # its length is wrong, unless it was never written to its end
+        if text.endswith(b"\0"):
+            raise
+        _fail(error.why or error.what, where)
     assert isinstance(found, dict)
     metadata = _metadata(found.pop(METADATA, None), where)
     tensors = {key: _tensor(key, entry, where) for key, entry in found.items()}
     _check_spans(tensors, size - length - 8, where)
     start = length + 8
+    strange = [key for key, (dtype, *_) in tensors.items() if dtype not in dtypes.BY_NAME]
+    if strange and not unread:
+        code = tensors[strange[0]][0]
+        raise UnsupportedError(
+            f"the dtype {code[:40]!r} is not supported",
+            where=where,
+            why=f"tensor `{strange[0]}`; {_known_elsewhere(code)}",
+        )
     return SafetensorsHeader(
         {key: (t[0], t[1], start + t[2], start + t[3]) for key, t in tensors.items()},
         metadata,
         start,
+        frozenset(strange),
     )
 
 
+def unread_reason(code: str) -> str:
+    """Return why tensors with the dtype *code* of a header are not read."""
+    return f"the dtype {code[:40]!r} is not read: {_known_elsewhere(code)}"
+
+
+def _known_elsewhere(code: str) -> str:
+    return f"torch {'cannot hold it' if code in _NOT_TORCH else 'is older'}"
+
+
 def _fail(why: str, where: str) -> NoReturn:
-    raise DamagedError("malformed safetensors file", where=where, why=why)
+    raise UnsupportedError("malformed safetensors file", where=where, why=why)
+
+
+def _torn(why: str, where: str) -> NoReturn:
+    raise DamagedError("the safetensors file is cut off", where=where, why=why)
 
 
 def _unsigned(text: str) -> int:
@@ -104,14 +144,14 @@ def _tensor(key: str, entry: object, where: str) -> Span:
         _fail(f"the shape of `{key}` is not a list of at most {MAX_RANK} sizes", where)
     if not _integers(offsets) or len(offsets) != 2:
         _fail(f"the offsets of `{key}` are not two integers", where)
-    found = dtypes.BY_SAFETENSORS.get(code) if type(code) is str else None
-    if found is None:
-        raise FormatError(
-            f"the dtype {str(code)[:40]!r} is not supported",
-            where=where,
-            why=f"tensor `{key}`; torch {'cannot hold it' if code in _NOT_TORCH else 'is older'}",
-        )
+    if type(code) is not str or code in dtypes.BY_NAME:
+        _fail(f"the dtype of `{key}` is {str(code)[:40]!r}", where)
     begin, end = offsets
+    found = dtypes.BY_SAFETENSORS.get(code)
+    if found is None:
+        if end < begin:
+            _fail(f"`{key}` has {end - begin:,} bytes", where)
+        return code, tuple(shape), begin, end
     sizes = _torch_shape(found.name, shape)
     if sizes is None or end < begin or math.prod(sizes) * found.itemsize != end - begin:
         _fail(f"`{key}` is {code} {shape} but has {end - begin:,} bytes", where)
@@ -153,8 +193,10 @@ def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
             _fail(f"`{key}` {kind}: it begins at {begin:,}, expected {expected:,}", where)
         expected = end
     if expected != nbytes:
-        kind = "truncated" if expected > nbytes else "followed by other bytes"
-        _fail(f"the data is {kind}: {nbytes:,} bytes, the header describes {expected:,}", where)
+        said = f"{nbytes:,} bytes, the header describes {expected:,}"
+        if expected > nbytes:
+            _torn(f"the data is truncated: {said}", where)
+        _fail(f"the data is followed by other bytes: {said}", where)
 
 
 def encode_header(

@@ -33,9 +33,10 @@ TENSOR = {
     "name": string("as it is stored"),
     "dtype": string("torch's name, as in `bfloat16`"),
     "shape": array(integer(), "as torch counts it"),
-    "bytes": integer("its size"),
+    "bytes": integer("its size; 0: its elements cannot be read"),
     "chunks": integer("boxes that it is stored in"),
     "alias_of": string("the tensor whose memory it shares", null=True),
+    "unsupported": string("why its elements cannot be read", null=True),
     "stats": record(
         STATISTICS, "with `--stats` only, and not of dtypes without numbers", optional=True
     ),

@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry, TupleIndex
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
@@ -234,7 +234,7 @@ def read_metadata(files: SourceFiles, name: str) -> bytes:
     """
     size = files.size(name)
     if size > MAX_METADATA:
-        raise DamagedError(
+        raise UnsupportedError(
             "the metadata is too large",
             where=str(files.root / name),
             why=f"{size:,} bytes, limit {MAX_METADATA:,}",
@@ -329,7 +329,7 @@ def _valued(files: SourceFiles, blob: Blob) -> Blob:
         return blob
     archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
     if is_stored(archive.root):
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{blob.name}` is a tensor but the metadata calls it bytes",
             where=str(files.root / blob.file),
         )

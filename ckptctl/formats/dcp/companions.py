@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.unknown_classes import unknown_notes
@@ -92,7 +92,7 @@ def _with(files: SourceFiles, catalog: Catalog, name: str, partial: bool) -> Cat
     known = catalog.tensors.keys() | catalog.blobs.keys()
     twice = next((key for key in (*found.tensors, *found.blobs) if key in known), None)
     if twice is not None:
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{twice}` is in `{name}` and in the checkpoint itself",
             where=str(files.root / name),
             hint="the file belongs to another save",

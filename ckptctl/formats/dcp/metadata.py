@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Index, Path
-from ckptctl.errors import CkptError, DamagedError, FormatError, listed
+from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage.contained import contained
@@ -154,7 +154,7 @@ def decode(raw: bytes, where: str) -> Decoded:
     """Return the leaves that a ``.metadata`` file lists, and which save wrote it.
 
     Raises:
-        DamagedError: It is malformed, contradicts itself or points outside the directory.
+        UnsupportedError: It is malformed, contradicts itself or points outside the directory.
         FormatError: Its items are compressed.
         UnsafePickleError: It names anything but the metadata's own classes.
     """
@@ -197,7 +197,7 @@ def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[
         scanner: What has taken entries of it.
 
     Raises:
-        DamagedError: See :func:`decode`.
+        UnsupportedError: See :func:`decode`.
         FormatError: See :func:`decode`.
     """
     with malformed("this is not the metadata of a DCP checkpoint", where):
@@ -238,13 +238,13 @@ def refuse_twins(leaves: Mapping[str, Leaf], where: str) -> None:
         where: What lists them, for the error.
 
     Raises:
-        DamagedError: There are such.
+        UnsupportedError: There are such.
     """
     first: dict[Path, str] = {}
     for name, leaf in leaves.items():
         other = first.setdefault(leaf.path, name)
         if other != name:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"`{name}` and `{other}` are the same leaf of the state dict",
                 where=where,
                 why=f"both are called {'/'.join(map(str, leaf.path))} there",
@@ -287,7 +287,9 @@ def _chunks(
     items = tuple([(box, item) for box in boxes if (item := known.get(box.offsets)) is not None])
     if len(items) != len(boxes):
         missing = [str(box) for box in boxes if box.offsets not in known]
-        raise DamagedError(f"chunks of `{name}` have no storage", where=where, why=listed(missing))
+        raise UnsupportedError(
+            f"chunks of `{name}` have no storage", where=where, why=listed(missing)
+        )
     return items
 
 
@@ -295,15 +297,15 @@ def _add_scanned(stored: dict[str, _Items], scanner: Scanner, target: object, wh
     """Add the storage that was not read opcode by opcode.
 
     Raises:
-        DamagedError: Something is there twice, or belongs elsewhere.
+        UnsupportedError: Something is there twice, or belongs elsewhere.
     """
     if scanner.stored and (scanner.repeated or scanner.target is not target):
-        raise DamagedError("the storage of a chunk is there twice", where=where)
+        raise UnsupportedError("the storage of a chunk is there twice", where=where)
     checked = {file: contained(file, where) for file in scanner.files}
     for name, found in scanner.stored.items():
         known = stored.setdefault(name, {})
         if known.keys() & found.keys():
-            raise DamagedError("the storage of a chunk is there twice", where=where)
+            raise UnsupportedError("the storage of a chunk is there twice", where=where)
         for offsets, (file, start, nbytes) in found.items():
             known[offsets] = Item(checked[file], start, nbytes)
 
@@ -336,7 +338,7 @@ def _stored(data: Mapping[object, object], where: str) -> dict[str, _Items]:
 def _bytes_item(stored: Mapping[str, _Items], name: str, where: str) -> Item:
     items = stored.get(name)
     if not items:
-        raise DamagedError(f"`{name}` has no storage", where=where)
+        raise UnsupportedError(f"`{name}` has no storage", where=where)
     return next(iter(items.values()))
 
 

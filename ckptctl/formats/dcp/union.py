@@ -12,7 +12,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from ckptctl.catalog import Box, Catalog
-from ckptctl.errors import CoverageError, DamagedError, listed
+from ckptctl.errors import CoverageError, DamagedError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata import UNKNOWN, Item, Leaf, Origin, metadata_name, refuse_twins
 from ckptctl.planner.boxes import coverage
 
@@ -90,7 +90,7 @@ class Union:
         if before[1] is item or box is None:
             return
         if before[0] != box:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"two ranks disagree on a chunk of `{held.leaf.name}`",
                 where=self._file(rank),
                 why=f"it has {box} there and {before[0]} in `{before[1].file}`",
@@ -171,7 +171,7 @@ class Union:
         """Return the names of the leaves that are no tensors."""
         return [name for name, held in self._held.items() if not held.leaf.dtype]
 
-    def _incomplete(self, leaf: Leaf, boxes: Sequence[Box]) -> CoverageError:
+    def _incomplete(self, leaf: Leaf, boxes: Sequence[Box]) -> CoverageError | UnsupportedError:
         found = coverage(leaf.shape, boxes)
         there = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
         if found.holes and not found.overlaps:
@@ -183,7 +183,7 @@ class Union:
                 hint=f"more ranks took part: copy their files, such as `{next_one}`",
             )
         wrong = found.outside or found.overlaps
-        return CoverageError(
+        return UnsupportedError(
             f"the ranks' chunks of `{leaf.name}` do not tile it",
             where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
             why=f"{there} are there; {listed([str(box) for box in wrong])} "
@@ -191,16 +191,16 @@ class Union:
             hint="files of another save lie among these",
         )
 
-    def _disagree(self, held: _Held, rank: int, leaf: Leaf) -> DamagedError:
-        return DamagedError(
+    def _disagree(self, held: _Held, rank: int, leaf: Leaf) -> UnsupportedError:
+        return UnsupportedError(
             f"two ranks disagree on `{leaf.name}`",
             where=self._file(rank),
             why=f"it is {_described(leaf)} there and {_described(held.leaf)} for rank {held.rank}",
             hint="the files belong to different saves",
         )
 
-    def _foreign(self, rank: int, name: str, item: Item) -> DamagedError:
-        return DamagedError(
+    def _foreign(self, rank: int, name: str, item: Item) -> UnsupportedError:
+        return UnsupportedError(
             f"`{metadata_name(rank)}` is not the metadata of rank {rank}",
             where=self._file(rank),
             why=f"it says that `{name}` lies in `{item.file}`",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.deepspeed.partitions import Segment, Shape, partition_numels
 from ckptctl.formats.deepspeed.states import ModelState, OptimState
 from ckptctl.storage.zips.reader import StoredTensor
@@ -48,7 +48,7 @@ def complete_optims(
         where: The file that says so, for errors.
 
     Raises:
-        DamagedError: The partitions that are left are not as long as the parameters want them.
+        UnsupportedError: The partitions that are left are not as long as the parameters want them.
     """
     like = next(optim for optim in found if optim is not None)
     if None not in found:
@@ -92,8 +92,10 @@ def _column(
     return [least if stripped else most for least, most in limits]
 
 
-def _misfit(where: str, why: str) -> DamagedError:
-    return DamagedError("the optimizer states do not fit the model states", where=where, why=why)
+def _misfit(where: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the optimizer states do not fit the model states", where=where, why=why
+    )
 
 
 def _absent(like: OptimState, name: str, numels: Sequence[int]) -> OptimState:

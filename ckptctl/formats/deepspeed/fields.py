@@ -1,8 +1,8 @@
 """Fields of DeepSpeed's files of states, checked one by one.
 
 Source: ``state_dict`` of the optimizers in ``deepspeed/runtime``. Every function takes a value,
-where needed a name for it, and the file for errors; it raises DamagedError where the value is not
-what DeepSpeed writes, FormatError where it needs more than the files hold.
+where needed a name for it, and the file for errors; it raises UnsupportedError where the value is
+not what DeepSpeed writes, FormatError where it needs more than the files hold.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats.deepspeed.partitions import Segment, Shape
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
@@ -20,21 +20,21 @@ from ckptctl.storage.zips.reader import StoredTensor
 def mapping_of(value: object, what: str, where: str) -> Mapping[str, object]:
     """Return a dict whose keys are strings."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise DamagedError(f"`{what}` is not a map of names", where=where)
+        raise UnsupportedError(f"`{what}` is not a map of names", where=where)
     return value
 
 
 def items_of(value: object, what: str, where: str) -> Sequence[object]:
     """Return a list or tuple that is not empty."""
     if not isinstance(value, list | tuple) or not value:
-        raise DamagedError(f"`{what}` is not a list with anything in it", where=where)
+        raise UnsupportedError(f"`{what}` is not a list with anything in it", where=where)
     return value
 
 
 def whole_number(value: object, what: str, where: str) -> int:
     """Return a number that is not negative."""
     if type(value) is not int or value < 0:
-        raise DamagedError(f"`{what}` is not a number", where=where)
+        raise UnsupportedError(f"`{what}` is not a number", where=where)
     return value
 
 
@@ -42,7 +42,7 @@ def shape_of(value: object, where: str) -> Shape:
     """Return the shape of a parameter."""
     if isinstance(value, tuple | list) and len(value) <= MAX_RANK:
         return tuple(whole_number(size, "a size of a parameter", where) for size in value)
-    raise DamagedError("the shape of a parameter is not one", where=where)
+    raise UnsupportedError("the shape of a parameter is not one", where=where)
 
 
 def shapes_of(value: object, where: str) -> dict[str, Shape]:
@@ -57,14 +57,14 @@ def groups_of(value: object, where: str) -> tuple[dict[str, Shape], ...]:
     groups = tuple(shapes_of(group, where) for group in many)
     names = [name for group in groups for name in group]
     if len(set(names)) < len(names):
-        raise DamagedError("`param_shapes` names a parameter twice", where=where)
+        raise UnsupportedError("`param_shapes` names a parameter twice", where=where)
     return groups
 
 
 def segment_of(value: object, file: str, where: str) -> Segment:
     """Return a partition: a flat tensor without gaps."""
     if not isinstance(value, StoredTensor) or len(value.shape) != 1 or value.strides is not None:
-        raise DamagedError("a partition is not a flat tensor", where=where)
+        raise UnsupportedError("a partition is not a flat tensor", where=where)
     return Segment(file, value)
 
 
@@ -73,7 +73,7 @@ def stage_of(value: object, where: str) -> int:
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
     if type(value) is not int or value not in (1, 2):
-        raise DamagedError("`zero_stage` does not fit the partitions", where=where)
+        raise UnsupportedError("`zero_stage` does not fit the partitions", where=where)
     return value
 
 
@@ -90,7 +90,7 @@ def world_of(value: object, where: str) -> int:
             why=f"groups have {' or '.join(map(str, sorted(counts)))} partitions",
         )
     if not counts or counts == {0}:
-        raise DamagedError("`partition_count` is not a number of ranks", where=where)
+        raise UnsupportedError("`partition_count` is not a number of ranks", where=where)
     return counts.pop()
 
 
@@ -100,7 +100,9 @@ def paddings_of(value: object, where: str) -> tuple[tuple[int, ...], ...] | None
         return None
     groups = items_of(value, "param_alignment_paddings", where)
     if not all(isinstance(group, list | tuple) for group in groups):
-        raise DamagedError("`param_alignment_paddings` is not a list for each group", where=where)
+        raise UnsupportedError(
+            "`param_alignment_paddings` is not a list for each group", where=where
+        )
     return tuple(
         tuple(whole_number(gap, "an alignment padding", where) for gap in group)
         for group in cast("Sequence[Sequence[object]]", groups)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import absent
 from ckptctl.formats.shared.faults import Faults
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
@@ -252,8 +252,8 @@ def _elsewhere(root: Path, folder: str, name: str, here: Collection[str]) -> str
     return ""
 
 
-def _mixed(where: Path, why: str) -> DamagedError:
-    return DamagedError(
+def _mixed(where: Path, why: str) -> UnsupportedError:
+    return UnsupportedError(
         "files of several saves lie together",
         where=str(where),
         why=why,

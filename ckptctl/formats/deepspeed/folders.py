@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.deepspeed.absent import complete_models
 from ckptctl.formats.deepspeed.files import ZERO, require_world
 from ckptctl.formats.deepspeed.states import ModelState, read_model
@@ -58,7 +58,7 @@ def _value(source: SourceFiles, name: str) -> object:
     archive = read_archive(source, name, unknown="inert")
     file = name.rpartition("/")[2]
     if archive.folder not in (file.removesuffix(".pt"), "archive"):
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{file}` is not what it is called",
             where=str(source.root / name),
             why=f"it was saved as `{archive.folder}.pt`",
@@ -139,7 +139,7 @@ def read_models(
     first = next((model for model in held if model is not None), None)
     if first is None:
         read(names[0])
-        raise DamagedError("the model states changed", where=str(source.root / names[0]))
+        raise UnsupportedError("the model states changed", where=str(source.root / names[0]))
     world = first.content.get("dp_world_size")
     if partitioned and isinstance(world, int) and len(names) != world:
         names = require_world(source.root, names, world, "model", faults)

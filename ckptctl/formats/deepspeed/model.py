@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.deepspeed.partitions import Part, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save
@@ -19,9 +19,9 @@ from ckptctl.storage.zips.reader import StoredTensor
 ROOT = "module"
 
 
-def as_saved(model: ModelState, root: Path) -> Contents:
+def as_saved(model: ModelState) -> Contents:
     """Return the state dict in one file of model states, with the dtypes of training."""
-    found = contents_of(model.module, model.file, str(root / model.file), (ROOT,))
+    found = contents_of(model.module, model.file, (ROOT,))
     return replace(found, notes=())
 
 
@@ -54,7 +54,7 @@ def master(
         faults: Takes what is nowhere; None: it is refused.
 
     Raises:
-        DamagedError: A parameter is nowhere, or is not what another place says of it.
+        UnsupportedError: A parameter is nowhere, or is not what another place says of it.
     """
     return _Master(models, found, partitioned, root, faults).contents()
 
@@ -71,7 +71,7 @@ def without_partitions(save: Save, root: Path, faults: Faults) -> Contents:
     return master(models, {}, save.partitioned, root, faults)
 
 
-class _NowhereError(DamagedError):
+class _NowhereError(UnsupportedError):
     """A tensor has no data."""
 
 
@@ -90,7 +90,7 @@ class _Master:
         self.model = next(model for model in models if not model.absent)
         self.found, self.partitioned = found, partitioned
         self.where = str(root / self.model.file)
-        self.saved = as_saved(self.model, root)
+        self.saved = as_saved(self.model)
 
     def contents(self) -> Contents:
         """Return all tensors, and the leaves that are none."""
@@ -145,7 +145,7 @@ class _Master:
     def _require_same(self, name: str, shape: Shape, other: str) -> None:
         saved = self.saved.tensors.get(_key(name))
         if not self.partitioned and saved is not None and saved.shape != shape:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"the shape of `{name}` is not that of "
                 + ("its partitions" if name == other else f"`{other}`, which it shares data with"),
                 where=self.where,
@@ -166,7 +166,7 @@ class _Master:
             return entry_of(name, first.dtype, shape, (extent_of(first, file),))
         odd = [file for file, item in shares if not _is_flat(item, share, first.dtype)]
         if odd:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"a rank's share of the frozen parameter `{name}` is not one",
                 where=str(Path(self.where).parent / Path(odd[0]).name),
                 why=f"{share:,} elements of {first.dtype} are expected",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import DamagedError, listed
+from ckptctl.errors import UnsupportedError, listed
 from ckptctl.formats.deepspeed.partitions import Segment, Strip, extents
 from ckptctl.formats.deepspeed.stage0 import NUMBERED, named_optimizer
 from ckptctl.formats.deepspeed.states import OptimState
@@ -27,7 +27,7 @@ def surroundings(save: Save, files: SourceFiles) -> Leaves:
     """Return everything outside the model; of what all ranks have the first one's.
 
     Raises:
-        DamagedError: The ranks' optimizers have done different numbers of steps.
+        UnsupportedError: The ranks' optimizers have done different numbers of steps.
     """
     found = Leaves()
     model, root = save.model, files.root
@@ -106,7 +106,7 @@ def _require_same(save: Save, owner: int, key: str, files: SourceFiles) -> None:
     values = [_value(optim.states[owner].get(key), optim.file, files) for optim in optims]
     for optim, value in zip(optims, values, strict=True):
         if value != values[0]:
-            raise DamagedError(
+            raise UnsupportedError(
                 "the ranks do not belong to one save",
                 where=str(files.root / optim.file),
                 why=f"its optimizer has another `{key}` than that of `{optims[0].file}`",

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -178,8 +178,8 @@ def in_groups(
     return parts
 
 
-def _misfit(count: int, what: str, other: int, of: str, where: str) -> DamagedError:
-    return DamagedError(
+def _misfit(count: int, what: str, other: int, of: str, where: str) -> UnsupportedError:
+    return UnsupportedError(
         "the alignment paddings do not fit the parameters",
         where=where,
         why=f"{count} {what}, {other} {of}",
@@ -199,7 +199,8 @@ def _require(holds: bool, name: str, numel: int, number: int, where: str) -> Non
     else:
         what = "the partitions are not as long as the parameters"
         why = f"{numel:,} elements in all ranks, the parameters take {number:,}"
-    raise DamagedError(
+    kind = DamagedError if name else UnsupportedError
+    raise kind(
         what, where=where, why=why, hint="a rank's file may be of another save or another world"
     )
 
@@ -229,7 +230,7 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> Parts:
         start += share
     for rank, strip in enumerate(strips):
         if strip.numel != start:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"the partition of rank {rank} is not as long as its share of the parameters",
                 where=where,
                 why=f"`{strip.segments[0].file}` has {strip.numel:,} elements, "

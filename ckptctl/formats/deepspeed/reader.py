@@ -88,4 +88,4 @@ def _weights(save: Save, root: Path, asked: ReadOptions, faults: Faults) -> Cont
             why="it keeps fp32 copies without the names of the parameters, or none",
             hint="`--weights module`",
         )
-    return as_saved(save.model, root)
+    return as_saved(save.model)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.deepspeed.model import ROOT
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.trainer import OPTIMIZER
@@ -66,7 +66,7 @@ class Replicas:
             if entry is None or [extent.file for extent in entry.extents] != [home]:
                 continue
             if not isinstance(value, StoredTensor):
-                raise DamagedError(
+                raise UnsupportedError(
                     f"`{file}` lacks `{name}`",
                     where=str(self.files.root / file),
                     why=f"`{home}` has it",

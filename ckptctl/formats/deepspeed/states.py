@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import cast
 
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.deepspeed.fields import (
     base_of,
     groups_of,
@@ -114,13 +114,13 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
 
     Raises:
         FormatError: It needs more than is written, as tensor parallelism or experts.
-        DamagedError: It is not what DeepSpeed writes.
+        UnsupportedError: It is not what DeepSpeed writes.
     """
     archive = _archive(files, name)
     where = str(files.root / name)
     content = mapping_of(archive.root, "the file", where)
     if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
-        raise DamagedError(
+        raise UnsupportedError(
             "these are no model states", where=where, why=f"the file has {listed([*content])}"
         )
     _refuse_experts(content, where)
@@ -128,7 +128,7 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
         _refuse_divided(content, where)
     shared = mapping_of(content.get("shared_params") or {}, "shared_params", where)
     if not all(isinstance(source, str) for source in shared.values()):
-        raise DamagedError("`shared_params` is not a map of names", where=where)
+        raise UnsupportedError("`shared_params` is not a map of names", where=where)
     groups = content.get("param_shapes")
     return ModelState(
         file=name,
@@ -147,7 +147,7 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
 
     Raises:
         FormatError: They are of a kind that is not known.
-        DamagedError: The file is not what DeepSpeed writes.
+        UnsupportedError: The file is not what DeepSpeed writes.
     """
     where = str(files.root / name)
     content = mapping_of(_archive(files, name).root, "the file", where)
@@ -186,7 +186,7 @@ def _archive(files: SourceFiles, name: str) -> TorchArchive:
     here = PurePosixPath(name).name
     was = saved_name(f"{archive.folder}.pt")
     if was is not None and was != here:
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{here}` is not the file of this rank",
             where=str(files.root / name),
             why=f"it was saved as `{was}`",

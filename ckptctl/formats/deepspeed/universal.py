@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import DamagedError, FormatError, UsageError, listed
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError, UsageError, listed
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.files import FP32, ZERO, model_files
 from ckptctl.formats.deepspeed.folders import (
@@ -114,7 +114,7 @@ class UniversalSave:
                     where=str(root / self.models[0].file),
                     hint="`--weights master`",
                 )
-            return as_saved(self.model, root)
+            return as_saved(self.model)
         self._require_order()
         missing = [name for name in self.shapes if FP32 not in self.values.get(name, {})]
         if missing and not self.partial:
@@ -214,10 +214,10 @@ class UniversalSave:
         tensor = value.get("param") if isinstance(value, dict) else value
         where = str(self.source.root / self.file(name, key))
         if not isinstance(tensor, StoredTensor):
-            raise DamagedError(f"`{key}` of `{name}` is not a tensor", where=where)
+            raise UnsupportedError(f"`{key}` of `{name}` is not a tensor", where=where)
         shape = self._shape(name, tensor, isinstance(value, dict) and "vocab_tensor" in value)
         if shape is None or (shape != tensor.shape and tensor.strides is not None):
-            raise DamagedError(
+            raise UnsupportedError(
                 f"`{key}` of `{name}` has another shape than the parameter",
                 where=where,
                 why=f"{list(tensor.shape)}, the model states say {list(self.shapes[name])}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.deepspeed.files import FP32, ZERO
 from ckptctl.formats.deepspeed.folders import SETTINGS, lacking
 from ckptctl.formats.deepspeed.optimizer import plain_settings
@@ -70,7 +70,7 @@ def _add_settings(save: UniversalSave, found: Leaves) -> None:
     archive = save.faults.read([file], read)[0] if save.partial else read(file)
     content = {} if archive is None else archive.root
     if not isinstance(content, dict):
-        raise DamagedError("the optimizer's settings are not a dict", where=where)
+        raise UnsupportedError("the optimizer's settings are not a dict", where=where)
     groups, inner = content.get("param_groups"), content.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     owners = [

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from ckptctl.errors import CkptError, DamagedError
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.formats.deepspeed.absent import complete_models, complete_optims
 from ckptctl.formats.deepspeed.files import RankFiles, require_world
 from ckptctl.formats.deepspeed.partitions import Part, Parts, Segment, Strip, in_groups, in_ranks
@@ -167,7 +167,7 @@ def _require_alike(
     if isinstance(world, int) and (world < 1 or first.world % world):
         raise _unlike(root, models[0].file, first.file, f"worlds ({world} and {first.world} ranks)")
     if models[0].groups is None:
-        raise DamagedError(
+        raise UnsupportedError(
             "the names of the parameters are missing",
             where=str(root / models[0].file),
             why="there are optimizer states of ZeRO, and no `param_shapes`",
@@ -179,8 +179,8 @@ def _progress(model: ModelState) -> tuple[object, ...]:
     return tuple(model.content.get(key) for key in keys)
 
 
-def _unlike(root: Path, one: str, other: str, what: str) -> DamagedError:
-    return DamagedError(
+def _unlike(root: Path, one: str, other: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
         "the ranks do not belong to one save",
         where=str(root / other),
         why=f"`{one}` and `{other}` have different {what}",
@@ -197,7 +197,7 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
         parts = in_ranks(models[0].shapes, strips, where)
         return Save(models, optims, strips, parts, partitioned=True)
     if len(groups) != len(by_rank[0]):
-        raise DamagedError(
+        raise UnsupportedError(
             "the optimizer states do not fit the model states",
             where=where,
             why=f"{len(groups)} groups of parameters, {len(by_rank[0])} of partitions",
@@ -217,7 +217,7 @@ def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[St
 def _require_one_dtype(strips: Sequence[Strip], where: str) -> None:
     dtypes = sorted({segment.tensor.dtype for strip in strips for segment in strip.segments})
     if len(dtypes) > 1:
-        raise DamagedError(
+        raise UnsupportedError(
             "the partitions have different dtypes",
             where=str(Path(where).parent),
             why=f"{' and '.join(dtypes)}, and parameters may lie in two of them",
@@ -230,7 +230,7 @@ def _require_order(strips: Sequence[Strip], where: str) -> None:
         full = max(segment.numel for segment in strip.segments)
         for one, after in pairwise(strip.segments):
             if after.numel and one.numel < full:
-                raise DamagedError(
+                raise UnsupportedError(
                     "the partitions are not in the order of their ranks",
                     where=str(Path(where).parent),
                     why=f"`{one.file}` has {one.numel:,} elements, `{after.file}` {after.numel:,}",
@@ -248,7 +248,7 @@ def _require_own(optims: Sequence[OptimState], parts: Parts, where: str) -> None
         held = optim.mappings
         if held is None or held == expected[rank] or held not in expected:
             continue
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{optim.file}` is not the file of its rank",
             where=str(Path(where).parent),
             why=f"its partition is that of rank {expected.index(held)}",

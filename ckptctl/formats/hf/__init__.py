@@ -47,8 +47,9 @@ from ckptctl.formats.hf.shards import (
     merge,
     read_bin,
     read_shard,
-    require_agreement,
     require_present,
+    unnamed,
+    unnamed_note,
 )
 from ckptctl.planner.output_shards import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
@@ -133,6 +134,7 @@ class HfFormat(WritableFormat):
         metadata = Strings(strings)
         shards = keys_by_file(weight_map)
         notes: dict[str, None] = {}
+        extra: dict[str, TensorEntry] = {}
         require_present(files, list(shards), main)
         for name in heads_ahead(files, shards):
             if name in known:
@@ -143,11 +145,11 @@ class HfFormat(WritableFormat):
                 contents = read_bin(files, name)
                 found, more = contents.tensors, {}
                 notes |= dict.fromkeys(contents.notes)
-            require_agreement(shards[name], found, name, str(files.root / main))
+            extra |= unnamed(weight_map, found, name, str(files.root / main))
             tensors |= found
             metadata.add({key: text for key, text in more.items() if key != "format"})
-        ordered = {name: tensors[name] for name in weight_map}
-        said = (*notes, *metadata.notes)
+        ordered = {name: tensors[name] for name in weight_map} | extra
+        said = (*notes, *metadata.notes, *unnamed_note(extra))
         return self._catalog(files, path, ordered, metadata.agreed, list(shards), said, main)
 
     def _read_part(self, files: SourceFiles, path: Path, main: str) -> Catalog:
@@ -155,7 +157,9 @@ class HfFormat(WritableFormat):
         weight_map, strings = checked_index(read_json(files, main), where)
         found = usable(files, weight_map, strings, where)
         ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
-        notes = (*found.notes, *found.metadata.notes)
+        extra = {name: found.tensors[name] for name in found.tensors.keys() - weight_map.keys()}
+        ordered |= extra
+        notes = (*found.notes, *found.metadata.notes, *unnamed_note(extra))
         catalog = self._catalog(
             files, path, ordered, found.metadata.agreed, list(found.sizes), notes, main
         )

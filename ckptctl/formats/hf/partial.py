@@ -12,7 +12,7 @@ from ckptctl.formats.hf.shards import (
     keys_by_file,
     read_bin,
     read_shard,
-    require_agreement,
+    unnamed,
 )
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.storage.files import SourceFiles
@@ -60,7 +60,7 @@ def usable(
             found.sizes[name] = files.size(name)
             shard = _read(found, files, name)
             kept = {key: entry for key, entry in shard.items() if key in expected}
-            require_agreement(expected, shard, name, where)
+            kept |= unnamed(weight_map, shard, name, where)
         except UnsafePickleError:
             raise
         except CkptError as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import DamagedError, listed
+from ckptctl.errors import DamagedError, UnsupportedError, listed
 from ckptctl.formats import torch_file
 from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.safetensors_header import read_header
+from ckptctl.storage.safetensors_header import read_header, unread_reason
 
 Shard = tuple[dict[str, TensorEntry], Mapping[str, str]]
 """The tensors of one file, and its metadata."""
@@ -17,13 +17,14 @@ Shard = tuple[dict[str, TensorEntry], Mapping[str, str]]
 
 def read_shard(files: SourceFiles, name: str) -> Shard:
     """Return the tensors of one safetensors file, and its metadata."""
-    header = read_header(files, name)
-    tensors = {
-        key: TensorEntry(
-            key, dtype, shape, (Extent(Box.whole(shape), name, begin, end - begin),), (key,)
-        )
-        for key, (dtype, shape, begin, end) in header.tensors.items()
-    }
+    header = read_header(files, name, unread=True)
+    tensors: dict[str, TensorEntry] = {}
+    for key, (dtype, shape, begin, end) in header.tensors.items():
+        if key in header.unread:
+            tensors[key] = TensorEntry.unread(key, dtype, shape, (key,), unread_reason(dtype))
+            continue
+        extent = Extent(Box.whole(shape), name, begin, end - begin)
+        tensors[key] = TensorEntry(key, dtype, shape, (extent,), (key,))
     return tensors, header.metadata
 
 
@@ -61,11 +62,12 @@ def read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
     """Return what a ``torch.save`` file holds, which has to be tensors only.
 
     Raises:
-        DamagedError: It holds something else, or is damaged.
+        DamagedError: It is damaged.
+        UnsupportedError: It holds something else.
     """
     found = torch_file.read_contents(files, name)
     if found.blobs:
-        raise DamagedError(
+        raise UnsupportedError(
             "there is more than tensors in this file",
             where=str(files.root / name),
             why=listed(list(found.blobs)),
@@ -94,12 +96,12 @@ def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], nam
     """Add to *tensors* what was *found* in the shard called *name*.
 
     Raises:
-        DamagedError: A tensor is there already.
+        UnsupportedError: A tensor is there already.
     """
     twice = [key for key in found if key in tensors]
     if twice:
         other = tensors[twice[0]].extents[0].file
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{twice[0]}` is in two shards", where=name, why=f"it is in `{other}` as well"
         )
     tensors |= found
@@ -113,14 +115,14 @@ def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, 
         where: Its path, for errors.
 
     Raises:
-        DamagedError: It is no index, or leads out of the directory.
+        UnsupportedError: It is no index, or leads out of the directory.
     """
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise DamagedError("the index has no `weight_map`", where=where)
+        raise UnsupportedError("the index has no `weight_map`", where=where)
     for key, file in weight_map.items():
         if not isinstance(file, str):
-            raise DamagedError(f"`weight_map` gives no file for `{key}`", where=where)
+            raise UnsupportedError(f"`weight_map` gives no file for `{key}`", where=where)
         contained(file, where)
     metadata = index.get("metadata") if isinstance(index, dict) else None
     strings = metadata.items() if isinstance(metadata, dict) else ()
@@ -135,21 +137,22 @@ def keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
     return found
 
 
-def require_agreement(
-    expected: set[str], found: Mapping[str, TensorEntry], name: str, where: str
-) -> None:
-    """Refuse a shard that holds other tensors than its index says.
+def unnamed(
+    weight_map: Mapping[str, str], found: Mapping[str, TensorEntry], name: str, where: str
+) -> dict[str, TensorEntry]:
+    """Return the tensors of a shard that its index does not name.
 
     Args:
-        expected: What the index places in it.
-        found: What it holds.
+        weight_map: The file of each tensor, by the index.
+        found: What the shard holds.
         name: The shard.
         where: Path of the index.
 
     Raises:
-        DamagedError: They differ.
+        DamagedError: The shard lacks what the index places in it.
+        UnsupportedError: It holds what the index places in another one.
     """
-    missing = sorted(expected - found.keys())
+    missing = sorted(key for key, file in weight_map.items() if file == name and key not in found)
     if missing:
         raise DamagedError(
             f"`{name}` lacks {len(missing)} tensors that the index places in it",
@@ -157,10 +160,16 @@ def require_agreement(
             why=listed(missing),
             hint="download the shard again",
         )
-    extra = sorted(found.keys() - expected)
-    if extra:
-        raise DamagedError(
-            f"`{name}` holds {len(extra)} tensors that the index does not place in it",
+    others = sorted(key for key in found if weight_map.get(key, name) != name)
+    if others:
+        raise UnsupportedError(
+            f"`{name}` holds {len(others)} tensors that the index places in other files",
             where=where,
-            why=listed(extra),
+            why=listed(others),
         )
+    return {key: entry for key, entry in found.items() if key not in weight_map}
+
+
+def unnamed_note(extra: Collection[str]) -> tuple[str, ...]:
+    """Return a note on tensors that the index does not name."""
+    return (f"the index does not name these tensors: {listed(list(extra))}",) * bool(extra)

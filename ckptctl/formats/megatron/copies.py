@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.megatron.grid import Grid
 from ckptctl.formats.megatron.places import Place
 from ckptctl.storage.compare import WINDOW, equal
@@ -47,7 +47,7 @@ class Copies:
                 others where there are checksums or they are small.
 
         Raises:
-            DamagedError: They differ.
+            UnsupportedError: They differ.
         """
         if one.crc32 is not None and other.crc32 is not None:
             same = one.crc32 == other.crc32
@@ -57,7 +57,7 @@ class Copies:
         else:
             same = equal(self.files, _alone(name, dtype, one), _alone(name, dtype, other))
         if not same:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"copies of `{name}` hold different values",
                 where=self.where,
                 why=("which every rank has, as the rules say; " if claimed else "")
@@ -76,7 +76,7 @@ class Copies:
         """Refuse two files with the same parts of everything: one was copied over the other.
 
         Raises:
-            DamagedError: There are such.
+            UnsupportedError: There are such.
         """
         for held in (self.divided, self.experts):
             _refuse_equal(held, grid, self.where)
@@ -87,7 +87,7 @@ def _refuse_equal(held: Mapping[Place, Sequence[int | None]], grid: Grid, where:
     for place, checksums in held.items():
         other = seen.setdefault(tuple(checksums), place)
         if other != place and None not in checksums:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"`{grid.files[place]}` holds the same as `{grid.files[other]}`",
                 where=where,
                 why="both have the same part of every tensor that ranks divide",

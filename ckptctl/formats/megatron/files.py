@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats.shared.tags import tag_folder, tags
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -54,7 +54,7 @@ def save_folder(path: Path, tag: str | None) -> str:
     Raises:
         UsageError: There is no save *tag*.
         FormatError: Nothing says which save.
-        DamagedError: The pointer is torn or names a save that is not there.
+        UnsupportedError: The pointer is torn or names a save that is not there.
     """
     return tag_folder(path, tag, POINTER, evidence, _folder)
 
@@ -69,7 +69,7 @@ def rank_folders(root: Path, folder: str) -> dict[Numbers, str]:
 
     Raises:
         FormatError: There are none.
-        DamagedError: They have different amounts of numbers, or two have the same.
+        UnsupportedError: They have different amounts of numbers, or two have the same.
     """
     found: dict[Numbers, str] = {}
     for name, parsed in sorted(_named(root / folder)):
@@ -92,9 +92,9 @@ def _named(folder: Path) -> Iterator[tuple[str, Numbers]]:
             yield item.name, parsed
 
 
-def mixed(where: Path | str, why: str) -> DamagedError:
+def mixed(where: Path | str, why: str) -> UnsupportedError:
     """Return the error for files that are not of one save."""
-    return DamagedError(
+    return UnsupportedError(
         "files of several saves lie together",
         where=str(where),
         why=why,

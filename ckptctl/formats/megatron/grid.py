@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError
+from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsupportedError
 from ckptctl.formats.base import absent
 from ckptctl.formats.megatron.files import MODEL, mixed, rank_folders
 from ckptctl.formats.megatron.places import (
@@ -159,7 +159,7 @@ def _require_order(grid: Grid, where: str) -> None:
 def _require_rising(writers: Sequence[tuple[int, str]], where: str) -> None:
     for (before, one), (after, other) in pairwise(writers):
         if after < before:
-            raise DamagedError(
+            raise UnsupportedError(
                 "files of two ranks have changed places",
                 where=where,
                 why=f"process {before} wrote `{one}`, process {after} `{other}`",

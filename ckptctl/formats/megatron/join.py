@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.megatron.copies import Copies
 from ckptctl.formats.megatron.coverage import require_rules
 from ckptctl.formats.megatron.grid import Grid
@@ -56,7 +56,7 @@ def join_tensors(files: SourceFiles, grid: Grid, rules: Rules | None, where: str
 
     Raises:
         MappingError: There are no rules, or none for some tensors.
-        DamagedError: The ranks contradict each other, the rules or the arguments.
+        UnsupportedError: The ranks contradict each other, the rules or the arguments.
     """
     if len(grid.files) > 1:
         require_rules(grid, rules, where)
@@ -173,8 +173,8 @@ class _Join:
         if gone:
             self.found.lost[name] = gone
 
-    def _wrong(self, name: str, why: str) -> DamagedError:
-        return DamagedError(
+    def _wrong(self, name: str, why: str) -> UnsupportedError:
+        return UnsupportedError(
             f"the ranks disagree on `{name}`",
             where=self.where,
             why=why,
@@ -187,7 +187,7 @@ class _Whole:
 
     def __init__(self, before: TensorEntry, entry: TensorEntry, copies: Copies) -> None:
         if (before.dtype, before.shape) != (entry.dtype, entry.shape):
-            raise DamagedError(
+            raise UnsupportedError(
                 f"two pipeline stages disagree on `{entry.name}`",
                 where=copies.where,
                 why=f"it is {before.dtype} {list(before.shape)} in one, "

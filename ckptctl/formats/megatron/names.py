@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats.megatron.grid import Grid
 from ckptctl.formats.megatron.rules import Rules
 
@@ -29,7 +29,7 @@ class Names:
         chunks: The names of each chunk's tensors on its ranks, in the order of the model.
 
     Raises:
-        DamagedError: Layers or experts are missing, or are not as many as the arguments say.
+        UnsupportedError: Layers or experts are missing, or are not as many as the arguments say.
         FormatError: Experts are divided in a way that is not recorded.
     """
 
@@ -151,8 +151,8 @@ class Names:
                 f"`{what}{missing}` is not there, `{what}{max(found)}` is",
             )
 
-    def _wrong(self, what: str, why: str) -> DamagedError:
-        return DamagedError(what, where=self.where, why=why)
+    def _wrong(self, what: str, why: str) -> UnsupportedError:
+        return UnsupportedError(what, where=self.where, why=why)
 
 
 def _numbers(names: Iterable[str], prefix: str) -> set[int]:
@@ -162,7 +162,7 @@ def _numbers(names: Iterable[str], prefix: str) -> set[int]:
 
 def _number(digits: str) -> int:
     if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
-        raise DamagedError(f"`{digits[:40]}` is not the number of a layer or an expert")
+        raise UnsupportedError(f"`{digits[:40]}` is not the number of a layer or an expert")
     return int(digits)
 
 

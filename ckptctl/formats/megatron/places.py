@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats.megatron.files import MODEL, Numbers, mixed
 from ckptctl.formats.megatron.state import RankState
 
@@ -47,7 +47,7 @@ def sizes_of(
         where: The save, for errors.
 
     Raises:
-        DamagedError: Files and names contradict each other.
+        UnsupportedError: Files and names contradict each other.
         FormatError: What the names mean is not recorded.
     """
     said: dict[Place, str] = {}
@@ -80,7 +80,7 @@ def _said(state: RankState) -> Place | None:
         return None
     pipeline, expert, tensor = (1 if value is None else value for value in found)
     if min(pipeline, expert, tensor) < 1 or pipeline * expert * tensor > MAX_RANKS:
-        raise DamagedError(
+        raise UnsupportedError(
             "the arguments do not say how many ranks there are",
             where=state.file,
             why=f"{pipeline} pipeline stages, {expert} and {tensor} ranks in each",

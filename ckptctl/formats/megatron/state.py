@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptctl.catalog import Path
-from ckptctl.errors import DamagedError, listed
+from ckptctl.errors import UnsupportedError, listed
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
@@ -72,14 +72,14 @@ def read_state(files: SourceFiles, name: str) -> RankState:
         name: The file.
 
     Raises:
-        DamagedError: It is damaged, or has no model in it.
+        UnsupportedError: It is damaged, or has no model in it.
         FormatError: It is no zip.
     """
     archive = read_archive(files, name, unknown="inert")
     where = str(files.root / name)
     content = archive.root
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise DamagedError("this is not a file of Megatron", where=where, why="it is no dict")
+        raise UnsupportedError("this is not a file of Megatron", where=where, why="it is no dict")
     models = _models(content, where)
     chunks = tuple(_tensors(content[key], where) for key in models)
     return RankState(
@@ -100,7 +100,7 @@ def _models(content: Mapping[str, object], where: str) -> tuple[str, ...]:
     numbers = range(min(len(content), MAX_CHUNKS))
     found = tuple(key for number in numbers if (key := f"{MODEL}{number}") in content)
     if not found or found[-1] != f"{MODEL}{len(found) - 1}":
-        raise DamagedError(
+        raise UnsupportedError(
             "there is no model in this file", where=where, why=f"it has {listed([*content])}"
         )
     return found
@@ -128,7 +128,7 @@ def _tensors(model: object, where: str) -> tuple[dict[str, Local], bool]:
             extra = extra or leaf is not None
         elif isinstance(leaf, StoredTensor):
             if found.setdefault(name, Local(path, leaf)).path != path:
-                raise DamagedError(f"two leaves are both called `{name}`", where=where)
+                raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
         else:
             refuse_hidden_tensors(leaf, name, where)
             _refuse_values(leaf, name, where)
@@ -138,7 +138,7 @@ def _tensors(model: object, where: str) -> tuple[dict[str, Local], bool]:
 def _refuse_values(leaf: object, name: str, where: str) -> None:
     """Models have tensors, and None in place of those that a layer does without."""
     if leaf is not None and leaf != {}:
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{name}` is in the model and is no tensor",
             where=where,
             why=f"a {type(leaf).__name__}",

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.inert_fields import Ints, attributes, integers
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
@@ -81,7 +81,7 @@ class Meshes:
 
         Raises:
             FormatError: It is of a torch that does not record where the rank is.
-            DamagedError: The rank lies outside of it.
+            UnsupportedError: The rank lies outside of it.
             TypeError, KeyError: It is no mesh.
         """
         found = self._known.get(id(record))
@@ -119,7 +119,7 @@ def _require_inside(mesh: Mesh) -> None:
         why = f"the mesh has {sizes} of the ranks {listed([str(n) for n in sorted(mesh.ranks)])}"
     else:
         return
-    raise DamagedError(
+    raise UnsupportedError(
         f"{who} lies outside of the device mesh that its file records",
         why=why,
         hint="the file is damaged, or of another run; use the one that the rank wrote",

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ckptctl.catalog import Box
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats.shared.device_mesh import Mesh, Meshes
 from ckptctl.formats.shared.inert_fields import Ints, attributes, integers
 from ckptctl.planner.parallel.placements import Local, Shard, local_part
@@ -117,7 +117,7 @@ def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
 
     Raises:
         FormatError: It is placed in a way that is not supported.
-        DamagedError: Its shape, mesh and placements contradict each other.
+        UnsupportedError: Its shape, mesh and placements contradict each other.
         TypeError, KeyError, ValueError, IndexError: It is no DTensor.
     """
     whole, fields = wrapped(args), attributes(state)
@@ -171,7 +171,7 @@ def _check_local(
     local: Local, stored: StoredTensor, whole: Wrapped, placements: tuple[Shard | None, ...]
 ) -> None:
     if stored.dtype != whole.dtype:
-        raise DamagedError(
+        raise UnsupportedError(
             "the local tensor has another dtype", why=f"{stored.dtype}, not {whole.dtype}"
         )
     if local.shape == stored.shape:
@@ -183,7 +183,7 @@ def _check_local(
             why=why,
             hint="save it with `torch.distributed.checkpoint`, or in full",
         )
-    raise DamagedError("the local tensor does not fit its placement", why=why)
+    raise UnsupportedError("the local tensor does not fit its placement", why=why)
 
 
 def _placement(record: object) -> Shard | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.catalog import Blob, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.structure import flatten, join, position_in
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.pickles.inert import walk
@@ -37,12 +37,12 @@ class Leaves:
             where: The same, for errors.
 
         Raises:
-            DamagedError: Two leaves have one name.
+            UnsupportedError: Two leaves have one name.
         """
         for place, leaf in flatten(value, is_stored, path):
             name = join(place)
             if name in self.tensors or name in self.blobs:
-                raise DamagedError(f"two leaves are both called `{name}`", where=where)
+                raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
             if isinstance(leaf, StoredTensor):
                 self.tensors[name] = stored_entry(place, leaf, file)
             elif isinstance(leaf, list | tuple) and any(map(is_stored, walk(leaf))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 
 
 @contextmanager
@@ -18,10 +18,10 @@ def malformed(what: str, where: str, hint: str | None = None) -> Iterator[None]:
         hint: What to do about it; None: nothing.
 
     Raises:
-        DamagedError: A field is missing, or is not what it should be.
+        UnsupportedError: A field is missing, or is not what it should be.
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise DamagedError(what, where=where, why=why, hint=hint) from error
+        raise UnsupportedError(what, where=where, why=why, hint=hint) from error

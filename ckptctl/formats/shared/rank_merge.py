@@ -15,7 +15,7 @@ from operator import mul
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, FormatError, listed
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import AS_IT_IS, ReadOptions
 from ckptctl.formats.shared.dtensor import Piece, Sharded, nothing_known
 from ckptctl.formats.shared.own_values import below_rank, kept_apart
@@ -81,7 +81,7 @@ class RankMerger:
 
     def _check_rank(self, rank: int, file: str, leaf: Sharded) -> None:
         if leaf.rank is not None and leaf.rank != rank:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"`{file}` is not the file of rank {rank}",
                 where=str(self._files.root / file),
                 why=f"rank {leaf.rank} wrote what is in it",
@@ -95,7 +95,7 @@ class RankMerger:
         key = join(path)
         known = self._entry(key, path, leaf, file, sharded=True)
         if not known.sharded or (known.dtype, known.shape) != (leaf.dtype, leaf.shape):
-            raise DamagedError(
+            raise UnsupportedError(
                 f"two ranks disagree on `{key}`",
                 where=str(self._files.root / file),
                 why=f"it is {leaf.dtype} {list(leaf.shape)} there, "
@@ -111,7 +111,7 @@ class RankMerger:
             if before is not extent:
                 self._repeat(key, extent)
             if before.crc32 is not None and extent.crc32 not in (None, before.crc32):
-                raise DamagedError(
+                raise UnsupportedError(
                     f"replicas of `{key}` hold different values",
                     where=str(self._files.root / file),
                     why=f"the checksum of {piece.box} is another one in `{before.file}`",
@@ -122,7 +122,9 @@ class RankMerger:
         self, key: str, path: Path, leaf: Sharded | StoredTensor, file: str, *, sharded: bool
     ) -> _Tensor:
         if key in self._blobs:
-            raise DamagedError(f"two leaves are both called `{key}`", where=str(self._files.root))
+            raise UnsupportedError(
+                f"two leaves are both called `{key}`", where=str(self._files.root)
+            )
         made = _Tensor(leaf.dtype, leaf.shape, path, file, sharded, leaf.requires_grad)
         return self._tensors.setdefault(key, made)
 
@@ -130,7 +132,7 @@ class RankMerger:
         key = join(path)
         known = self._entry(key, path, leaf, file, sharded=False)
         if known.sharded:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"two ranks disagree on `{key}`",
                 where=str(self._files.root / file),
                 why=f"it is a plain tensor there, a shard in `{known.file}`",
@@ -167,7 +169,9 @@ class RankMerger:
     def _add_blob(self, rank: int, path: Path, value: object) -> None:
         key = join(path)
         if key in self._tensors:
-            raise DamagedError(f"two leaves are both called `{key}`", where=str(self._files.root))
+            raise UnsupportedError(
+                f"two leaves are both called `{key}`", where=str(self._files.root)
+            )
         known = self._blobs.setdefault(key, Blob(key, path, value=value))
         if not same_value(known.value, value):
             self._apart.append(key)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ckptctl import dtypes, families
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import DamagedError, MappingError, listed
+from ckptctl.errors import MappingError, UnsupportedError, listed
 from ckptctl.formats.assets import amended
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs.stated import read_sizes
@@ -48,7 +48,7 @@ class Joined:
         notes: What a reader should know.
 
     Raises:
-        DamagedError: The ranks do not hold the same tensors.
+        UnsupportedError: The ranks do not hold the same tensors.
         MappingError: Several families are possible that divide tensors differently.
     """
 
@@ -74,7 +74,7 @@ class Joined:
         """Return the whole tensors.
 
         Raises:
-            DamagedError: Copies differ, or the tensors do not add up to what the configuration
+            UnsupportedError: Copies differ, or the tensors do not add up to what the configuration
                 says.
             MappingError: No known family can join the shards.
         """
@@ -169,7 +169,7 @@ class Joined:
                 first = self.first[key]
                 if (entry.dtype, entry.shape) != (first.dtype, first.shape):
                     kinds = f"{first.dtype} {list(first.shape)}, {entry.dtype} {list(entry.shape)}"
-                    raise DamagedError(
+                    raise UnsupportedError(
                         f"the ranks disagree on `{key}`",
                         where=f"{self.names[0]} and {name}",
                         why=kinds,
@@ -183,7 +183,7 @@ class Joined:
         for shard, name in zip(self.shards, self.names, strict=True):
             lacking = [key for key in copied if key not in shard]
             if lacking:
-                raise DamagedError(
+                raise UnsupportedError(
                     f"`{name}` lacks tensors that other ranks hold", where=name, why=listed(lacking)
                 )
 
@@ -224,7 +224,7 @@ class Joined:
     def _require_copies(self, files: SourceFiles, repeated: Sequence[str], repeats: int) -> None:
         differ = [key for key in repeated if not self._copies(files, key, repeats)]
         if differ:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"the ranks disagree on `{differ[0]}`",
                 where=listed(self.names),
                 why=f"by config.json each {repeats} neighbours hold copies of one head",
@@ -252,9 +252,11 @@ class Joined:
         shares = divide(self.family, self.layout, key, shape, sizes, self.ranks, repeats)
         for share, name, shard in zip(shares, self.names, self.shards, strict=True):
             if (share is None) != (key not in shard):
-                raise DamagedError(f"`{key}` is not with the rank that it belongs to", where=name)
+                raise UnsupportedError(
+                    f"`{key}` is not with the rank that it belongs to", where=name
+                )
             if share and share.shape != held:
-                raise DamagedError(
+                raise UnsupportedError(
                     f"`{key}` has the shape {list(held)} where {list(share.shape)} is expected",
                     where=name,
                     hint="the configuration may belong to another model",
@@ -282,7 +284,7 @@ class Joined:
     def _disagree(self, key: str, rank: int) -> None:
         """Refuse copies that differ; of what carries no information one is as good as another."""
         if cuts(self.family, self.layout, key):
-            raise DamagedError(
+            raise UnsupportedError(
                 f"the ranks disagree on `{key}`",
                 where=f"{self.names[0]} and {self.names[rank]}",
                 why="every rank holds a copy of it, and these two differ",
@@ -304,9 +306,9 @@ class Joined:
         except MappingError as error:
             raise self._other_model(error) from error
 
-    def _other_model(self, error: MappingError) -> DamagedError:
+    def _other_model(self, error: MappingError) -> UnsupportedError:
         file = "params.json" if "params.json" in self.documents else "config.json"
-        return DamagedError(
+        return UnsupportedError(
             f"the tensors do not add up to the model that {file} describes",
             where=", ".join(filter(None, (listed(self.names), error.where))),
             why=error.why if error.where else ": ".join(filter(None, (error.what, error.why))),

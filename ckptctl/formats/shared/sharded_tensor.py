@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 
 from ckptctl.catalog import Box
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats.shared.dtensor import Piece, Sharded, wrapped
 from ckptctl.formats.shared.inert_fields import attributes, integers
 from ckptctl.storage.pickles.reader import Builder, Global
@@ -58,7 +58,7 @@ def read_sharded_tensor(args: object, state: object) -> Sharded:
         state: ``(local shards, metadata, process group, sharding spec, ...)``.
 
     Raises:
-        DamagedError: A shard contradicts its metadata.
+        UnsupportedError: A shard contradicts its metadata.
         TypeError, KeyError, ValueError, IndexError: It is no ShardedTensor.
     """
     whole = wrapped(args)
@@ -66,13 +66,13 @@ def read_sharded_tensor(args: object, state: object) -> Sharded:
         raise TypeError("its state is not that of a ShardedTensor")
     shape = integers(attributes(state[1])["size"])
     if shape != whole.shape:
-        raise DamagedError(
+        raise UnsupportedError(
             "a ShardedTensor has two shapes", why=f"{list(whole.shape)} and {list(shape)}"
         )
     group = attributes(state[2])
     rank, world = integers((group["global_rank"], group["global_world_size"]))
     if world > MAX_WORLD:
-        raise DamagedError("a world is too large", why=f"{world:,} ranks")
+        raise UnsupportedError("a world is too large", why=f"{world:,} ranks")
     pieces = tuple(_piece(attributes(shard), whole.dtype) for shard in state[0])
     others = partial(_held_by, attributes(state[1])["shards_metadata"])
     return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world), others)
@@ -95,7 +95,7 @@ def _piece(shard: Mapping[str, object], dtype: str) -> Piece:
     if not isinstance(stored, StoredTensor):
         raise TypeError("a shard is not a plain tensor")
     if (stored.dtype, stored.shape) != (dtype, box.sizes):
-        raise DamagedError(
+        raise UnsupportedError(
             "a shard is not what its metadata says",
             why=f"{stored.dtype} {list(stored.shape)}, not {dtype} {list(box.sizes)}",
         )
@@ -110,7 +110,7 @@ def _world(size: int) -> frozenset[int]:
 def _nested(owner: object, name: object) -> Global:
     """Stand for ``getattr(ShardedTensor, "ProcessGroupState")``, which old protocols write."""
     if owner != Global(API, "ShardedTensor") or name != "ProcessGroupState":
-        raise DamagedError("malformed pickle", why="it asks for an attribute of something")
+        raise UnsupportedError("malformed pickle", why="it asks for an attribute of something")
     return Global(API, f"ShardedTensor.{name}")
 
 

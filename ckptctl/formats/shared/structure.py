@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
 from ckptctl.catalog import Index, Path, TupleIndex
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 
 
 def flatten(
@@ -51,7 +51,7 @@ def nest(leaves: Iterable[tuple[Path, object]]) -> object:
     """Build the nested object that :func:`flatten` yields *leaves* from.
 
     Raises:
-        DamagedError: One leaf's path runs through another leaf.
+        UnsupportedError: One leaf's path runs through another leaf.
     """
     root: dict[object, object] = {}
     for path, leaf in leaves:
@@ -61,10 +61,12 @@ def nest(leaves: Iterable[tuple[Path, object]]) -> object:
         for key in path[:-1]:
             below = node.setdefault(_marked(key), _Level())
             if not isinstance(below, _Level):
-                raise DamagedError(f"`{join(path)}` lies below something that is not a container")
+                raise UnsupportedError(
+                    f"`{join(path)}` lies below something that is not a container"
+                )
             node = below
         if _marked(path[-1]) in node:
-            raise DamagedError(f"`{join(path)}` appears twice")
+            raise UnsupportedError(f"`{join(path)}` appears twice")
         node[_marked(path[-1])] = leaf
     return _finished(root)
 

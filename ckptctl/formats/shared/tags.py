@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError, UsageError, listed, nearest
+from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest
 from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
 from ckptctl.units import natural
@@ -49,7 +49,7 @@ def tag_folder(
     Raises:
         UsageError: There is no such tag.
         FormatError: Nothing says which tag.
-        DamagedError: The pointer is torn or names a folder that is not there.
+        UnsupportedError: The pointer is torn or names a folder that is not there.
     """
     found = tags(root, evidence)
     if tag is not None:
@@ -103,7 +103,7 @@ def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str
     where = str(root / pointer)
     hint = f"say which save with `--tag {found[-1]}`" if found else "no save is here"
     if not named or not whole or not named.isprintable() or "\ufffd" in named:
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{pointer}` is {'not the name of a save' if named else 'empty'}",
             where=where,
             why="the save was interrupted, or something else wrote it",
@@ -111,7 +111,7 @@ def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str
         )
     named = meant(named)
     if not (root / contained(named, where)).is_dir():
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{pointer}` names `{named}`, which is not there",
             where=where,
             why=f"there are {listed(found)}" if found else None,

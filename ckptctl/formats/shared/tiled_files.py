@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, UnsupportedError
 
 UNCHECKED = "written without checksums"
 
@@ -41,7 +41,7 @@ def require_tiled(ranges: Iterable[Range], sizes: Mapping[str, int], where: str)
     named = {(one.file, one.offset, one.nbytes): one.name for one in ranges}
     for (file, offset, nbytes), name in sorted(named.items()):
         if offset != ends[file]:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"the index has a wrong place for `{name}`",
                 where=where,
                 why=f"it begins at byte {offset:,} of `{file}`, what is before it ends at "
@@ -50,7 +50,8 @@ def require_tiled(ranges: Iterable[Range], sizes: Mapping[str, int], where: str)
         ends[file] += nbytes
     for file, end in ends.items():
         if end != sizes[file]:
-            raise DamagedError(
+            kind = DamagedError if end > sizes[file] else UnsupportedError
+            raise kind(
                 f"`{file}` is not what the index says",
                 where=where,
                 why=f"its parts end at byte {end:,}, it has {sizes[file]:,} bytes",

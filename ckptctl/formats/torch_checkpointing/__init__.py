@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
+from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, UnsupportedError, listed
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
@@ -147,7 +147,7 @@ def _files_of(files: SourceFiles, gaps: Gaps) -> _Found:
     highest = max((rank for ranks in found.items.values() for rank in ranks), default=-1)
     found.world = found.metadata.world if found.metadata else highest + 1
     if highest >= found.world:
-        raise DamagedError(
+        raise UnsupportedError(
             "there are files of more ranks than the checkpoint has",
             where=str(files.root),
             why=f"rank {highest}, in a world of {found.world}",
@@ -179,7 +179,7 @@ def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
         return
     twin = found.items.setdefault(name, {}).setdefault(rank, match.string)
     if twin != match.string:
-        raise DamagedError(
+        raise UnsupportedError(
             f"two files are item `{name}` of rank {rank}",
             where=str(files.root),
             why=listed([twin, match.string]),
@@ -271,7 +271,7 @@ def _compare(name: str, item: Item, joined: Contents, where: str) -> None:
     if strange:
         path = strange[0]
         here, there = ("the files", METADATA) if path in own else (METADATA, "the files")
-        raise DamagedError(
+        raise UnsupportedError(
             f"{METADATA} and the files of item `{name}` list different tensors",
             where=where,
             why=f"`{'.'.join(map(str, path))}` is in {here} and not in {there}",
@@ -280,7 +280,7 @@ def _compare(name: str, item: Item, joined: Contents, where: str) -> None:
     for path, said in item.tensors.items():
         entry = own[path]
         if (entry.dtype, entry.shape) != (said.dtype, said.shape):
-            raise DamagedError(
+            raise UnsupportedError(
                 f"`{entry.name}` is not what {METADATA} says",
                 where=where,
                 why=f"it is {entry.dtype} {list(entry.shape)}, not {said.dtype} {list(said.shape)}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage import json_reader
 from ckptctl.storage.contained import contained
@@ -70,12 +70,12 @@ def read_metadata(files: SourceFiles) -> Metadata:
     """Read ``metadata.pkl``.
 
     Raises:
-        DamagedError: It is malformed, too large or contradicts itself.
+        UnsupportedError: It is malformed, too large or contradicts itself.
         UnsafePickleError: It names a class or function.
     """
     where, size = str(files.root / METADATA), files.size(METADATA)
     if size > MAX_METADATA:
-        raise DamagedError("the metadata is too large", where=where, why=f"{size:,} bytes")
+        raise UnsupportedError("the metadata is too large", where=where, why=f"{size:,} bytes")
     root = loads(files.read(METADATA, 0, size), where=where, table={})
     check_tree(root, limit=max(1_000_000, 8 * size), where=where)
     with malformed("this is not the metadata of torch_checkpointing", where):

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Index
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats.shared.inert_fields import integers
 from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
@@ -70,7 +70,7 @@ def read_manifest(files: SourceFiles) -> list[Entry]:
     """Return the leaves of all ranks, those of the lowest rank first.
 
     Raises:
-        DamagedError: It is malformed or lists a key without a leaf.
+        UnsupportedError: It is malformed or lists a key without a leaf.
         FormatError: It is YAML.
         KeyError, TypeError, ValueError: It is something else.
     """
@@ -129,7 +129,7 @@ def _check_keys(path: str, fields: Fields, children: Mapping[str, set[str]], whe
     names = [str(key).replace("%", "%25").replace("/", "%2F") for key in _list(keys)]
     missing = next((name for name in names if name not in below), None)
     if missing is not None:
-        raise DamagedError(
+        raise UnsupportedError(
             f"`{path}/{missing}` is not in the manifest",
             where=where,
             why=f"`{path}` has such a key",
@@ -155,7 +155,7 @@ def located(fields: Fields) -> Stored:
     """Return where a ``Tensor`` or an ``object`` lies.
 
     Raises:
-        DamagedError: Outside of the snapshot.
+        UnsupportedError: Outside of the snapshot.
         KeyError, TypeError, ValueError: It does not say.
     """
     location, span = fields["location"], fields.get("byte_range")

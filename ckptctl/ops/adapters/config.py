@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError, listed
+from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.adapters.expressions import check_expressions, matching
 from ckptctl.planner.configs.stated import Json
@@ -69,13 +69,13 @@ class Settings:
             rank: That of its factors.
 
         Raises:
-            DamagedError: The configuration says another rank.
+            UnsupportedError: The configuration says another rank.
             UsageError: Nothing says how strong the adapter is.
         """
         module = module_of(key)
         stated = matching(self.ranks, module, self.rank)
         if stated is not None and stated != rank:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"the rank is {rank}, {CONFIG} says {stated}",
                 where=f"tensor `{key}`",
                 hint="do the two files belong together?",
@@ -119,7 +119,7 @@ def check_magnitudes(known: Settings, with_: Collection[str], without: Collectio
         without: Those of modules that have none.
 
     Raises:
-        DamagedError: PEFT would compute something else.
+        UnsupportedError: PEFT would compute something else.
     """
     if known.dora is False and with_:
         problem, where = f"{CONFIG} says `use_dora: false`, but there are magnitudes", with_
@@ -127,7 +127,7 @@ def check_magnitudes(known: Settings, with_: Collection[str], without: Collectio
         problem, where = "some modules have a magnitude and some have none", without
     else:
         return
-    raise DamagedError(
+    raise UnsupportedError(
         problem, where=f"tensor `{next(iter(where))}`", hint="do the two files belong together?"
     )
 
@@ -140,11 +140,11 @@ def require_saved(config: Json | None, saved: Collection[str]) -> None:
         saved: Tensors of the model that the adapter replaces.
 
     Raises:
-        DamagedError: The merged model would have the untrained ones.
+        UnsupportedError: The merged model would have the untrained ones.
     """
     stated = (config or {}).get("modules_to_save")
     if stated and not saved:
-        raise DamagedError(
+        raise UnsupportedError(
             "the adapter lacks the modules that were trained as a whole",
             where=f"`modules_to_save` in {CONFIG}",
             why=f"it says {stated!r}, and no tensor is one of a whole module",
@@ -189,7 +189,7 @@ def settings(
     Raises:
         RefusedError: It is a kind of adapter that is more than low-rank factors.
         UsageError: An option contradicts it.
-        DamagedError: One of its values makes no sense.
+        UnsupportedError: One of its values makes no sense.
     """
     if alpha is not None and scaling is not None:
         raise UsageError("--lora-alpha and --scaling both say how strong the adapter is")
@@ -238,7 +238,9 @@ def _stated(config: Json, name: str) -> bool | None:
     value = config.get(name)
     if value is None or isinstance(value, bool):
         return value
-    raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="it is neither true nor false")
+    raise UnsupportedError(
+        f"`{name}` is {value!r}", where=CONFIG, why="it is neither true nor false"
+    )
 
 
 def _number(config: Json, name: str) -> float | None:
@@ -248,14 +250,16 @@ def _number(config: Json, name: str) -> float | None:
 
 def _positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="it is no positive number")
+        raise UnsupportedError(
+            f"`{name}` is {value!r}", where=CONFIG, why="it is no positive number"
+        )
     return float(value)
 
 
 def _pattern(config: Json, name: str) -> dict[str, float]:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
-        raise DamagedError(f"`{name}` is {found!r}", where=CONFIG)
+        raise UnsupportedError(f"`{name}` is {found!r}", where=CONFIG)
     values = {str(key): value for key, value in found.items()}
     check_expressions(values, f"`{name}` in {CONFIG}")
     return {key: _positive(key, value) for key, value in values.items()}
@@ -263,5 +267,5 @@ def _pattern(config: Json, name: str) -> dict[str, float]:
 
 def _rank(name: str, value: float) -> int:
     if value != int(value):
-        raise DamagedError(f"`{name}` is {value!r}", where=CONFIG, why="a rank is an integer")
+        raise UnsupportedError(f"`{name}` is {value!r}", where=CONFIG, why="a rank is an integer")
     return int(value)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from ckptctl.errors import DamagedError, RefusedError
+from ckptctl.errors import RefusedError, UnsupportedError
 
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.",
@@ -31,7 +31,7 @@ def check_expressions(patterns: Mapping[str, object], where: str) -> None:
         where: For messages.
 
     Raises:
-        DamagedError: One of them is malformed.
+        UnsupportedError: One of them is malformed.
         RefusedError: There are too many ways to match them.
     """
     for text in patterns:
@@ -39,7 +39,7 @@ def check_expressions(patterns: Mapping[str, object], where: str) -> None:
             re.compile(text)
             _compiled(text)
         except (re.error, OverflowError, RecursionError) as error:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"`{_short(text)}` is malformed", where=where, why=str(error)
             ) from error
     ways = 0.0

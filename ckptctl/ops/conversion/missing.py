@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
-from ckptctl.errors import CoverageError
+from ckptctl.errors import CoverageError, UnsupportedError
 from ckptctl.ops.conversion.mixed_files import mixed_files, names_in
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
@@ -177,7 +177,7 @@ def _gone(boxes: Sequence[tuple[Box, str]]) -> str:
 def _torn(entry: TensorEntry) -> str | None:
     try:
         check_coverage(entry)
-    except CoverageError as error:
+    except (CoverageError, UnsupportedError) as error:
         return error.why or error.what
     return None
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.ops.conversion.output_tensors import unrooted
@@ -30,7 +30,7 @@ def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
         names: The leaves that were read; others stay as they are.
 
     Raises:
-        DamagedError: A tensor in a leaf would be called as something else is.
+        UnsupportedError: A tensor in a leaf would be called as something else is.
     """
     tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
     blobs: dict[str, Blob] = {}
@@ -82,7 +82,7 @@ def _add(
 ) -> None:
     name = join(path)
     if name in tensors or name in blobs:
-        raise DamagedError(f"two leaves are both called `{name}`", where=f"`{blob.name}`")
+        raise UnsupportedError(f"two leaves are both called `{name}`", where=f"`{blob.name}`")
     if isinstance(leaf, StoredTensor):
         extent = extent_of(leaf, blob.file or "", Box.whole(leaf.shape))
         tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (extent,), path)

@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog, Finding, TensorEntry
-from ckptctl.errors import CkptError, CoverageError, FormatError, MappingError, listed
+from ckptctl.catalog import Catalog, Finding, TensorEntry, is_computed
+from ckptctl.errors import (
+    CkptError,
+    CoverageError,
+    FormatError,
+    MappingError,
+    UnsupportedError,
+    listed,
+)
 from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.leaf_values import leaf_values
@@ -141,10 +148,11 @@ def problems(catalog: Catalog) -> tuple[str, ...]:
     needed: Counter[str] = Counter()
     for entry in catalog.tensors.values():
         try:
-            check_coverage(entry)
-        except CoverageError as error:
+            if not entry.unsupported:
+                check_coverage(entry)
+        except (CoverageError, UnsupportedError) as error:
             found.append(f"{error.what}: {error.why}")
-        for extent in entry.extents:
+        for extent in (one for one in entry.extents if not is_computed(one.file)):
             needed[extent.file] = max(needed[extent.file], extent.offset + extent.nbytes)
     for blob in catalog.blobs.values():
         if blob.file is not None:
@@ -201,7 +209,7 @@ def describe(
         root=known.root,
         parameters=sum(entry.numel for entry in model.values() if entry.alias_of is None),
         lacks=tuple(lacking.missing),
-        notes=(*catalog.notes, *lacking.doubts, *_fit(known, model_type)),
+        notes=(*catalog.notes, *_unread(catalog), *lacking.doubts, *_fit(known, model_type)),
     )
 
 
@@ -232,7 +240,7 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         blobs=tuple(catalog.blobs),
         assets=catalog.assets,
         metadata=catalog.metadata,
-        notes=(*catalog.notes, *_beside(catalog)),
+        notes=(*catalog.notes, *_unread(catalog), *_beside(catalog)),
         quantised=(how := quantised(catalog)),
         dequantisable=bool(how) and understood(catalog),
     )
@@ -244,6 +252,13 @@ def _beside(catalog: Catalog) -> Iterator[str]:
         yield f"not part of this checkpoint: {listed(list(catalog.others))}"
 
 
+def _unread(catalog: Catalog) -> Iterable[str]:
+    """Yield which tensors cannot be read, and why."""
+    why = [f"{t.name}: {t.unsupported}" for t in catalog.tensors.values() if t.unsupported]
+    if why:
+        yield f"not all tensors can be read: {listed(why)}"
+
+
 def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInfo:
     return TensorInfo(
         entry.name,
@@ -253,6 +268,7 @@ def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInf
         len(entry.extents),
         entry.alias_of,
         measured.get(entry.alias_of or entry.name),
+        entry.unsupported,
     )
 
 
@@ -271,13 +287,15 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 
 def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
     from ckptctl.ops.inspection.measuring import measured
-    from ckptctl.storage.files import SourceFiles
+    from ckptctl.storage.computed import open_reader
     from ckptctl.storage.statistics import BINS
 
     catalog = formats.resolve(catalog)
     names = {t.alias_of or t.name for t in catalog.tensors.values() if matches(t.name, include)}
-    wanted = [entry for name, entry in catalog.tensors.items() if name in names]
-    with SourceFiles(catalog.root) as files:
+    wanted = [
+        entry for name, entry in catalog.tensors.items() if name in names and not entry.unsupported
+    ]
+    with open_reader(catalog) as files:
         return measured(files, wanted, progress, BINS)
 
 

@@ -24,6 +24,7 @@ class TensorInfo:
         chunks: Number of boxes that it is stored in.
         alias_of: The tensor whose memory it shares, if any.
         statistics: Its values, when they were asked for.
+        unsupported: Why its elements cannot be read; None: they can.
     """
 
     name: str
@@ -33,6 +34,7 @@ class TensorInfo:
     chunks: int
     alias_of: str | None = None
     statistics: Statistics | None = None
+    unsupported: str | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
@@ -43,6 +45,7 @@ class TensorInfo:
             "bytes": self.nbytes,
             "chunks": self.chunks,
             "alias_of": self.alias_of,
+            "unsupported": self.unsupported,
         }
         if self.statistics:
             found["stats"] = self.statistics.to_json()

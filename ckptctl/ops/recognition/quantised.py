@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, HomelessError, MappingError, listed
+from ckptctl.errors import CkptError, HomelessError, MappingError, UnsupportedError, listed
 
 QUANTIZATION = "quantization_config"
 FP8 = "float8_e4m3fn"
@@ -108,7 +108,7 @@ def pairs(catalog: Catalog) -> list[Pair]:
     """Return the quantised tensors that are understood, in the checkpoint's order.
 
     Raises:
-        DamagedError: Scales do not fit what they scale.
+        UnsupportedError: Scales do not fit what they scale.
         MappingError: The configuration does not say how large a block is.
     """
     found = (_pair(catalog, name) for name in catalog.tensors)
@@ -144,7 +144,7 @@ def orphans(catalog: Catalog) -> None:
     """Refuse quantised tensors without scales, and scales without such.
 
     Raises:
-        DamagedError: Naming them.
+        UnsupportedError: Naming them.
     """
     used = {_scale_of(catalog, name) for name in catalog.tensors}
     for what, found in (
@@ -152,7 +152,7 @@ def orphans(catalog: Catalog) -> None:
         ("has nothing to scale", [name for name in catalog.tensors if _lone(catalog, name, used)]),
     ):
         if found:
-            raise DamagedError(f"{listed(found)} {what}", where=catalog.path)
+            raise UnsupportedError(f"{listed(found)} {what}", where=catalog.path)
 
 
 def _scale_of(catalog: Catalog, name: str) -> str | None:
@@ -219,9 +219,9 @@ def _mxfp4(blocks: TensorEntry, scales: TensorEntry) -> Pair:
     )
 
 
-def _unfit(weight: TensorEntry, scale: TensorEntry, why: str) -> DamagedError:
+def _unfit(weight: TensorEntry, scale: TensorEntry, why: str) -> UnsupportedError:
     shapes = f"{weight.dtype} {list(weight.shape)} and {scale.dtype} {list(scale.shape)}"
-    return DamagedError(
+    return UnsupportedError(
         f"`{scale.name}` does not fit `{weight.name}`", where=weight.name, why=f"{shapes}: {why}"
     )
 

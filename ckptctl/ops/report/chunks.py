@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptctl.catalog import Box, TensorEntry, is_computed
-from ckptctl.errors import CoverageError
+from ckptctl.errors import UnsupportedError
 from ckptctl.ops.report.data import Chunk, ChunkMap
 from ckptctl.ops.verification.structure import DISTCP
 from ckptctl.planner.boxes import coverage, intersect
@@ -40,8 +40,9 @@ class ChunkMaps:
             lost: Boxes in files that cannot be used, and those files.
         """
         try:
-            found = coverage(entry.shape, [extent.box for extent in entry.extents]).holes
-        except CoverageError:
+            boxes = [extent.box for extent in entry.extents]
+            found = () if entry.unsupported else coverage(entry.shape, boxes).holes
+        except UnsupportedError:
             found = ()  # too tangled; a finding says so
         holes = self._taken([part for hole in found for part in _parts(hole, lost)])
         self.holes += len(holes[1])

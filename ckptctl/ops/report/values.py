@@ -34,7 +34,8 @@ def values(
 
     entries = catalog.tensors
     chosen = dict.fromkeys(entries[name].alias_of or name for name in names)
-    wanted = {name: entries[name] for name in chosen if name in entries}
+    readable = (name for name in chosen if name in entries and not entries[name].unsupported)
+    wanted = {name: entries[name] for name in readable}
     known, wrong = resolved(replace(catalog, tensors=wanted, blobs={}, replicas={}))
     root = root_of(path_at(catalog.path))
     with open_reader(known) as reader:

@@ -27,6 +27,8 @@ from ckptctl.ops.verification.structure import root_of
 from ckptctl.ops.watch import Watch, one_of_many
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.advance import Advance
+from ckptctl.storage.compare import Readable
+from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import SourceFiles
 
 
@@ -80,12 +82,13 @@ def read_data(
         progress: Called with the bytes that this rank is going to read.
         ranks: Those that share the reading; all of them return the same.
     """
-    with SourceFiles(catalog.root) as files:
+    with SourceFiles(catalog.root) as files, open_reader(resolved) as reader:
         before = _identities(catalog)
         todo = together(ranks, lambda: _todo(files, catalog, resolved, full, nan))
         _require_same(todo, ranks)
         some, mine = _portion(files, todo, ranks)
-        parts = ranks.all_gather(together(ranks, lambda: _read(files, some, mine, jobs, progress)))
+        read = together(ranks, lambda: _read(files, reader, some, mine, jobs, progress))
+        parts = ranks.all_gather(read)
     different, bad = compared(
         files.root, todo.ranges, (one for sums, _, _ in parts for one in sums)
     )
@@ -93,7 +96,9 @@ def read_data(
     listed = {name: catalog.files[name] for _, _, r in parts for name in r if name in catalog.files}
     after = _identities(catalog, anew=True)
     changed = [name for name, identity in before.items() if after.get(name) != identity]
-    found += [Finding("a file changed meanwhile", file=name) for name in changed]
+    found += [
+        Finding("a file changed meanwhile", severity="unknown", file=name) for name in changed
+    ]
     wrong = set(bad)
     proved = proven([one for one in todo.ranges if one not in wrong])
     return Data([*todo.findings, *found], proved | listed)
@@ -130,14 +135,19 @@ def _portion(files: SourceFiles, todo: _Todo, ranks: Coordinator) -> tuple[Seque
 
 
 def _read(
-    files: SourceFiles, some: Sequence[Block], todo: _Todo, jobs: int | None, progress: Watch
+    files: SourceFiles,
+    reader: Readable,
+    some: Sequence[Block],
+    todo: _Todo,
+    jobs: int | None,
+    progress: Watch,
 ) -> tuple[list[tuple[Block, int | CkptError]], list[Finding], list[str]]:
     """Return the checksums of blocks, what else is wrong, and the files whose digest is right."""
     total = sum(one.nbytes for one in some) + sum(entry.nbytes for entry in todo.floating)
     with progress(total + _sizes(files, [line.file for line in todo.lines])) as advance:
         sums = crcs(files, todo.ranges, some, jobs, advance)
         wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
-        strange = _nonfinite(files, todo.floating, advance)
+        strange = _nonfinite(reader, files.root, todo.floating, advance)
         return sums, [*wrong, *strange], right
 
 
@@ -198,7 +208,7 @@ def _floats(entry: TensorEntry) -> bool:
 
 
 def _nonfinite(
-    files: SourceFiles, entries: Sequence[TensorEntry], advance: Advance | None
+    files: Readable, root: Path, entries: Sequence[TensorEntry], advance: Advance | None
 ) -> Iterator[Finding]:
     from ckptctl.storage.statistics import nonfinite
 
@@ -207,9 +217,9 @@ def _nonfinite(
             with one_of_many(advance, entry.nbytes) as seen:
                 counts = nonfinite(files, entry, seen=seen)
         except CkptError as error:
-            yield of_error(error, files.root, entry.name)
+            yield of_error(error, root, entry.name)
             continue
         if counts and any(counts):
             why = f"{counts[0]:,} NaN and {counts[1]:,} Inf among {entry.numel:,} values"
             home = entry.extents[0].file if len(entry.extents) == 1 else None
-            yield Finding("there are values that are not finite", why, "error", home, entry.name)
+            yield Finding("there are values that are not finite", why, "unknown", home, entry.name)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, command
+from ckptctl.errors import CkptError, UnsupportedError, command
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.ranks.sharing import portion
@@ -50,11 +50,11 @@ def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
         advance: Called with the bytes that were read.
 
     Raises:
-        DamagedError: Two differ; naming the tensor, the box and both files.
+        UnsupportedError: Two differ; naming the tensor, the box and both files.
     """
     resolved = formats.resolve(catalog)
     for found in _different(resolved, advance):
-        raise DamagedError(
+        raise UnsupportedError(
             f"replicas of `{found.tensor}` hold different values",
             where=f"{catalog.path}, {found.where}",
             why=found.why,
@@ -105,4 +105,4 @@ def _alone(entry: TensorEntry, extent: Extent) -> TensorEntry:
 
 def _difference(name: str, used: Extent, copy: Extent) -> Finding:
     why = f"in `{used.file}`, whose copy is used, and in `{copy.file}`"
-    return Finding(WHAT, why, file=copy.file, tensor=name, box=copy.box)
+    return Finding(WHAT, why, "unknown", file=copy.file, tensor=name, box=copy.box)

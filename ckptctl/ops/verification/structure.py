@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Extent, Finding, Severity, TensorEntry, is_computed
-from ckptctl.errors import CkptError, CoverageError, listed
+from ckptctl.catalog import Box, Catalog, Finding, Severity, TensorEntry, is_computed
+from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles
@@ -61,9 +61,12 @@ def _tiling(
     lost: Sequence[tuple[Box, str]],
     unread: Sequence[str],
 ) -> Iterator[Finding]:
+    if entry.unsupported:
+        yield Finding("a tensor cannot be read", entry.unsupported, "unknown", tensor=entry.name)
+        return
     try:
         found = coverage(entry.shape, [extent.box for extent in entry.extents])
-    except CoverageError as error:
+    except UnsupportedError as error:
         found = Coverage()
         yield of_error(error, tensor=entry.name)
     for box in found.outside:
@@ -140,18 +143,22 @@ def _home(entry: TensorEntry, box: Box) -> str | None:
 
 
 def _lengths(entry: TensorEntry) -> Iterator[Finding]:
-    size = dtypes.itemsize(entry.dtype)
     for extent in entry.extents:
+        size = dtypes.itemsize(entry.dtype)
         needed = extent.box.numel * size
         plain = extent.codec == "raw" and extent.strides is None
         item = extent.codec == "torch"  # a zip of its own: the elements and what is around them
         if (plain and extent.nbytes != needed) or (item and extent.nbytes < needed):
             why = f"{extent.nbytes:,} bytes are stored, {needed:,} are needed"
-            yield _about(entry, extent, "a chunk has the wrong number of bytes", why)
-
-
-def _about(entry: TensorEntry, extent: Extent, what: str, why: str) -> Finding:
-    return Finding(what, why, file=extent.file, tensor=entry.name, box=extent.box)
+            severity: Severity = "error" if extent.nbytes < needed else "unknown"
+            yield Finding(
+                "a chunk has the wrong number of bytes",
+                why,
+                severity,
+                extent.file,
+                entry.name,
+                extent.box,
+            )
 
 
 def _files(catalog: Catalog) -> Iterator[Finding]:
@@ -159,7 +166,9 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
     ends: dict[str, tuple[int, str]] = {}
     for name, file, start, end in _ranges(catalog):
         if start < 0 or end < start:
-            yield Finding("a byte range is negative", f"{start:,} to {end:,}", "error", file, name)
+            yield Finding(
+                "a byte range is negative", f"{start:,} to {end:,}", "unknown", file, name
+            )
         ends[file] = max(ends.get(file, (-1, "")), (end, name))
     for file in natural(ends):
         size, (end, name) = catalog.files.get(file), ends[file]
@@ -196,7 +205,7 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
             for one in ranges[1:]:
                 if one[0] < before[1] and one[:2] != before[:2] and one[2] != before[2]:
                     why = f"bytes {one[0]:,} to {min(one[1], before[1]):,} are `{before[2]}`'s too"
-                    yield Finding("two tensors overlap in a file", why, "error", file, one[2])
+                    yield Finding("two tensors overlap in a file", why, "unknown", file, one[2])
                 before = max(before, one, key=lambda known: known[1])
 
 
@@ -233,7 +242,7 @@ def _moments(catalog: Catalog) -> Iterator[Finding]:
     usual = max(found.values(), key=len, default=set())
     for parameter, slots in found.items():
         if slots != {"step"} and "exp_avg" in usual:
-            severity: Severity = "warning" if slots == {"exp_avg"} else "error"
+            severity: Severity = "warning" if slots == {"exp_avg"} else "unknown"
             for slot in sorted(usual - slots):
                 why = f"other parameters have it; of this one there is {listed(sorted(slots))}"
                 what = "a part of the optimizer's state is missing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.errors import DamagedError, MappingError, listed
+from ckptctl.errors import MappingError, UnsupportedError, listed
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
     APART,
@@ -99,7 +99,7 @@ def deltas(
 
     Raises:
         MappingError: Something in the adapter changes nothing in the model, or does not fit it.
-        DamagedError: One of two factors is missing.
+        UnsupportedError: One of two factors is missing.
     """
     model = map_tensors(
         models_apart(base, layouts[0]), layouts[0], APART, shapes[0], sizes, partial=True,
@@ -164,13 +164,13 @@ class _Deltas:
         for role in ROLES[:2]:
             if role not in roles:
                 there = _source(next(iter(roles.values())))
-                raise DamagedError(f"`{there}` has no `{role}` beside it", where=there)
+                raise UnsupportedError(f"`{there}` has no `{role}` beside it", where=there)
         place = self.model[name].sources[0]
         a, b, magnitude = (roles.get(role) for role in ROLES)
         assert a is not None and b is not None
         ranks = a.sources[0].sizes[0], b.sources[0].sizes[1]
         if ranks[0] != ranks[1] or not ranks[0]:
-            raise DamagedError(
+            raise UnsupportedError(
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
                 where=f"tensors `{_source(a)}` and `{_source(b)}`",
             )

@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ckptctl.catalog import Box
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 
 MAX_PARTS = 1 << 12
 Ints = tuple[int, ...]
@@ -75,7 +75,7 @@ def local_part(
             are not named are cut from left to right.
 
     Raises:
-        DamagedError: The arguments contradict each other, or the parts are beyond counting.
+        UnsupportedError: The arguments contradict each other, or the parts are beyond counting.
     """
     _check(shape, mesh, coordinate, placements)
     spans: list[list[Run]] = []
@@ -88,7 +88,7 @@ def local_part(
             runs = shard(runs, factor, mesh[axis], coordinate[axis])
         spans.append(runs)
     if math.prod(map(len, spans)) > MAX_PARTS:
-        raise DamagedError("a shard has too many parts", why=f"more than {MAX_PARTS:,}")
+        raise UnsupportedError("a shard has too many parts", why=f"more than {MAX_PARTS:,}")
     return Local(tuple(sum(n for _, n in runs) for runs in spans), tuple(_parts(spans)))
 
 
@@ -102,12 +102,14 @@ def shard(runs: Sequence[Run], split_factor: int, count: int, index: int) -> lis
         index: The rank's place among them.
 
     Raises:
-        DamagedError: The runs are beyond counting.
+        UnsupportedError: The runs are beyond counting.
     """
     total = sum(length for _, length in runs)
     pieces = _chunks(total, split_factor)
     if pieces * max(len(runs), 1) > MAX_PARTS:
-        raise DamagedError("a strided shard has too many parts", why=f"split factor {split_factor}")
+        raise UnsupportedError(
+            "a strided shard has too many parts", why=f"split factor {split_factor}"
+        )
     width = -(-total // split_factor)
     found: list[Run] = []
     for piece in range(pieces):
@@ -157,7 +159,7 @@ def _ordered(cutting: Sequence[int], order: Ints | None) -> Sequence[int]:
     if order is None:
         return cutting
     if sorted(order) != sorted(cutting):
-        raise DamagedError(
+        raise UnsupportedError(
             "the order of shards is not one of the placements",
             why=f"mesh dimensions {list(order)} instead of {list(cutting)}",
         )
@@ -166,17 +168,17 @@ def _ordered(cutting: Sequence[int], order: Ints | None) -> Sequence[int]:
 
 def _check(shape: Ints, mesh: Ints, coordinate: Ints, placements: Sequence[Shard | None]) -> None:
     if not len(mesh) == len(coordinate) == len(placements):
-        raise DamagedError(
+        raise UnsupportedError(
             "placements do not fit the device mesh",
             why=f"mesh {list(mesh)}, coordinate {list(coordinate)}, {len(placements)} placements",
         )
     if any(not 0 <= at < size for at, size in zip(coordinate, mesh, strict=True)):
-        raise DamagedError(
+        raise UnsupportedError(
             "a rank lies outside its device mesh",
             why=f"coordinate {list(coordinate)} in {list(mesh)}",
         )
     for one in placements:
         if one is not None and not (0 <= one.dim < len(shape) and one.split_factor >= 1):
-            raise DamagedError(
+            raise UnsupportedError(
                 "a placement does not fit its tensor", why=f"{one} of shape {list(shape)}"
             )

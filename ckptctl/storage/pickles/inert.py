@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 
 MAX_DEPTH = 100
 MAX_KEY_NODES = 128
@@ -115,10 +115,10 @@ class Inert:
         """Take the state of a BUILD opcode.
 
         Raises:
-            DamagedError: The record is a dict key already.
+            UnsupportedError: The record is a dict key already.
         """
         if self._key is not None:
-            raise DamagedError(f"a `{self.module}.{self.name}` changes after its use as a key")
+            raise UnsupportedError(f"a `{self.module}.{self.name}` changes after its use as a key")
         self.state = state
 
     def key(self) -> tuple[object, ...]:
@@ -128,15 +128,15 @@ class Inert:
         collide at will, and a hostile file would make every dict lookup linear.
 
         Raises:
-            DamagedError: The record holds something that cannot be compared cheaply.
+            UnsupportedError: The record holds something that cannot be compared cheaply.
         """
         if self._key is None:
             if self.appended is not None or self.entries is not None:
-                raise DamagedError(f"a container `{self.module}.{self.name}` is used as a key")
+                raise UnsupportedError(f"a container `{self.module}.{self.name}` is used as a key")
             state = self.state
             if type(state) is dict:
                 if any(type(name) is not str for name in state):
-                    raise DamagedError("an attribute's name is not a string")
+                    raise UnsupportedError("an attribute's name is not a string")
                 state = tuple(sorted(state.items(), key=_first))
             check_key((self.args, state))
             self._key = (self.module, self.name, *_atoms((self.args, state), []))
@@ -178,7 +178,7 @@ def check_key(value: object) -> int:
         The number of its nodes: 1 for a plain value or a record, more for a tuple.
 
     Raises:
-        DamagedError: It is mutable, too large or not a plain value.
+        UnsupportedError: It is mutable, too large or not a plain value.
     """
     nodes = 0
     pending = [value]
@@ -187,18 +187,20 @@ def check_key(value: object) -> int:
         nodes += 1
         kind = type(item)
         if nodes > MAX_KEY_NODES:
-            raise DamagedError("a key is too large", why=f"more than {MAX_KEY_NODES} values in it")
+            raise UnsupportedError(
+                "a key is too large", why=f"more than {MAX_KEY_NODES} values in it"
+            )
         if isinstance(item, tuple) and kind in (tuple, Size):
             if len(item) > MAX_KEY_NODES:
-                raise DamagedError("a key is too large", why=f"a tuple of {len(item):,}")
+                raise UnsupportedError("a key is too large", why=f"a tuple of {len(item):,}")
             pending.extend(item)
         elif kind is int:
             if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]
-                raise DamagedError("a key is too large", why="an integer of more than 64 bits")
+                raise UnsupportedError("a key is too large", why="an integer of more than 64 bits")
         elif isinstance(item, Inert):
             hash(item)
         elif kind not in _ATOMS and kind is not Global:
-            raise DamagedError(f"a key is of type {kind.__name__}", why="keys are plain values")
+            raise UnsupportedError(f"a key is of type {kind.__name__}", why="keys are plain values")
     return nodes
 
 
@@ -218,7 +220,7 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
         The number of nodes.
 
     Raises:
-        DamagedError: There are more, or they nest deeper.
+        UnsupportedError: There are more, or they nest deeper.
     """
     count = 1
     pending = [(root, 1)]
@@ -229,13 +231,13 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
             continue
         count += len(inner)
         if count > limit:
-            raise DamagedError(
+            raise UnsupportedError(
                 "the pickle unfolds without bound",
                 where=where,
                 why=f"more than {limit:,} values",
             )
         if depth >= MAX_DEPTH:
-            raise DamagedError(
+            raise UnsupportedError(
                 "the pickle nests too deeply", where=where, why=f"more than {MAX_DEPTH} levels"
             )
         pending.extend((item, depth + 1) for item in inner if item.__class__ not in _LEAVES)
@@ -250,7 +252,7 @@ def walk(root: object, limit: int = sys.maxsize) -> Iterator[object]:
         limit: Most values; unbounded for what :func:`check_tree` passed.
 
     Raises:
-        DamagedError: There are more.
+        UnsupportedError: There are more.
     """
     seen: set[int] = set()
     pending = [root]
@@ -259,7 +261,7 @@ def walk(root: object, limit: int = sys.maxsize) -> Iterator[object]:
         value = pending.pop()
         count += 1
         if count > limit:
-            raise DamagedError("the pickle unfolds without bound", why=f"over {limit:,} values")
+            raise UnsupportedError("the pickle unfolds without bound", why=f"over {limit:,} values")
         yield value
         if value.__class__ not in _LEAVES and id(value) not in seen:
             seen.add(id(value))

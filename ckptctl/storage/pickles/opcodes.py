@@ -6,10 +6,11 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ckptctl.errors import DamagedError, UnsafePickleError
+from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.pickles.inert import Inert
 
 Stack = list[object]
+STOP = b"."
 
 
 class Hook(Protocol):
@@ -48,8 +49,20 @@ class Machine(Protocol):
         """Put ``key, value, ...`` into a dict or a record."""
 
 
+def past_end(data: bytes, where: str, why: str) -> CkptError:
+    """Return the error for a pickle that goes on where its bytes do not.
+
+    One without its STOP was cut off; in one that has it a length is wrong.
+    """
+    if data.endswith(STOP):
+        return UnsupportedError("malformed pickle", where=where, why=why)
+    return DamagedError("the pickle is cut off", where=where, why=why)
+
+
 def _line(machine: Machine, pos: int) -> tuple[bytes, int]:
-    end = machine.data.index(b"\n", pos)
+    end = machine.data.find(b"\n", pos)
+    if end < 0:
+        raise past_end(machine.data, machine.where, f"no line ends after byte {pos:,}")
     return machine.data[pos:end], end + 1
 
 
@@ -58,7 +71,7 @@ def _take(machine: Machine, pos: int, width: int) -> tuple[bytes, int]:
     start = pos + width
     end = start + int.from_bytes(machine.data[pos:start], "little")
     if end > len(machine.data):
-        raise DamagedError("malformed pickle", why=f"a string at byte {pos:,} passes the end")
+        raise past_end(machine.data, machine.where, f"a string at byte {pos:,} passes the end")
     return machine.data[start:end], end
 
 
@@ -124,13 +137,13 @@ def _long(raw: bytes) -> int:
 
 def _proto(machine: Machine, _stack: Stack, pos: int) -> int:
     if machine.data[pos] > 5:
-        raise DamagedError("malformed pickle", why=f"protocol {machine.data[pos]}")
+        raise UnsupportedError("malformed pickle", why=f"protocol {machine.data[pos]}")
     return pos + 1
 
 
 def _frame(machine: Machine, _stack: Stack, pos: int) -> int:
     if int.from_bytes(machine.data[pos : pos + 8], "little") > len(machine.data) - pos - 8:
-        raise DamagedError("malformed pickle", why=f"the frame at byte {pos:,} passes the end")
+        raise past_end(machine.data, machine.where, f"the frame at byte {pos:,} passes the end")
     return pos + 8
 
 
@@ -160,7 +173,7 @@ def _put(machine: Machine, stack: Stack, pos: int) -> int:
 def _slot(raw: bytes) -> int:
     number = int(raw)
     if number < 0:
-        raise DamagedError("malformed pickle", why=f"entry {number} of the memo")
+        raise UnsupportedError("malformed pickle", why=f"entry {number} of the memo")
     return number
 
 
@@ -174,7 +187,7 @@ def _global(machine: Machine, stack: Stack, pos: int) -> int:
 def _stack_global(machine: Machine, stack: Stack, pos: int) -> int:
     name, module = stack.pop(), stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise DamagedError("malformed pickle", why="the name of a global is not a string")
+        raise UnsupportedError("malformed pickle", why="the name of a global is not a string")
     stack.append(machine.find(module, name, pos - 1))
     return pos
 
@@ -182,7 +195,7 @@ def _stack_global(machine: Machine, stack: Stack, pos: int) -> int:
 def _newobj_ex(machine: Machine, stack: Stack, pos: int) -> int:
     keywords, args = stack.pop(), stack.pop()
     if keywords != {}:
-        raise DamagedError("malformed pickle", why="an object is made with keyword arguments")
+        raise UnsupportedError("malformed pickle", why="an object is made with keyword arguments")
     stack[-1] = machine.call(stack[-1], args, True)
     return pos
 
@@ -225,13 +238,13 @@ def _appends(_machine: Machine, stack: Stack, items: Stack) -> None:
             target.appended = []
         target.appended += items
     else:
-        raise DamagedError("malformed pickle", why=f"items of a {type(target).__name__}")
+        raise UnsupportedError("malformed pickle", why=f"items of a {type(target).__name__}")
 
 
 def _add_items(machine: Machine, stack: Stack, items: Stack) -> None:
     target = stack[-1]
     if not isinstance(target, set):
-        raise DamagedError("malformed pickle", why=f"members of a {type(target).__name__}")
+        raise UnsupportedError("malformed pickle", why=f"members of a {type(target).__name__}")
     machine.check_keys(items)
     target.update(items)
 

@@ -1,8 +1,9 @@
 """A pickle machine that imports nothing and calls nothing that a file names.
 
 It knows the opcodes of protocols 0 to 5 (``Lib/pickletools.py``, PEP 307, 3154, 574) that torch and
-Python write. Globals are looked up in a table of inert stand-ins. Everything malformed is a
-:class:`~ckptctl.errors.DamagedError`.
+Python write. Globals are looked up in a table of inert stand-ins. What ends too early is a
+:class:`~ckptctl.errors.DamagedError`, everything else that is odd an
+:class:`~ckptctl.errors.UnsupportedError`.
 
 Differences from :mod:`pickle`, all towards refusing: a key may not occur twice in a dict; keys are
 plain values, small tuples of them, or records; builders may not unfold a shared value again and
@@ -27,7 +28,7 @@ from ckptctl.storage.pickles.inert import (
     check_tree,
     walk,
 )
-from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook
+from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook, past_end
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 
 __all__ = [
@@ -47,7 +48,10 @@ __all__ = [
 Table = Mapping[tuple[str, str], object]
 Unknown = Literal["refuse", "inert"]
 
-MAX_TUPLE_KEYS = 10_000
+MAX_COLLIDING = 64
+"""Different tuples with the same hash: a file can make as many of them as it likes."""
+LONGEST = 9
+"""Bytes of the longest opcode with a fixed length, and of its number."""
 SHARED_ALLOWANCE = 1 << 16
 SHOWN_NAME = 200
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -93,7 +97,8 @@ def loads(
 
     Raises:
         UnsafePickleError: A global is not in *table*, or an opcode asks for one of another kind.
-        DamagedError: The pickle is malformed.
+        DamagedError: The pickle is cut off.
+        UnsupportedError: It is malformed in another way.
     """
     machine = _Machine(data, where, table, unknown, persistent_load)
     machine.hook = hook
@@ -104,19 +109,18 @@ def loads(
         error.where = error.where or where
         raise
     except _MALFORMED as error:
-        raise DamagedError(
-            "malformed pickle",
-            where=where,
-            why=f"{type(error).__name__} before byte {machine.pos:,}",
-        ) from error
+        why = f"{type(error).__name__} before byte {machine.pos:,}"
+        if machine.pos + LONGEST > len(data):
+            raise past_end(data, where, why) from error
+        raise UnsupportedError("malformed pickle", where=where, why=why) from error
 
 
 class _Machine:
     """The state of one run; rare opcodes live in :mod:`ckptctl.storage.pickles.opcodes`."""
 
     __slots__ = (
-        "allowance", "data", "globals", "hook", "memo", "persistent_load", "pos", "table",
-        "tuple_keys", "unknown", "where",
+        "allowance", "colliding", "data", "globals", "hook", "memo", "persistent_load", "pos",
+        "table", "tuples", "unknown", "where",
     )  # fmt: skip
 
     def __init__(
@@ -137,7 +141,8 @@ class _Machine:
         self.memo: dict[int, object] = {}
         self.globals: dict[tuple[str, str], object] = {}
         self.allowance = 4 * len(data) + SHARED_ALLOWANCE
-        self.tuple_keys = 0
+        self.tuples: dict[int, tuple[object, ...]] = {}
+        self.colliding: dict[int, set[tuple[object, ...]]] = {}
 
     def run(self) -> object:
         """Run to STOP.
@@ -232,15 +237,21 @@ class _Machine:
     def finish(self, stack: list[object], outer: list[list[object]], pos: int) -> object:
         """Return the one value that is left."""
         if len(stack) != 1 or outer:
-            raise DamagedError("malformed pickle", why="STOP with a stack that is not one value")
+            raise UnsupportedError(
+                "malformed pickle", why="STOP with a stack that is not one value"
+            )
         if pos != len(self.data):
-            raise DamagedError("malformed pickle", why=f"{len(self.data) - pos:,} bytes follow it")
+            raise UnsupportedError(
+                "malformed pickle", why=f"{len(self.data) - pos:,} bytes follow it"
+            )
         return stack[0]
 
-    def refused(self, op: int, pos: int) -> UnsupportedError:
+    def refused(self, op: int, pos: int) -> CkptError:
         """Return the error for an opcode that is refused or does not exist."""
         name = REFUSED.get(op)
         at = f"at byte {pos - 1:,}"
+        if not op and not any(self.data[pos:]):
+            return DamagedError("the pickle was not written to its end", why=f"only zeros {at}")
         if name is None:
             return UnsupportedError("malformed pickle", why=f"no opcode {op:#04x} {at}")
         return UnsafePickleError(
@@ -250,18 +261,18 @@ class _Machine:
     def call(self, target: object, args: object, newobj: bool) -> object:
         """Return what REDUCE or NEWOBJ of *target* and *args* makes."""
         if type(args) is not tuple:
-            raise DamagedError("malformed pickle", why="arguments are not a tuple")
+            raise UnsupportedError("malformed pickle", why="arguments are not a tuple")
         if type(target) is Global:
             return Inert(target.module, target.name, args, newobj=newobj)
         if type(target) is not Builder:
-            raise DamagedError(
+            raise UnsupportedError(
                 "malformed pickle", why=f"it calls a value of type {type(target).__name__}"
             )
         for arg in args:
             if arg.__class__ in _SIZED:
                 self.allowance -= len(arg)
         if self.allowance < 0:
-            raise DamagedError(
+            raise UnsupportedError(
                 "the pickle unfolds without bound", why="one value is copied again and again"
             )
         if target.hashes:
@@ -275,29 +286,36 @@ class _Machine:
             if key.__class__ is not str:
                 check_key(key)
                 if isinstance(key, tuple):
-                    self.tuple_keys += 1
-        if self.tuple_keys > MAX_TUPLE_KEYS:
-            raise DamagedError(
-                "too many tuples are used as keys", why=f"more than {MAX_TUPLE_KEYS:,}"
-            )
+                    self.check_tuple(key)
+
+    def check_tuple(self, key: tuple[object, ...]) -> None:
+        """Check that few different keys have the same hash, so that dicts stay quick."""
+        number = hash(key)
+        if self.tuples.setdefault(number, key) != key:
+            others = self.colliding.setdefault(number, set())
+            others.add(key)
+            if len(others) > MAX_COLLIDING:
+                raise UnsupportedError(
+                    "keys collide", why=f"more than {MAX_COLLIDING} tuples have the same hash"
+                )
 
     def set_items(self, target: object, items: list[object]) -> None:
         """Put ``key, value, key, value, ...`` into a dict or a record."""
         keys, values = items[::2], items[1::2]
         self.check_keys(keys)
         if len(keys) != len(values):
-            raise DamagedError("malformed pickle", why="a key without a value")
+            raise UnsupportedError("malformed pickle", why="a key without a value")
         if isinstance(target, dict):
             expected = len(target) + len(keys)
             target.update(zip(keys, values, strict=True))
             if len(target) != expected:
-                raise DamagedError("malformed pickle", why="a dict has the same key twice")
+                raise UnsupportedError("malformed pickle", why="a dict has the same key twice")
         elif isinstance(target, Inert):
             if target.entries is None:
                 target.entries = []
             target.entries += zip(keys, values, strict=True)
         else:
-            raise DamagedError("malformed pickle", why=f"items of a {type(target).__name__}")
+            raise UnsupportedError("malformed pickle", why=f"items of a {type(target).__name__}")
 
     def find(self, module: str, name: str, pos: int) -> object:
         """Return what stands for a global."""

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from ckptctl import dtypes
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
 from ckptctl.storage.pickles.torch_tensors import REBUILDERS
 
+_REBUILT = frozenset(Global("torch._utils", name) for name in REBUILDERS)
 _PLAIN_CLASSES = frozenset(
     {
         Global("torch", "Tensor"),
@@ -28,22 +29,22 @@ def _rebuild_from_type(fn: object, kind: object, args: object, attributes: objec
     Subclasses, which only get here when unknown globals are let pass, stay records.
     """
     plain = type(kind) is Global and kind in _PLAIN_CLASSES
-    if plain and type(fn) is Builder and fn.fn in REBUILDERS.values():
+    if plain and isinstance(fn, Builder) and fn.source in _REBUILT:
         if type(args) is not tuple:
-            raise DamagedError("malformed tensor", why="its arguments are not a tuple")
+            raise UnsupportedError("malformed tensor", why="its arguments are not a tuple")
         return fn.fn(*args)
     return Inert("torch._tensor", "_rebuild_from_type_v2", (fn, kind, args, attributes))
 
 
 def _encode(text: object, encoding: object = "utf-8") -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1", "utf-8"):
-        raise DamagedError("malformed bytes", why="only latin1 and utf-8 text is encoded")
+        raise UnsupportedError("malformed bytes", why="only latin1 and utf-8 text is encoded")
     return text.encode(encoding)
 
 
 def _bytes(data: object = b"") -> bytes:
     if type(data) is not bytes:
-        raise DamagedError("malformed bytes", why="they are not made from bytes")
+        raise UnsupportedError("malformed bytes", why="they are not made from bytes")
     return data
 
 
@@ -53,19 +54,19 @@ def _bytearray(data: object = b"", encoding: object = None) -> bytearray:
 
 def _complex(real: object, imaginary: object = 0.0) -> complex:
     if type(real) not in (int, float) or type(imaginary) not in (int, float):
-        raise DamagedError("malformed complex number", why="a part is not a number")
+        raise UnsupportedError("malformed complex number", why="a part is not a number")
     return complex(real, imaginary)  # type: ignore[call-overload,no-any-return]
 
 
 def _members(items: object = ()) -> list[object]:
     if type(items) not in (list, tuple, set, frozenset):
-        raise DamagedError("malformed set", why="it is not made from a list")
+        raise UnsupportedError("malformed set", why="it is not made from a list")
     return list(items)  # type: ignore[call-overload,no-any-return]
 
 
 def _path(*parts: object) -> str:
     if any(type(part) is not str for part in parts):
-        raise DamagedError("malformed path", why="a part is not a string")
+        raise UnsupportedError("malformed path", why="a part is not a string")
     return str(PurePosixPath(*parts))  # type: ignore[arg-type]
 
 
@@ -75,31 +76,15 @@ def _ordered() -> DictRecord:
 
 def _defaultdict(*factory: object) -> DictRecord:
     if len(factory) > 1 or (factory and type(factory[0]) not in (Global, Builder, type(None))):
-        raise DamagedError("malformed defaultdict", why="its factory is not a class")
+        raise UnsupportedError("malformed defaultdict", why="its factory is not a class")
     return DictRecord(_DEFAULT, factory)
-
-
-def _unsupported(kind: str) -> Callable[..., object]:
-    def refuse(*_args: object) -> object:
-        raise FormatError(f"{kind} tensors are not supported")
-
-    return refuse
 
 
 _ORDERED = Global("collections", "OrderedDict")
 _DEFAULT = Global("collections", "defaultdict")
 
 _BUILDERS: dict[str, dict[str, Callable[..., object]]] = {
-    "torch._utils": {
-        **REBUILDERS,
-        "_rebuild_sparse_tensor": _unsupported("sparse"),
-        "_rebuild_qtensor": _unsupported("quantised"),
-        "_rebuild_nested_tensor": _unsupported("nested"),
-        "_rebuild_meta_tensor_no_storage": _unsupported("meta"),
-        "_rebuild_wrapper_subclass": _unsupported("wrapper-subclass"),
-        "_rebuild_device_tensor_from_numpy": _unsupported("XLA or other device"),
-        "_rebuild_device_tensor_from_cpu_tensor": _unsupported("XLA or other device"),
-    },
+    "torch._utils": {**REBUILDERS},
     "torch._tensor": {"_rebuild_from_type_v2": _rebuild_from_type},
     "torch": {"Size": Size},
     "_codecs": {"encode": _encode},

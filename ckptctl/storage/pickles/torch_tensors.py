@@ -13,11 +13,52 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ckptctl import dtypes
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Size
 
 MAX_RANK = 64
 MAX_INT = 1 << 63
+
+
+QUANTISED = {
+    "QInt8Storage": ("qint8", 1),
+    "QUInt8Storage": ("quint8", 1),
+    "QInt32Storage": ("qint32", 4),
+    "QUInt4x2Storage": ("quint4x2", 1),
+    "QUInt2x4Storage": ("quint2x4", 1),
+}
+"""torch's names and sizes of the elements of storages whose tensors are not read."""
+MAX_REPEATED = 1 << 40
+"""Bytes that a view may stand for where it repeats those of its storage."""
+MIRRORED = frozenset({"conj", "neg"})
+"""Flags of views whose elements are not those of the storage, but follow from them."""
+
+
+class UnreadError(UnsupportedError):
+    """One tensor whose elements are not read.
+
+    Args:
+        reason: What is special about it, as in ``sparse``.
+        dtype: torch's name of its dtype, as far as it is known.
+        shape: Its sizes, likewise.
+        base: Where its flags alone are special: the tensor without them.
+        flags: Those flags.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        dtype: object = "unknown",
+        shape: object = (),
+        base: object = None,
+        flags: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(f"{reason} tensors are not supported")
+        self.reason = reason
+        self.dtype = dtype.name if isinstance(dtype, Global) else str(dtype)
+        self.shape = _sizes(shape)
+        self.base = base
+        self.flags = flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +111,23 @@ def storage_id(pid: object) -> tuple[str, str, int]:
     """Return key, dtype and bytes of the persistent id ``("storage", class, key, place, numel)``.
 
     Raises:
-        DamagedError: It is not one.
-        FormatError: The storage is of a kind that is not supported, as quantised ones.
+        UnsupportedError: It is not one, or of a kind that is not known.
     """
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-        raise DamagedError("malformed storage", why="a persistent id is not a storage")
+        raise UnsupportedError("malformed storage", why="a persistent id is not a storage")
     _, kind, key, _, numel = pid
     if type(kind) is not Global or type(key) is not str or not _is_size(numel):
-        raise DamagedError("malformed storage", why="its class, key or size is not one")
+        raise UnsupportedError("malformed storage", why="its class, key or size is not one")
     if kind.name == "UntypedStorage":
         return key, "uint8", numel
     found = dtypes.BY_STORAGE.get(kind.name)
     if found is None:
-        raise FormatError(
-            f"storages of class `{kind.name}` are not supported", why=f"storage {key}"
-        )
+        quantised = QUANTISED.get(kind.name)
+        if quantised is None:
+            raise UnsupportedError(
+                f"storages of class `{kind.name}` are not supported", why=f"storage {key}"
+            )
+        return key, quantised[0], numel * quantised[1]
     return key, found.name, numel * found.itemsize
 
 
@@ -94,10 +137,12 @@ def _is_size(value: object) -> bool:
 
 def _sizes(value: object) -> tuple[int, ...]:
     if type(value) not in (tuple, Size) or len(value) > MAX_RANK:  # type: ignore[arg-type]
-        raise DamagedError("malformed tensor", why="its shape is not a tuple of at most 64 sizes")
+        raise UnsupportedError(
+            "malformed tensor", why="its shape is not a tuple of at most 64 sizes"
+        )
     for item in value:  # type: ignore[attr-defined]
         if item.__class__ is not int or not 0 <= item < MAX_INT:
-            raise DamagedError("malformed tensor", why="a size or stride is not one")
+            raise UnsupportedError("malformed tensor", why="a size or stride is not one")
     return tuple(value)  # type: ignore[arg-type]
 
 
@@ -121,26 +166,26 @@ def _view(
 ) -> object:
     shape, strides = _sizes(size), _sizes(stride)
     if not isinstance(storage, StorageRef) or not _is_size(offset) or type(grad) is not bool:
-        raise DamagedError("malformed tensor", why="its storage, offset or flag is not one")
+        raise UnsupportedError("malformed tensor", why="its storage, offset or flag is not one")
     if len(shape) != len(strides):
-        raise DamagedError("malformed tensor", why=f"{len(shape)} sizes, {len(strides)} strides")
+        raise UnsupportedError(
+            "malformed tensor", why=f"{len(shape)} sizes, {len(strides)} strides"
+        )
     dtype = dtype or storage.dtype
+    if dtype not in dtypes.BY_NAME:
+        raise UnreadError(f"`{dtype}`", dtype, shape)
     itemsize = dtypes.itemsize(dtype)
     numel, span, row_major = geometry(shape, strides)
     start = offset * itemsize  # type: ignore[operator]
     where = f"storage {storage.key}"
     if start + span * itemsize > storage.nbytes:
-        raise DamagedError(
+        raise UnsupportedError(
             "a tensor reaches beyond its storage",
             why=f"shape {list(shape)}, strides {list(strides)}, offset {offset} need"
             f" {start + span * itemsize:,} bytes, {where} has {storage.nbytes:,}",
         )
-    if numel * itemsize > storage.nbytes:
-        raise DamagedError(
-            "a tensor is larger than its storage",
-            why=f"shape {list(shape)} with strides {list(strides)} repeats the elements of {where}",
-            hint="save `tensor.contiguous()` instead of an expanded view",
-        )
+    if numel * itemsize > max(storage.nbytes, MAX_REPEATED):
+        raise UnreadError("boundlessly expanded", dtype, shape)
     return storage.place(
         TensorView(
             dtype,
@@ -155,15 +200,20 @@ def _view(
     )
 
 
-def _check_flags(metadata: object) -> None:
+def _flagged(metadata: object, view: object) -> object:
+    """Return *view* if it is as its bytes say.
+
+    Raises:
+        UnreadError: Flags say that its elements are others.
+    """
     if metadata is not None and not isinstance(metadata, dict):
-        raise DamagedError("malformed tensor", why="its metadata is not a dict")
-    flags = [str(name) for name, value in (metadata or {}).items() if value]
+        raise UnsupportedError("malformed tensor", why="its metadata is not a dict")
+    flags = frozenset(str(name) for name, value in (metadata or {}).items() if value)
     if flags:
-        raise FormatError(
-            f"tensors with the {' and '.join(flags)} flag are not supported",
-            hint="save `tensor.resolve_conj().resolve_neg()`",
-        )
+        reason = f"{' and '.join(sorted(flags))} flagged"
+        base = view if flags <= MIRRORED else None
+        raise UnreadError(reason, view.dtype, view.shape, base, flags)  # type: ignore[attr-defined]
+    return view
 
 
 def _rebuild_tensor(storage: object, offset: object, size: object, stride: object) -> object:
@@ -179,9 +229,8 @@ def _rebuild_tensor_v2(
     _hooks: object,
     metadata: object = None,
 ) -> object:
-    if metadata is not None:
-        _check_flags(metadata)
-    return _view(storage, offset, size, stride, grad, None)
+    view = _view(storage, offset, size, stride, grad, None)
+    return view if metadata is None else _flagged(metadata, view)
 
 
 def _rebuild_tensor_v3(
@@ -194,18 +243,47 @@ def _rebuild_tensor_v3(
     dtype: object,
     metadata: object = None,
 ) -> object:
-    _check_flags(metadata)
     if type(dtype) is not Global or dtype.module != "torch":
-        raise DamagedError("malformed tensor", why="its dtype is not one")
-    if dtype.name not in dtypes.BY_NAME:
-        raise FormatError(f"tensors of dtype `{dtype.name}` are not supported")
-    return _view(storage, offset, size, stride, grad, dtype.name)
+        raise UnsupportedError("malformed tensor", why="its dtype is not one")
+    return _flagged(metadata, _view(storage, offset, size, stride, grad, dtype.name))
 
 
 def _rebuild_parameter(data: object, grad: object, _hooks: object, _state: object = None) -> object:
     if type(grad) is not bool or not hasattr(data, "requires_grad"):
-        raise DamagedError("malformed parameter", why="it does not wrap a tensor")
+        raise UnsupportedError("malformed parameter", why="it does not wrap a tensor")
     return replace(data, requires_grad=grad)  # type: ignore[type-var]
+
+
+def _rebuild_sparse_tensor(_layout: object, data: object) -> object:
+    parts = data if type(data) is tuple else ()
+    values = next((p for p in reversed(parts[:3]) if hasattr(p, "dtype")), None)
+    shape = next((part for part in reversed(parts) if type(part) in (tuple, Size)), ())
+    raise UnreadError("sparse", getattr(values, "dtype", "unknown"), shape)
+
+
+def _rebuild_qtensor(storage: object, _offset: object, size: object, *_rest: object) -> object:
+    raise UnreadError("quantised", getattr(storage, "dtype", "unknown"), size)
+
+
+def _rebuild_nested_tensor(buffer: object, *_rest: object) -> object:
+    raise UnreadError("nested", getattr(buffer, "dtype", "unknown"))
+
+
+def _rebuild_meta_tensor_no_storage(dtype: object, size: object, *_rest: object) -> object:
+    raise UnreadError("meta", dtype, size)
+
+
+def _rebuild_wrapper_subclass(_kind: object, dtype: object, size: object, *_rest: object) -> object:
+    raise UnreadError("wrapper-subclass", dtype, size)
+
+
+def _rebuild_device_tensor_from_numpy(_data: object, dtype: object, *_rest: object) -> object:
+    raise UnreadError("XLA or other device", dtype)
+
+
+def _rebuild_device_tensor_from_cpu_tensor(data: object, *_rest: object) -> object:
+    shape = getattr(data, "shape", ())
+    raise UnreadError("XLA or other device", getattr(data, "dtype", "unknown"), shape)
 
 
 REBUILDERS: dict[str, Callable[..., object]] = {
@@ -214,5 +292,12 @@ REBUILDERS: dict[str, Callable[..., object]] = {
     "_rebuild_tensor_v3": _rebuild_tensor_v3,
     "_rebuild_parameter": _rebuild_parameter,
     "_rebuild_parameter_with_state": _rebuild_parameter,
+    "_rebuild_sparse_tensor": _rebuild_sparse_tensor,
+    "_rebuild_qtensor": _rebuild_qtensor,
+    "_rebuild_nested_tensor": _rebuild_nested_tensor,
+    "_rebuild_meta_tensor_no_storage": _rebuild_meta_tensor_no_storage,
+    "_rebuild_wrapper_subclass": _rebuild_wrapper_subclass,
+    "_rebuild_device_tensor_from_numpy": _rebuild_device_tensor_from_numpy,
+    "_rebuild_device_tensor_from_cpu_tensor": _rebuild_device_tensor_from_cpu_tensor,
 }
 """What makes tensors, by its name in ``torch._utils``."""

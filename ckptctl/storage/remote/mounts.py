@@ -8,7 +8,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.errors import (
+    CkptError,
+    SourceNotFoundError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
 from ckptctl.storage.remote.blocks import SHARED
 from ckptctl.storage.remote.store import ITSELF, FsspecStore, Store, Stored
 from ckptctl.storage.remote.urls import (
@@ -104,13 +110,13 @@ class Mount:
 
         Raises:
             SourceNotFoundError: There is no such file.
-            DamagedError: It is a folder.
+            UnsupportedError: It is a folder.
         """
         found = self.find(name)
         if found is None:
             raise SourceNotFoundError(f"`{name}` is missing", where=self.url)
         if found.folder:
-            raise DamagedError(f"`{name}` is not a regular file", where=self.url)
+            raise UnsupportedError(f"`{name}` is not a regular file", where=self.url)
         return found
 
     def read(self, name: str, offset: int, nbytes: int) -> bytearray:

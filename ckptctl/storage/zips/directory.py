@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
 
@@ -98,7 +98,7 @@ class FileRange:
         self.base = base
         self.length = length
         if base < 0 or length < 0:
-            raise self.damaged("a negative range")
+            raise self.odd("a negative range")
         self._tail_start = 0 if length <= SMALL else length - TAIL
         self._tail = files.read(name, base + self._tail_start, length - self._tail_start)
         self._block = b""
@@ -110,15 +110,19 @@ class FileRange:
         path = str(self.files.root / self.name)
         return f"{path}, at byte {self.base:,}" if self.base else path
 
-    def damaged(self, why: str) -> DamagedError:
-        """Return the error for a zip that is not as it should be."""
-        return DamagedError("malformed zip", where=self.where, why=why)
+    def cut(self, why: str) -> DamagedError:
+        """Return the error for a zip that lacks bytes, or has others than it should have."""
+        return DamagedError("damaged zip", where=self.where, why=why)
+
+    def odd(self, why: str) -> UnsupportedError:
+        """Return the error for a zip that is there to its end, but not as it should be."""
+        return UnsupportedError("malformed zip", where=self.where, why=why)
 
     def get(self, start: int, nbytes: int, ahead: int = 0) -> bytes:
         """Return *nbytes* bytes from *start*; a read fetches at least *ahead*."""
         end = start + nbytes
         if start < 0 or end > self.length:
-            raise self.damaged(f"bytes {start:,} to {end:,} of {self.length:,} are needed")
+            raise self.cut(f"bytes {start:,} to {end:,} of {self.length:,} are needed")
         if start >= self._tail_start:
             return self._tail[start - self._tail_start : end - self._tail_start]
         begin = start - self._block_start
@@ -134,13 +138,14 @@ class FileRange:
         """Return the bytes of a small record.
 
         Raises:
-            DamagedError: It is larger than *limit* or its CRC differs.
+            DamagedError: Its CRC differs.
+            UnsupportedError: It is larger than *limit*.
         """
         if record.nbytes > limit:
-            raise self.damaged(f"a record of {record.nbytes:,} bytes, at most {limit:,} are read")
+            raise self.odd(f"a record of {record.nbytes:,} bytes, at most {limit:,} are read")
         found = self.get(record.offset, record.nbytes, HEAD)
         if checked and crc32(found) != record.crc32:
-            raise self.damaged(f"the checksum of the record at {record.offset:,} does not match")
+            raise self.cut(f"the checksum of the record at {record.offset:,} does not match")
         return found
 
 
@@ -148,7 +153,8 @@ def read_directory(span: FileRange) -> Directory:
     """Read and check the directory of the zip that fills *span*.
 
     Raises:
-        DamagedError: It is truncated or contradicts itself.
+        DamagedError: It is truncated.
+        UnsupportedError: It contradicts itself.
         FormatError: An entry is compressed or encrypted.
     """
     start, size, count = _end(span)
@@ -162,11 +168,11 @@ def read_directory(span: FileRange) -> Directory:
         data = _local(span, header, raw, flags, crc, nbytes, nearby)
         gap = after - data - nbytes
         if header != expected or (gap and not (gap in _GAPS and flags & _DESCRIBED)):
-            raise span.damaged(f"the entry at {header:,} overlaps another one or leaves a gap")
+            raise span.odd(f"the entry at {header:,} overlaps another one or leaves a gap")
         expected = after
         records[_text(raw, span)] = Record(data, nbytes, crc, header, entry)
     if len(records) != len(entries):
-        raise span.damaged("two entries have the same name")
+        raise span.odd("two entries have the same name")
     checksums = any(r.crc32 for r in records.values()) or not any(
         r.nbytes for r in records.values()
     )
@@ -184,7 +190,7 @@ def _text(raw: bytes, span: FileRange) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise span.damaged(f"an entry's name is not UTF-8: {raw[:60]!r}") from error
+        raise span.odd(f"an entry's name is not UTF-8: {raw[:60]!r}") from error
 
 
 def _folder(records: dict[str, Record], span: FileRange) -> str:
@@ -202,25 +208,38 @@ def _end(span: FileRange) -> tuple[int, int, int]:
     """Return start and size of the central directory and the number of its entries."""
     at = span.length - _END.size
     if at < 0:
-        raise span.damaged(f"it has {span.length:,} bytes")
+        raise _without_end(span, f"it has {span.length:,} bytes")
     sig, disk, first, here, count, size, start, comment = _END.unpack(span.get(at, _END.size))
     if sig != _SIG_END:
-        raise span.damaged("it does not end with a zip directory: truncated, or followed by bytes")
+        raise _without_end(span, "it does not end with a zip directory")
     if disk or first or comment or here != count:
-        raise span.damaged("it has a comment or several disks")
+        raise span.odd("it has a comment or several disks")
     end = at
     if at >= _LOCATOR.size + _END64.size:
         sig, disk, wide_at, disks = _LOCATOR.unpack(span.get(at - _LOCATOR.size, _LOCATOR.size))
         if sig == _SIG_LOCATOR:
             end = at - _LOCATOR.size - _END64.size
             if disk or disks != 1 or wide_at != end:
-                raise span.damaged("the zip64 end record is not before its locator")
+                raise span.odd("the zip64 end record is not before its locator")
             start, size, count = _end64(span, end, (start, size, count))
+    if start + size > end and count * _CENTRAL.size <= size:
+        raise span.cut(f"its directory begins at {start:,}, {start + size - end:,} bytes are gone")
     if start + size != end or size > MAX_DIRECTORY or count * _CENTRAL.size > size or not count:
-        raise span.damaged(
+        raise span.odd(
             f"a directory of {size:,} bytes at {start:,} with {count:,} entries does not fit"
         )
     return start, size, count
+
+
+def _without_end(span: FileRange, why: str) -> DamagedError | UnsupportedError:
+    """Return the error for what does not end as a zip does."""
+    tail = span.get(max(0, span.length - TAIL), min(TAIL, span.length))
+    if not any(tail):
+        return span.cut(f"{why} but with zeros: it was not written to its end")
+    if 0 <= tail.rfind(_SIG_END.to_bytes(4, "little")) <= len(tail) - _END.size:
+        return span.odd(f"{why}: other bytes follow it")
+    head, begin = span.get(0, min(span.length, 4)), _SIG_LOCAL.to_bytes(4, "little")
+    return span.cut(f"{why}: truncated") if begin.startswith(head) else span.odd(why)
 
 
 def _end64(span: FileRange, at: int, narrow: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -228,11 +247,11 @@ def _end64(span: FileRange, at: int, narrow: tuple[int, int, int]) -> tuple[int,
         span.get(at, _END64.size)
     )
     if sig != _SIG_END64 or length != _END64.size - 12 or disk or first or here != count:
-        raise span.damaged("malformed zip64 end record")
+        raise span.odd("malformed zip64 end record")
     found = (start, size, count)
     for wide, short, full in zip(found, narrow, (_BIG, _BIG, _MANY), strict=True):
         if short not in (wide, full):
-            raise span.damaged("the two end records disagree")
+            raise span.odd("the two end records disagree")
     return found
 
 
@@ -242,14 +261,14 @@ def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry
     unpack, width, total = _CENTRAL.unpack_from, _CENTRAL.size, len(raw)
     for _ in range(count):
         if pos + width > total:
-            raise span.damaged("the directory is cut off")
+            raise span.odd("the directory is cut off")
         found = unpack(raw, pos)
         sig, _, _, flags, method, _, crc, packed, nbytes, names, extras, comment, disk, _, _, at = (
             found
         )
         name_end = pos + width + names
         if sig != _SIG_CENTRAL or comment or disk or not names or name_end + extras > total:
-            raise span.damaged(f"a malformed directory entry at {start + pos:,}")
+            raise span.odd(f"a malformed directory entry at {start + pos:,}")
         name = raw[pos + width : name_end]
         if flags & ~_ALLOWED_FLAGS or method:
             raise _unreadable(span, name, flags, method)
@@ -258,11 +277,11 @@ def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry
                 span, raw[name_end : name_end + extras], packed, nbytes, at
             )
         if packed != nbytes or at + nbytes > start:
-            raise span.damaged(f"the sizes of entry {name[:60]!r} do not fit")
+            raise span.odd(f"the sizes of entry {name[:60]!r} do not fit")
         entries.append((at, name, flags, crc, nbytes, start + pos))
         pos = name_end + extras
     if pos != total:
-        raise span.damaged("the directory has more bytes than entries")
+        raise span.odd("the directory has more bytes than entries")
     return entries
 
 
@@ -295,7 +314,7 @@ def _widened(
                 at = wide.pop(0) if at == _BIG else at
                 return packed, nbytes, at
         pos += 4 + size
-    raise span.damaged("a large entry without its zip64 field")
+    raise span.odd("a large entry without its zip64 field")
 
 
 def _local(
@@ -307,8 +326,10 @@ def _local(
     sig, _, local_flags, method, _, local_crc, packed, size, names, extras = _LOCAL.unpack_from(
         found
     )
+    if not any(found):
+        raise span.cut(f"there are only zeros where entry {raw[:60]!r} begins")
     if sig != _SIG_LOCAL or found[_LOCAL.size :] != raw or names != len(raw):
-        raise span.damaged(f"the header of entry {raw[:60]!r} names another one")
+        raise span.odd(f"the header of entry {raw[:60]!r} names another one")
     unset = (0,) if flags & _DESCRIBED else ()
     if (
         local_flags != flags
@@ -317,5 +338,5 @@ def _local(
         or packed not in (nbytes, _BIG, *unset)
         or size not in (nbytes, _BIG, *unset)
     ):
-        raise span.damaged(f"the header of entry {raw[:60]!r} disagrees with the directory")
+        raise span.odd(f"the header of entry {raw[:60]!r} disagrees with the directory")
     return header + width + int(extras)

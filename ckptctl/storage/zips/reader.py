@@ -7,16 +7,22 @@ files and bare pickles are recognised and refused with advice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptctl.catalog import Checksum
-from ckptctl.errors import CkptError, DamagedError, FormatError
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.inert import check_tree
+from ckptctl.storage.pickles.inert import Builder, Global, check_tree
 from ckptctl.storage.pickles.reader import TORCH_TABLE, Table, Unknown, loads
-from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
+from ckptctl.storage.pickles.torch_tensors import (
+    REBUILDERS,
+    StorageRef,
+    TensorView,
+    UnreadError,
+    storage_id,
+)
 from ckptctl.storage.stand_ins import require_content
 from ckptctl.storage.zips.directory import Directory, FileRange, Record, read_directory
 from ckptctl.storage.zips.item_patterns import ItemPattern, pattern_of
@@ -26,6 +32,7 @@ MAX_NODES = 1_000_000
 CACHED_PICKLE = 2048
 MAX_LENGTHS = 1024
 MAX_ALIKE = 8
+_HOME = "torch._utils"
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What files of torch before 1.6 begin with."""
 _SAVE_AGAIN = "load it once with torch and save it again with `torch.save`"
@@ -47,6 +54,9 @@ class StoredTensor:
         requires_grad: As recorded.
         within: The checksum of the record that these bytes are a part of, when *crc32* is None and
             the file has checksums.
+        unsupported: Why its elements cannot be read; there are no bytes then.
+        base: Where only the flags of a view are why: the tensor without them.
+        flags: Those flags, as torch calls them.
     """
 
     dtype: str
@@ -58,6 +68,36 @@ class StoredTensor:
     storage: str
     requires_grad: bool
     within: Checksum | None = None
+    unsupported: str | None = None
+    base: StoredTensor | None = None
+    flags: frozenset[str] = frozenset()
+
+
+def _keeping(build: Callable[..., object]) -> Callable[..., object]:
+    """Return what does as *build*, but returns a tensor without bytes where it reads none."""
+
+    def keep(*args: object) -> object:
+        try:
+            return build(*args)
+        except UnreadError as error:
+            base = error.base if isinstance(error.base, StoredTensor) else None
+            grad = base is not None and base.requires_grad
+            why = f"{error.reason} tensors are not read"
+            return StoredTensor(
+                error.dtype, error.shape, None, 0, 0, None, "", grad, None, why, base, error.flags
+            )
+
+    return keep
+
+
+KEEPING_TABLE: Table = {
+    **TORCH_TABLE,
+    **{
+        (_HOME, name): Builder(_keeping(build), source=Global(_HOME, name))
+        for name, build in REBUILDERS.items()
+    },
+}
+"""As ``TORCH_TABLE``, for readers that describe tensors whose elements cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +141,10 @@ def read_archive(
 
     Raises:
         FormatError: A whole file that ``torch.save`` did not write, or uses what is unsupported:
-            compression, big endian, quantised or sparse tensors, conjugate views.
-        DamagedError: It is truncated, contradicts itself, or is hostile.
+            compression, big endian.
+        DamagedError: It is truncated, or a checksum differs.
+        UnsupportedError: It contradicts itself, is hostile, or holds tensors that *table* does not
+            keep and that are not read: quantised or sparse ones, conjugate views.
     """
     span = FileRange(files, name, offset, files.size(name) - offset if length is None else length)
     if offset == 0 and length is None:
@@ -193,7 +235,7 @@ def _parse_item(pickle: bytes) -> TensorView:
         persistent_load=lambda pid: StorageRef(*storage_id(pid)),
     )
     if type(view) is not TensorView:
-        raise DamagedError(
+        raise UnsupportedError(
             "an item does not hold one tensor", why=f"it holds a {type(view).__name__}"
         )
     return view
@@ -225,7 +267,7 @@ class _Storages:
             _record(key, nbytes, self.directory, self.span)
             before = self.known[key] = (dtype, nbytes, _Placed(key, dtype, nbytes, self))
         if before[:2] != (dtype, nbytes):
-            raise DamagedError(
+            raise UnsupportedError(
                 f"storage `{key}` is named as two different things", where=self.span.where
             )
         return before[2]
@@ -263,7 +305,8 @@ def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Rec
             why="the pickle names it, the zip has no such record",
         )
     if record.nbytes != nbytes:
-        raise DamagedError(
+        kind = DamagedError if record.nbytes < nbytes else UnsupportedError
+        raise kind(
             f"storage `{key}` has the wrong size",
             where=span.where,
             why=f"the pickle says {nbytes:,} bytes, the record has {record.nbytes:,}",
@@ -318,7 +361,9 @@ def _check_kind(span: FileRange) -> None:
     elif len(head) > 1 and head[0] == 0x80 and head[1] in range(2, 6):
         kind = "a bare pickle"
     elif span.length >= 22 and span.get(span.length - 22, 4) == b"PK\5\6":
-        raise DamagedError("bytes before the zip", where=span.where, why="it must start the file")
+        raise UnsupportedError(
+            "bytes before the zip", where=span.where, why="it must start the file"
+        )
     else:
         require_content(span.files, span.name)
         if b"PK\3\4".startswith(head) or not any(head):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UnsupportedError
 from ckptctl.formats.rank_states import parse
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted, damaged, refused_or_right
@@ -60,7 +60,7 @@ def test_swapped_files_are_named(data: Path, tmp_path: Path) -> None:
     shutil.copytree(source, copy)
     names = [copy / f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
     names[0].write_bytes((source / names[1].name).read_bytes())
-    with pytest.raises(DamagedError, match="is not the file of rank 0"):
+    with pytest.raises(UnsupportedError, match="is not the file of rank 0"):
         ckptctl.inspect(copy)
 
 
@@ -190,7 +190,7 @@ def test_files_of_two_worlds_are_refused(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     shutil.copy(copy / "model_world_size_2_rank_0.pt", copy / "model_world_size_4_rank_2.pt")
-    with pytest.raises(DamagedError, match="two saves"):
+    with pytest.raises(UnsupportedError, match="two saves"):
         ckptctl.inspect(copy)
 
 
@@ -199,7 +199,7 @@ def test_more_files_than_ranks_are_refused(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     shutil.copy(copy / "model_world_size_2_rank_1.pt", copy / "model_world_size_2_rank_2.pt")
-    with pytest.raises(DamagedError, match="more ranks than the 2") as caught:
+    with pytest.raises(UnsupportedError, match="more ranks than the 2") as caught:
         ckptctl.inspect(copy)
     assert caught.value.why == "`model_world_size_2_rank_2.pt`"
 
@@ -224,5 +224,5 @@ def test_nothing_is_run(tmp_path: Path) -> None:
         ckptctl.convert(source, tmp_path / "out.pt", to="torch")
     with pytest.raises(UnsafePickleError):
         ckptctl.inspect(save_ranks(tmp_path / "y", Hostile(), Hostile()))
-    with pytest.raises(DamagedError):
+    with pytest.raises(UnsupportedError):
         ckptctl.inspect(save_ranks(tmp_path / "z", {"w": torch.ones(1)}, {"w": Hostile()}))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import CoverageError
+from ckptctl.errors import CoverageError, UnsupportedError
 from ckptctl.planner.boxes import check_coverage, coverage, intersect, split_rows
 
 
@@ -86,7 +86,7 @@ def test_many_dimensions_are_proven_without_counting_corners():
 
 def test_a_tangle_is_refused_by_name():
     extents = tuple(Extent(Box((i, i), (4000, 4000)), "a", 0, 4 * 4000 * 4000) for i in range(2000))
-    with pytest.raises(CoverageError, match="too tangled") as caught:
+    with pytest.raises(UnsupportedError, match="too tangled") as caught:
         check_coverage(TensorEntry("w", "float32", (8000, 8000), extents, ("w",)))
     assert "`w`" in (caught.value.where or "")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads, read_json
 
@@ -56,10 +56,27 @@ def test_json_is_read(value, ascii_only):
     ],
 )
 def test_lenient_json_is_refused(text):
-    with pytest.raises(DamagedError, match="malformed JSON") as error:
+    with pytest.raises((DamagedError, UnsupportedError)) as error:
         loads(text, where="config.json")
     assert error.value.where == "config.json"
     assert error.value.why
+
+
+WHOLE = b'{"a": [1, 2.5, true, null, {"b": "c\xc3\xa9"}], "d": "e"}'
+
+
+@pytest.mark.parametrize("end", range(len(WHOLE)))
+def test_a_text_that_ends_early_is_cut_off(end):
+    with pytest.raises(DamagedError, match="cut off"):
+        loads(WHOLE[:end], where="x")
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"a": 1,}', b'{"a": "b}', b"{1: 2}", b'{"a": 1} x', b'["\xff"]']
+)
+def test_a_text_that_is_odd_is_not_cut_off(text):
+    with pytest.raises(UnsupportedError, match="malformed JSON"):
+        loads(text, where="x")
 
 
 def test_surrogate_pairs_are_text():
@@ -70,5 +87,5 @@ def test_files_are_bounded(tmp_path):
     (tmp_path / "a.json").write_bytes(b"[1, 2]")
     with SourceFiles(tmp_path) as files:
         assert read_json(files, "a.json") == [1, 2]
-        with pytest.raises(DamagedError, match="too large"):
+        with pytest.raises(UnsupportedError, match="too large"):
             read_json(files, "a.json", max_bytes=5)

@@ -34,7 +34,7 @@ def test_instead_of_a_file(tmp_path: Path, name: str, content: bytes, kind: str)
 @pytest.mark.parametrize("content", [b"", b"PK", b"\0" * 100, b"version 1", b"<?xml?><svg/>"])
 def test_other_contents_are_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CkptError, match="malformed safetensors"):
+    with pytest.raises(CkptError, match="safetensors"):
         ckptctl.inspect(tmp_path)
 
 

@@ -35,6 +35,7 @@ function tensorParts(tensor, report) {
     ["bytes", both(tensor.bytes, bytes)],
   ];
   if (tensor.alias_of !== null) facts.push(["shares memory with", tensor.alias_of]);
+  if (tensor.unsupported !== null) facts.push(["cannot be read", tensor.unsupported]);
   const parts = [factList(facts)];
   const wrong = report.findings.filter((finding) => finding.tensor === tensor.name);
   if (wrong.length > 0) parts.push(findingList(wrong, () => null));

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
 from ckptctl.formats.deepspeed.partitions import Part, Segment, Strip, extents
 from ckptctl.storage.zips.reader import StoredTensor
 from tests.checkpoints.readers import differences
@@ -82,7 +82,7 @@ def copied(source: Path, folder: Path) -> Path:
 def error_of(source: Path, *args: Any) -> CkptError:
     with pytest.raises(CkptError) as caught:
         formats.open_checkpoint(source, *args)
-    assert caught.value.exit_code in (2, 3, 4)
+    assert caught.value.exit_code in (2, 3, 4, 9)
     return caught.value
 
 
@@ -229,7 +229,7 @@ def test_a_torn_pointer_is_named(data: Path, tmp_path: Path, content: bytes, sai
     copy = copied(sample(data, "z1_bf16"), tmp_path)
     (copy / "latest").write_bytes(content)
     error = error_of(copy)
-    assert isinstance(error, DamagedError)
+    assert isinstance(error, UnsupportedError)
     assert said in error.what
     assert not (error.hint and "--tag" not in error.hint)
 
@@ -379,7 +379,7 @@ def test_states_that_contradict_themselves(
     copy = copied(sample(data, "z1_bf16opt"), tmp_path)
     resaved(copy / "global_step2/mp_rank_00_model_states.pt", change)
     error = error_of(copy)
-    assert isinstance(error, DamagedError)
+    assert isinstance(error, DamagedError if said.startswith("end before") else UnsupportedError)
     assert said in f"{error.what} {error.why}"
 
 

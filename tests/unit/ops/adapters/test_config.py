@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ckptctl.errors import CkptError, DamagedError, RefusedError, UsageError
+from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
 from ckptctl.ops.adapters.config import settings
 from ckptctl.ops.conversion.adapter_files import targets, written
 
@@ -42,7 +42,7 @@ def test_the_first_pattern_that_a_module_ends_with(patterns, scale):
 
 
 def test_a_rank_that_the_shapes_contradict():
-    with pytest.raises(DamagedError, match="rank is 8"):
+    with pytest.raises(UnsupportedError, match="rank is 8"):
         settings(CONFIG).scale(Q, 8)
 
 
@@ -83,7 +83,7 @@ def test_what_is_refused(config, says):
     ],
 )
 def test_what_makes_no_sense(config):
-    with pytest.raises(DamagedError):
+    with pytest.raises(UnsupportedError):
         settings({**CONFIG, **config})
 
 

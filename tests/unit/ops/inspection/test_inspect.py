@@ -52,6 +52,7 @@ def test_json_is_plain_data(fake, tmp_path):
         "bytes": 48,
         "chunks": 1,
         "alias_of": None,
+        "unsupported": None,
         "stats": {
             "count": 12,
             "nan": 0,

@@ -4,7 +4,7 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
-from ckptctl.errors import DamagedError, MappingError, UsageError
+from ckptctl.errors import MappingError, UnsupportedError, UsageError
 from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.quantised import quantised
 
@@ -98,7 +98,7 @@ def test_what_is_quantised_is_named():
     ],
 )
 def test_damage(tensors, named):
-    with pytest.raises(DamagedError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         dequantised(catalog(tensors), "bfloat16")
     assert named in caught.value.what
 
@@ -130,7 +130,7 @@ def test_nothing_quantised_is_a_mistake_of_the_call():
 @pytest.mark.parametrize("shape", [(), (7,)])
 def test_what_has_no_blocks(shape):
     found = catalog({"a.weight": ("float8_e4m3fn", *shape), "a.weight_scale_inv": ("float32", 1)})
-    with pytest.raises(DamagedError, match="does not fit"):
+    with pytest.raises(UnsupportedError, match="does not fit"):
         dequantised(found, "bfloat16")
 
 

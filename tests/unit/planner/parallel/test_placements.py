@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptctl.catalog import Box, TensorEntry
 from ckptctl.catalog import Extent as CatalogExtent
-from ckptctl.errors import DamagedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.parallel.placements import MAX_PARTS, Local, Shard, local_part
 
@@ -151,7 +151,7 @@ def test_an_order_of_shards_is_that_of_strided_shards(
 def test_contradictions_are_refused(
     shape: Any, mesh: Any, at: Any, placements: Any, order: Any
 ) -> None:
-    with pytest.raises(DamagedError):
+    with pytest.raises(UnsupportedError):
         local_part(shape, mesh, at, placements, order)
 
 

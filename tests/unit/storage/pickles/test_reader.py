@@ -135,7 +135,7 @@ def test_exhausting_pickles_are_cheap(name):
         found = read(data)
         check_tree(found, limit=max(1000, len(data)), where="file")
         refused = False
-    except DamagedError:
+    except (DamagedError, UnsupportedError):
         pass
     assert refused == (name not in ("memo-index", "long-keys"))
     assert time.process_time() - started < 2
@@ -180,8 +180,10 @@ def test_noise_raises_only_our_errors(noise):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_truncation_is_damaged(seed):
+    """One that happens to end as a pickle does is refused, too, but might be something else."""
     for end in range(len(seed)):
-        with pytest.raises(DamagedError):
+        last = seed[end - 1 : end]
+        with pytest.raises((UnsupportedError, DamagedError) if last == b"." else DamagedError):
             read(seed[:end])
 
 
@@ -191,7 +193,7 @@ def test_builders_constants_and_persistent_ids():
     assert loads(data, where="x", table=table, persistent_load=lambda pid: pid * 2) == [7, "pp"]
     with pytest.raises(UnsafePickleError, match="outside"):
         loads(data, where="x", table=table)
-    with pytest.raises(DamagedError):
+    with pytest.raises(UnsupportedError):
         loads(b"\x80\x02cm\nc\n)R.", where="x", table=table)
 
 
@@ -208,13 +210,13 @@ def test_records_are_keys_by_value():
     key.build({"fqn": "b"})
     assert found[key] == 2
     twice = b"\x80\x02}(" + make % b"a" + b"K\x01" + make % b"a" + b"K\x02u."
-    with pytest.raises(DamagedError, match="pickle"):
+    with pytest.raises(UnsupportedError, match="pickle"):
         loads(twice, where="x", table={}, unknown="inert")
 
 
 def test_a_key_cannot_change_afterwards():
     data = b"\x80\x02cm\nK\n)\x81q\x00}h\x00K\x01s0h\x00}b."
-    with pytest.raises(DamagedError, match="after its use"):
+    with pytest.raises(UnsupportedError, match="after its use"):
         loads(data, where="x", table={}, unknown="inert")
 
 
@@ -222,11 +224,11 @@ def test_trees_are_bounded():
     deep: list[object] = []
     for _ in range(MAX_DEPTH + 1):
         deep = [deep]
-    with pytest.raises(DamagedError, match="deeply"):
+    with pytest.raises(UnsupportedError, match="deeply"):
         check_tree(deep, limit=10_000, where="x")
     wide = [[1] * 10] * 10
     assert check_tree(wide, limit=111, where="x") == 111
-    with pytest.raises(DamagedError, match="without bound"):
+    with pytest.raises(UnsupportedError, match="without bound"):
         check_tree(wide, limit=110, where="x")
 
 
@@ -235,7 +237,7 @@ def test_walk_reaches_everything_once():
     record = Inert("m", "n", args=(shared, "arg"), state={"k": "state"})
     found = [n for n in walk({"a": [record, shared]}, 100) if isinstance(n, str)]
     assert sorted(found) == ["arg", "s", "state"]
-    with pytest.raises(DamagedError):
+    with pytest.raises(UnsupportedError):
         list(walk(list(range(100)), 50))
 
 

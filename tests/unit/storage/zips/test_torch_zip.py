@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from ckptctl import dtypes
-from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.storage_tensor import StorageTensor
 from ckptctl.storage.pickles.writer import dumps
-from ckptctl.storage.zips.reader import StoredTensor, read_archive, read_item_tensor
+from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive, read_item_tensor
 from ckptctl.storage.zips.writer import lay_out
 from tests import hostile
 
@@ -293,13 +293,28 @@ class TestReading:
     )
     def test_unsupported_tensors_are_named(self, tmp_path, value, named):
         torch.save([value], tmp_path / "a.pth")
-        with pytest.raises(FormatError, match=named):
+        with pytest.raises(UnsupportedError, match=named):
             read(tmp_path / "a.pth")
 
-    def test_expanded_tensors_are_refused(self, tmp_path):
-        torch.save(torch.ones(1).expand(1000), tmp_path / "a.pth")
-        with pytest.raises(DamagedError, match="larger than its storage"):
+    def test_expanded_tensors_are_boxes_with_strides(self, tmp_path):
+        torch.save(torch.ones(1, 3).expand(1000, 3), tmp_path / "a.pth")
+        found = read(tmp_path / "a.pth").root
+        assert (found.shape, found.strides, found.nbytes) == ((1000, 3), (0, 1), 12)
+
+    def test_a_boundless_expansion_is_not_read(self, tmp_path):
+        torch.save(torch.ones(1).expand(1 << 40), tmp_path / "a.pth")
+        with pytest.raises(UnsupportedError, match="boundlessly expanded"):
             read(tmp_path / "a.pth")
+
+    def test_tensors_that_are_not_read_can_be_kept(self, tmp_path):
+        value = torch.ones(6, dtype=torch.complex64).conj()
+        torch.save([torch.eye(3).to_sparse(), value, torch.ones(2)], tmp_path / "a.pth")
+        with SourceFiles(tmp_path) as files:
+            sparse, conj, plain = read_archive(files, "a.pth", table=KEEPING_TABLE).root
+        assert (sparse.dtype, sparse.shape, sparse.nbytes) == ("float32", (3, 3), 0)
+        assert "sparse" in sparse.unsupported and sparse.base is None
+        assert conj.unsupported and conj.flags == {"conj"} and conj.base.nbytes == 48
+        assert plain.unsupported is None
 
     @pytest.mark.parametrize(
         "change",
@@ -313,7 +328,7 @@ class TestReading:
             {"offset": 1 << 70},
             {"shape": (7,)},
             {"shape": (-1,)},
-            {"shape": (1 << 40,), "strides": (0,)},
+            {"shape": (1 << 41,), "strides": (0,)},
             {"shape": (6,), "strides": (2,)},
             {"shape": (2,), "strides": (-1,)},
             {"shape": (2, 3)},
@@ -323,7 +338,7 @@ class TestReading:
             {"dtype": "float64"},
         ],
     )
-    def test_contradicting_tensors_are_damaged(self, tmp_path, change):
+    def test_contradicting_tensors_are_refused(self, tmp_path, change):
         good = {
             "storage_key": "0", "storage_nbytes": 24, "dtype": "float32",
             "offset": 0, "shape": (6,), "strides": (1,),
@@ -333,9 +348,9 @@ class TestReading:
         for offset, piece in layout.frame([zlib.crc32(bytes(24))]):
             whole[offset : offset + len(piece)] = piece
         (tmp_path / "a.pth").write_bytes(whole)
-        with pytest.raises(DamagedError):
+        with pytest.raises((DamagedError, UnsupportedError)):
             read(tmp_path / "a.pth")
-        with SourceFiles(tmp_path) as files, pytest.raises(DamagedError):
+        with SourceFiles(tmp_path) as files, pytest.raises((DamagedError, UnsupportedError)):
             read_item_tensor(files, "a.pth", 0, len(whole))
 
     @pytest.mark.parametrize("name", list(hostile.code_pickles("x")))
@@ -361,9 +376,12 @@ class TestReading:
         assert read(tmp_path / "a.pth").root.shape == (6,)
         for name, data in hostile.evil_zips(pickled, {"0": bytes(24)}).items():
             (tmp_path / "evil.pth").write_bytes(data)
-            with pytest.raises((DamagedError, FormatError)):
+            with pytest.raises((DamagedError, UnsupportedError, FormatError)):
                 print(name, read(tmp_path / "evil.pth"))
-            with SourceFiles(tmp_path) as files, pytest.raises((DamagedError, FormatError)):
+            with (
+                SourceFiles(tmp_path) as files,
+                pytest.raises((DamagedError, UnsupportedError, FormatError)),
+            ):
                 print(name, read_item_tensor(files, "evil.pth", 0, len(data)))
 
     def test_compressed_files_get_advice(self, tmp_path):
@@ -466,11 +484,11 @@ class TestItems:
     def test_an_object_is_not_a_tensor(self, tmp_path):
         places = self.items(tmp_path / "a", [{"step": 1}])
         with SourceFiles(tmp_path) as files:
-            with pytest.raises(DamagedError, match="one tensor"):
+            with pytest.raises(UnsupportedError, match="one tensor"):
                 read_item_tensor(files, "a", *places[0])
             assert read_archive(files, "a", *places[0]).root == {"step": 1}
 
-    def test_wrong_ranges_are_damaged(self, tmp_path):
+    def test_wrong_ranges_are_refused(self, tmp_path):
         (start, length), (second, _) = self.items(tmp_path / "a", [torch.ones(9), torch.ones(9)])
         with SourceFiles(tmp_path) as files:
             for offset, nbytes in [
@@ -478,7 +496,7 @@ class TestItems:
                 (start, second + length - start), (second, length + 1), (0, 0), (start, 10**9),
                 (-1, length), (start, -1),
             ]:  # fmt: skip
-                with pytest.raises((DamagedError, FormatError)):
+                with pytest.raises((DamagedError, UnsupportedError, FormatError)):
                     read_item_tensor(files, "a", offset, nbytes)
 
     def test_items_are_quick(self, tmp_path):
