@@ -12,6 +12,7 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
+from ckptctl import dtypes
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry, TupleIndex
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import beside
@@ -273,6 +274,9 @@ def _data_files(
 
 def entry_of(leaf: Leaf) -> TensorEntry:
     """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
+    if leaf.dtype not in dtypes.BY_NAME:
+        why = f"the dtype `{leaf.dtype}` is not read"
+        return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     extents = tuple(
         Extent(box, item.file, item.offset, item.nbytes, codec="torch")
         for box, item in leaf.items

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptctl import dtypes
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
@@ -348,10 +347,9 @@ def _properties(properties: object) -> tuple[str, bool]:
     values = tuple(state.values()) if isinstance(state, dict) else state
     if not isinstance(values, tuple) or len(values) < 3:
         raise TypeError("tensor properties without a dtype")
-    name = str(values[0]).removeprefix("torch.")
-    if name not in dtypes.BY_NAME:
-        raise ValueError(f"unknown dtype {name}")
-    return name, values[2] is True
+    if not isinstance(values[0], Global):
+        raise TypeError("tensor properties without a dtype")
+    return values[0].name, values[2] is True
 
 
 def _state(record: object) -> Mapping[str, object]:

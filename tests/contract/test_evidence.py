@@ -1,0 +1,192 @@
+"""What is odd is not torn: whole files of stock writers that hold what is rarely seen."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pickle
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import ckptctl
+from ckptctl.errors import RefusedError, UnsupportedError
+from tests.checkpoints import save_dcp
+
+Make = Callable[[], Any]
+WEIGHT = torch.arange(24.0).reshape(6, 4)
+COMPLEX = torch.complex(torch.arange(15.0).reshape(3, 5), torch.ones(3, 5))
+
+VIEWS: dict[str, Make] = {
+    "expanded scalar": lambda: torch.ones(1, 1).expand(4, 4),
+    "expanded rows": lambda: torch.arange(5.0).expand(3, 5),
+    "expanded columns": lambda: torch.arange(5.0)[:, None].expand(5, 7),
+    "expanded, larger than a tile": lambda: torch.arange(9.0)[:, None].expand(9, 300_000),
+    "expanded parameter": lambda: torch.nn.Parameter(torch.ones(1, 1).expand(4, 4)),
+    "transposed": lambda: WEIGHT.t(),
+    "every other row": lambda: WEIGHT[::2],
+    "every other element": lambda: WEIGHT[::2, 1::2],
+    "overlapping rows": lambda: torch.arange(10.0).as_strided((4, 4), (2, 1)),
+    "conjugate": COMPLEX.conj,
+    "conjugate, transposed": lambda: COMPLEX.conj().t(),
+    "negative": lambda: COMPLEX.conj().imag,
+}
+UNREAD: dict[str, Make] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.ones(3, 3, device="meta"),
+    "unknown dtype": lambda: torch.empty(3, dtype=torch.bits8),
+    "boundlessly expanded": lambda: torch.ones(1).expand(1 << 60),
+}
+OBJECTS: dict[str, Make] = {
+    "deque": lambda: collections.deque([torch.ones(2)]),
+    "Namespace": lambda: argparse.Namespace(x=torch.ones(2)),
+    "SimpleNamespace": lambda: types.SimpleNamespace(x=torch.ones(2)),
+    "tuple keys": lambda: {(i, j): torch.ones(1) for i in range(3) for j in range(3)},
+}
+
+
+def lightning(odd: object) -> dict[str, Any]:
+    """Return what a Lightning checkpoint holds, with one thing that is odd."""
+    model = {"net.weight": WEIGHT, "net.odd": odd}
+    loops = {"fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"ready": 1}}}}
+    return {"epoch": 1, "global_step": 10, "state_dict": model, "loops": loops}
+
+
+def saved(folder: Path, odd: object) -> Path:
+    torch.save(lightning(odd), folder / "step=10.ckpt")
+    return folder / "step=10.ckpt"
+
+
+def model_in(path: Path) -> dict[str, Any]:
+    found = torch.load(path, weights_only=False)["state_dict"]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("case", VIEWS)
+def test_a_view_is_read(tmp_path: Path, case: str) -> None:
+    source = saved(tmp_path, VIEWS[case]())
+    expected = model_in(source)["net.odd"].detach()
+    assert ckptctl.verify(source, level="full").verdict == "whole"
+    assert ckptctl.inspect(source).complete
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    assert torch.equal(model_in(tmp_path / "out.pt")["net.odd"], expected)
+    ckptctl.convert(source, tmp_path / "dcp", to="dcp", only="all")
+    into = {"state_dict": {"net.odd": torch.zeros(expected.shape, dtype=expected.dtype)}}
+    dcp.load(into, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(into["state_dict"]["net.odd"], expected)
+    assert ckptctl.diff(source, tmp_path / "dcp").same
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", UNREAD)
+def test_a_tensor_that_is_not_read_is_one_entry(tmp_path: Path, case: str) -> None:
+    source = saved(tmp_path, UNREAD[case]())
+    found = ckptctl.verify(source, level="full", nan=True)
+    assert found.verdict == "not understood"
+    assert [one.tensor for one in found.findings] == ["state_dict.net.odd"]
+    said = ckptctl.inspect(source, stats=True)
+    assert [t.name for t in said.tensors if t.unsupported] == ["state_dict.net.odd"]
+    assert said.complete and any("net.odd" in note for note in said.notes)
+    with pytest.raises(UnsupportedError, match="cannot be read") as caught:
+        ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    assert caught.value.exit_code == 9 and "--exclude" in str(caught.value.hint)
+    assert not (tmp_path / "out.pt").exists()
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["*odd*"])
+    kept = model_in(tmp_path / "out.pt")
+    assert kept.keys() == {"net.weight"} and torch.equal(kept["net.weight"], WEIGHT)
+    ckptctl.extract(source, "*net.weight", output=tmp_path / "one.safetensors")
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        ckptctl.extract(source, "*net.odd", output=tmp_path / "two.safetensors")
+    state = {"net.weight": torch.zeros(6, 4)}
+    ckptctl.load(state, source, root="state_dict", strict=False)
+    assert torch.equal(state["net.weight"], WEIGHT)
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        ckptctl.diff(source, source)
+
+
+@pytest.mark.parametrize("case", OBJECTS)
+def test_tensors_in_objects_are_a_leaf(tmp_path: Path, case: str) -> None:
+    source = saved(tmp_path, OBJECTS[case]())
+    assert ckptctl.verify(source, level="full").verdict == "whole"
+    assert any("net.odd" in note for note in ckptctl.inspect(source).notes)
+    with pytest.raises(RefusedError, match="inside of objects"):
+        ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["*odd*"])
+    assert model_in(tmp_path / "out.pt").keys() == {"net.weight"}
+
+
+def test_many_tuples_are_keys(tmp_path: Path) -> None:
+    many = {(layer, -part): layer for layer in range(10_000) for part in range(3)}
+    source = saved(tmp_path, many)
+    assert ckptctl.verify(source, level="full").verdict == "whole"
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    assert model_in(tmp_path / "out.pt")["net.odd"] == many
+
+
+def test_a_key_that_begins_another(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "a.b": torch.zeros(3), "c": {"d": torch.ones(1)}}
+    torch.save(state, tmp_path / "a.pt")
+    assert ckptctl.verify(tmp_path / "a.pt").verdict == "whole"
+    ckptctl.convert(tmp_path / "a.pt", tmp_path / "out.pt", to="torch", only="all")
+    found = torch.load(tmp_path / "out.pt")
+    assert found.keys() == state.keys()
+    assert torch.equal(found["a"], state["a"]) and torch.equal(found["a.b"], state["a.b"])
+
+
+def test_two_leaves_with_one_name(tmp_path: Path) -> None:
+    torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3)}, tmp_path / "a.pt")
+    found = ckptctl.verify(tmp_path / "a.pt")
+    assert found.verdict == "not understood"
+    assert [one.tensor for one in found.findings] == ["a.b (2)"]
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        ckptctl.convert(tmp_path / "a.pt", tmp_path / "out.pt", to="torch", only="all")
+    ckptctl.convert(
+        tmp_path / "a.pt", tmp_path / "out.pt", to="torch", only="all", exclude=["a.b (2)"]
+    )
+    assert torch.equal(torch.load(tmp_path / "out.pt")["a"]["b"], torch.ones(2))
+
+
+def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "model-1.safetensors")
+    index = {"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert ckptctl.verify(tmp_path, level="full").verdict == "whole"
+    said = ckptctl.inspect(tmp_path)
+    assert [t.name for t in said.tensors] == ["a", "b"] and said.complete
+    assert any("does not name" in note and "`b`" in note for note in said.notes)
+
+
+@pytest.mark.parametrize("case", ["expanded rows", "transposed", "every other element"])
+def test_views_that_dcp_saved(tmp_path: Path, case: str) -> None:
+    view = VIEWS[case]()
+    source = save_dcp(tmp_path / "dcp", {"model": {"w": WEIGHT, "odd": view}})
+    assert ckptctl.verify(source, level="full").verdict == "whole"
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["odd"], view)
+
+
+def test_an_unknown_dtype_in_dcp(tmp_path: Path) -> None:
+    """Stock DCP saves no such tensor yet: the metadata is changed as a later one would write it."""
+    odd = torch.zeros(3, dtype=torch.uint8)
+    source = save_dcp(tmp_path / "dcp", {"model": {"w": WEIGHT, "odd": odd}})
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.odd"].properties.dtype = torch.bits8
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = ckptctl.verify(source, level="full")
+    assert found.verdict == "not understood"
+    assert {one.tensor for one in found.findings} == {"model.odd"}
+    assert [t.name for t in ckptctl.inspect(source).tensors if t.unsupported] == ["model.odd"]
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["*odd"])
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], WEIGHT)
