@@ -93,7 +93,7 @@ def test_a_flip_in_the_data_is_found(
     content = bytearray(file.read_bytes())
     content[content.index(needle) + 5] ^= 4
     file.write_bytes(content)
-    with refused(source, tmp_path / "outputs" / "out", 4) as caught:
+    with refused(source, tmp_path / "outputs" / "out", 4, 9) as caught:
         convert(source, tmp_path)
     assert "norm.weight" in message(caught.value)
     assert file.name in message(caught.value)

@@ -159,7 +159,7 @@ def test_chunks_that_disagree(tmp_path: Path, chunked: Path, case: str) -> None:
     change, word = DCP[case]
     change(metadata)
     _save_metadata(chunked, metadata)
-    with refused(chunked, tmp_path / "outputs" / "out", 4) as caught:
+    with refused(chunked, tmp_path / "outputs" / "out", 4, 9) as caught:
         convert(chunked, tmp_path)
     assert word in message(caught.value), message(caught.value)
 
@@ -167,6 +167,6 @@ def test_chunks_that_disagree(tmp_path: Path, chunked: Path, case: str) -> None:
 def test_a_link_out_of_the_directory(tmp_path: Path, chunked: Path) -> None:
     (chunked / "__1_0.distcp").rename(tmp_path / "in" / "secret")
     (chunked / "__1_0.distcp").symlink_to(tmp_path / "in" / "secret")
-    with refused(chunked, tmp_path / "outputs" / "out", 4) as caught:
+    with refused(chunked, tmp_path / "outputs" / "out", 4, 9) as caught:
         convert(chunked, tmp_path)
     assert "__1_0.distcp" in message(caught.value)

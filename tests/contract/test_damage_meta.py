@@ -64,7 +64,7 @@ def test_ranks_that_disagree(tmp_path: Path, copy: Callable[[str], Path], case: 
     change, word = RANKS[case]
     change(shards)
     _store(source, shards)
-    with refused(source, tmp_path / "outputs" / "out", 4, 5) as caught:
+    with refused(source, tmp_path / "outputs" / "out", 4, 5, 9) as caught:
         convert(source, tmp_path, "hf")
     assert word in message(caught.value)
     assert not whole(source)

@@ -13,7 +13,7 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
 from ckptctl.formats import assets, torch_file
 from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.formats.dcp import metadata as dcp_metadata
@@ -187,7 +187,7 @@ def test_huge_metadata_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with (source / ".metadata").open("r+b") as file:
         file.truncate(dcp_metadata.MAX_METADATA + 1)
     monkeypatch.setattr(SourceFiles, "read", None)
-    with pytest.raises(DamagedError, match="too large"):
+    with pytest.raises(UnsupportedError, match="too large"):
         formats.open_checkpoint(source)
 
 
@@ -242,7 +242,7 @@ def test_config_and_ranks_that_disagree_about_heads(tmp_path: Path) -> None:
     source = _meta(tmp_path / "in", 4, 4, config=True)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
-    with pytest.raises(DamagedError, match=r"attention\.w"):
+    with pytest.raises(UnsupportedError, match=r"attention\.w"):
         formats.open_checkpoint(source)
 
 
@@ -262,7 +262,7 @@ def test_nested_params_are_changed_where_they_are_read(tmp_path: Path) -> None:
 def test_two_shards_of_one_rank(copy: Callable[[str], Path]) -> None:
     source = copy("meta")
     (source / "consolidated.pth").write_bytes((source / "consolidated.00.pth").read_bytes())
-    with pytest.raises(DamagedError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         formats.open_checkpoint(source)
     assert "`consolidated.00.pth` and `consolidated.pth`" in message(caught.value)
 

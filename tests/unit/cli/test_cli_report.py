@@ -54,7 +54,7 @@ def test_what_is_not_whole(run, data, tmp_path):
     assert result.exit_code == 0 and "warning: torn: " in result.stderr
     (torn / ".metadata").write_bytes(b"?")
     result = run("report", torn, "-o", page, "--overwrite")
-    assert result.exit_code == 4 and "warning: torn: " in result.stderr
+    assert result.exit_code == 9 and "warning: not understood: " in result.stderr
     assert "malformed pickle" in page.read_text()
 
 
