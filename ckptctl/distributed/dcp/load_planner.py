@@ -167,8 +167,8 @@ class LoadPlanner(DefaultLoadPlanner):
             return
         if name.rpartition(".")[2] in PARTS and not self.trusted:
             self._positions[name] = found
-            for error in outside(self._positions, "the checkpoint").values():
-                raise error
+            for wrong in outside(self._positions, "the checkpoint").values():
+                raise wrong
         put(self.original_state_dict, self._state.values[name].path, found)
 
     def _leave_out(self, refused: Mapping[str, str]) -> None:

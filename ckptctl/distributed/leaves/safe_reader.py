@@ -23,11 +23,10 @@ from ckptctl.distributed.leaves.torch_classes import TORCH, Storages, torch_name
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.memory_files import MemoryFiles
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
-from ckptctl.storage.pickles.reader import TORCH_TABLE
-from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 
 MAKERS: Makers = {**STANDARD, **NUMPY, **TORCH}
-TABLE = {**TORCH_TABLE, **{(key.module, key.name): key for key in MAKERS}}
+TABLE = {**KEEPING_TABLE, **{(key.module, key.name): key for key in MAKERS}}
 MAX_RECORD_KEYS = 10_000
 """Keys and members that are no plain values; hashes of such can be made to collide."""
 SHARED_TIMES = 4

@@ -22,6 +22,7 @@ from ckptctl.distributed.leaves.records import (
     text,
     wrong,
 )
+from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.zips.directory import Record
 from ckptctl.storage.zips.reader import StoredTensor
@@ -52,8 +53,11 @@ class Storages:
         """Return a tensor over its storage.
 
         Raises:
-            UnsupportedError: It reaches beyond it, or is none that torch can have.
+            UnsupportedError: It reaches beyond it, is none that torch can have, or is sparse,
+                quantised or of another kind that is not read.
         """
+        if stored.unsupported:
+            return self._mirrored(stored)
         dtype = getattr(torch, stored.dtype)
         itemsize = dtypes.itemsize(stored.dtype)
         memory = self._memory(stored.storage)
@@ -76,6 +80,17 @@ class Storages:
         found = torch.empty(0, dtype=dtype).set_(
             memory.untyped_storage(), start if reach else 0, stored.shape, strides
         )
+        return found.requires_grad_(stored.requires_grad)
+
+    def _mirrored(self, stored: StoredTensor) -> torch.Tensor:
+        """Return a view that is lazily conjugate or negative."""
+        if stored.base is None:
+            raise UnsupportedError(f"{stored.unsupported}")
+        found = self.tensor(stored.base).detach()
+        if not found.is_complex() and (stored.flags != {"neg"} or not found.is_floating_point()):
+            raise wrong("torch.Tensor", f"{stored.dtype} with flags")
+        found = found.conj() if "conj" in stored.flags else found
+        found = torch._neg_view(found) if "neg" in stored.flags else found
         return found.requires_grad_(stored.requires_grad)
 
     def _memory(self, key: str) -> torch.Tensor:

@@ -89,5 +89,5 @@ def test_a_checkpoint_with_a_leaf_of_zeros(tmp_path: Path, trusted: bool) -> Non
 
 
 def test_a_plain_pickle_is_no_leaf() -> None:
-    with pytest.raises(DamagedError):
+    with pytest.raises(UnsupportedError):
         read(pickle.dumps({"a": 1}), trusted=False)

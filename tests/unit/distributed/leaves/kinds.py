@@ -71,6 +71,8 @@ KINDS: dict[str, Any] = {
     "low": (torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float8_e4m3fn)),
     "bits": (torch.tensor([True, False]), torch.ones(2, dtype=torch.uint16), torch.tensor(1j)),
     "grad": (torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(3))),
+    "mirrored": (torch.tensor([1j]).conj(), torch.tensor([1j, 2j]).conj().imag),
+    "expanded": (torch.ones(1, 2).expand(3, 2),),
     "empty": (torch.empty(0, 3), torch.empty(0)),
 }
 

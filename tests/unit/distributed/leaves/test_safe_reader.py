@@ -157,6 +157,16 @@ def test_forged_records_are_refused(name: str) -> None:
         read_leaf(zip_of(dumps([FORGED[name]])), "here")
 
 
+SPARSE = torch.eye(2).to_sparse()
+META = torch.empty(2, device="meta")
+
+
+@pytest.mark.parametrize("tensor", [SPARSE, META], ids=["sparse", "meta"])
+def test_tensors_of_other_kinds_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedError, match="are not read"):
+        read_leaf(saved((tensor,)), "here")
+
+
 @pytest.mark.parametrize("kind", ["array", "text"])
 def test_one_value_does_not_become_many(kind: str) -> None:
     content, text = bytes(100_000), "1" * 100_000
