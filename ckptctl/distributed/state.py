@@ -42,10 +42,13 @@ class Held:
     Attributes:
         described: What all ranks say of it.
         pieces: Its boxes here; none where other ranks hold all of it.
+        plain: Whether nothing but its name says that other ranks have the same: it is neither a
+            DTensor nor a ShardedTensor.
     """
 
     described: Described
     pieces: tuple[Piece, ...]
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,11 @@ class State:
 
     tensors: Mapping[str, Held]
     values: Mapping[str, Value]
+
+    @property
+    def plain(self) -> list[str]:
+        """Return the tensors that are neither DTensors nor ShardedTensors."""
+        return [name for name, one in self.tensors.items() if one.plain]
 
 
 def state_of(state_dict: StateDict) -> State:
@@ -125,7 +133,7 @@ def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> Held:
     shape = tuple(leaf.size())
     described = Described(dtype, shape, path, bool(leaf.requires_grad))
     pieces = tuple(_empty(leaf) if 0 in shape else _pieces(name, leaf))
-    return Held(described, pieces)
+    return Held(described, pieces, plain=not isinstance(leaf, DTensor | ShardedTensor))
 
 
 def _empty(leaf: torch.Tensor | ShardedTensor) -> Iterator[Piece]:

@@ -27,7 +27,14 @@ def metadata_of(decision: Decision) -> Metadata:
         for tensor, boxes in zip(decision.tensors, decision.boxes, strict=True)
     }
     entries |= {name: BytesStorageMetadata() for name in decision.paths}
-    paths = {tensor.name: keys_of(tensor.path) for tensor in decision.tensors}
+    entries |= {
+        name: TensorStorageMetadata(
+            _properties(tensor), torch.Size(tensor.shape), [chunk_of(Box.whole(tensor.shape))]
+        )
+        for name, tensor in decision.apart.items()
+    }
+    tensors = (*decision.tensors, *decision.apart.values())
+    paths = {tensor.name: keys_of(tensor.path) for tensor in tensors}
     return Metadata(entries, paths | {n: keys_of(path) for n, path in decision.paths.items()})
 
 
@@ -46,10 +53,18 @@ def items_of(decision: Decision) -> list[list[WriteItem]]:
             items[rank].append(WriteItem(index, kind, tensor_data=data))
     for own, share in zip(items, decision.shares, strict=True):
         own += [
-            WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)
+            _apart(decision.apart[under])
+            if under in decision.apart
+            else WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)
             for under in share.values.values()
         ]
     return items
+
+
+def _apart(tensor: OutputTensor) -> WriteItem:
+    chunk = chunk_of(Box.whole(tensor.shape))
+    data = TensorWriteData(chunk, _properties(tensor), torch.Size(tensor.shape))
+    return WriteItem(MetadataIndex(tensor.name, chunk.offsets, 0), WriteItemType.TENSOR, None, data)
 
 
 def _properties(tensor: OutputTensor) -> TensorProperties:

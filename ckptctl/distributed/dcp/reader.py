@@ -14,9 +14,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ckptctl.catalog import Box, Catalog, memory_name
+from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of
 from ckptctl.distributed.dcp.noted import noted
 from ckptctl.distributed.group import threads
@@ -25,6 +27,7 @@ from ckptctl.distributed.loading.tensor_memory import steps_of, target
 from ckptctl.distributed.state import state_of
 from ckptctl.distributed.values import left_out_note, read_values
 from ckptctl.errors import CkptError, MappingError
+from ckptctl.ops.loading.leftovers import with_own
 from ckptctl.ops.loading.nothing_lost import require_nothing_lost
 from ckptctl.ops.loading.reading import prepare
 from ckptctl.ops.loading.sight import Sight, require_one_sight, sight_of
@@ -232,7 +235,10 @@ class Reader(StorageReader):
         wanted = _wanted(items, staged, self._mapping())
         cast = self._options.cast or bool(getattr(planner, "cast", False))
         views = {memory_name(key): target(tensor) for key, tensor in staged.items()}
-        plan = prepare(self._mapping(), wanted, cast=cast).plan(wanted)
+        state = getattr(planner, "state_dict", {})
+        plain = [n for n in wanted if not isinstance(state.get(n), DTensor | ShardedTensor | None)]
+        mapping = with_own(self._mapping(), plain, self._rank, state)
+        plan = prepare(mapping, wanted, cast=cast).plan(wanted)
         jobs, checksum = threads(self._options.jobs), self._options.checksum
         how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
         done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)

@@ -48,7 +48,7 @@ class HeldPlan(SavePlan):
 
     Attributes:
         key: Digest of all that the plan of this rank depends on, values of leaves apart.
-        values: Digests of the leaves that are no tensors.
+        values: Digests of the leaves that are no tensors, and of small tensors.
         packed: What the rank holds; None: what it held with this key.
         generation: Of the plan that the rank has for the key; of the new one.
         names: Leaves that are no tensors and are written under another name, by that.
@@ -81,8 +81,9 @@ class SavePlanner(DefaultSavePlanner):
     keeps its plans: a state that is structured as it was then is not planned again.
 
     Args:
-        per_rank: Leaves that are no tensors and differ between ranks: ``keep`` all of them, those
-            of other ranks than the lowest below ``rank_N.``; or an ``error``.
+        per_rank: Leaves that are no tensors, and small tensors that are neither DTensors nor
+            ShardedTensors, which differ between ranks: ``keep`` all of them, those of other ranks
+            than the lowest below ``rank_N.``; or an ``error``.
         plans: How many plans are kept.
         trusted: See :class:`~ckptctl.distributed.saving.options.SaveOptions`.
     """
@@ -205,7 +206,9 @@ class SavePlanner(DefaultSavePlanner):
         chunk = write_item.tensor_data.chunk
         wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         return next(
-            _part(piece, box, wanted) for box, piece in self._chunks[name] if _inside(wanted, box)
+            _part(piece, box, wanted)
+            for box, piece in self._chunks[self._names.get(name, name)]
+            if _inside(wanted, box)
         )
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -235,7 +238,7 @@ class SavePlanner(DefaultSavePlanner):
         apart = {n for share in shares for n, under in share.values.items() if n != under}
         if apart and self._per_rank == "error":
             raise MappingError(
-                f"{len(apart):,} leaves that are no tensors differ between ranks",
+                f"{len(apart):,} leaves differ between ranks",
                 where=listed(sorted(apart)),
                 hint="`per_rank='keep'` saves those of all ranks",
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -87,18 +87,22 @@ def _timed(descriptor: int, offset: int) -> float:
     return count / max(time.perf_counter() - start, 1e-9)
 
 
-def share(places: Sequence[Place], ranks: Coordinator) -> list[Turn]:
+def share(places: Sequence[Place], ranks: Coordinator, own: Collection[str] = ()) -> list[Turn]:
     """Decide who reads what of the boxes that several ranks hold.
 
     Args:
         places: What this rank holds.
         ranks: All of them; a :class:`~ckptctl.distributed.group.Group`.
+        own: Tensors of which this rank gets another one than others.
 
     Returns:
         The boxes that this rank shares with others, in an order that all of them have.
     """
     able = _devices(ranks)
-    wishes = [(p.name, p.box, p.tensor.nbytes, p.tensor.device.type in able) for p in places]
+    wishes = [
+        (p.name, p.box, p.tensor.nbytes, p.tensor.device.type in able and p.name not in own)
+        for p in places
+    ]
     return through_first(ranks, lambda: wishes, _turns)
 
 

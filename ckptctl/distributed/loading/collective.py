@@ -34,7 +34,7 @@ from ckptctl.distributed.values import (
 )
 from ckptctl.errors import listed
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
-from ckptctl.ops.loading.leftovers import Comparison, compare
+from ckptctl.ops.loading.leftovers import Comparison, compare, inherited, with_own
 from ckptctl.ops.loading.nothing_lost import require_nothing_lost
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_places
@@ -142,7 +142,7 @@ class CollectiveLoad:
         if not self._broadcasts(speeds):
             return plan
         fill, _ = self._untied(plan.reading)
-        turns = tuple(share(fill, self._ranks))
+        turns = tuple(share(fill, self._ranks, plan.reading.mapping.own))
         return together(self._ranks, lambda: self._shared(plan, fill, turns))
 
     def _own_plan(self, all_of_it: Everything) -> tuple[LoadPlan, float]:
@@ -175,6 +175,8 @@ class CollectiveLoad:
             seen = found if self._every else replace(found, unexpected=())
             seen.require_equal(mapping)
         wanted = self._wanted(self._asked.places)
+        names = {*all_of_it.tensors, *all_of_it.values}
+        mapping = with_own(mapping, self._asked.state.plain, self._rank, names)
         return found, prepare(mapping, wanted, cast=self._options.cast, whole=not self._own_part)
 
     def _shared(self, plan: LoadPlan, fill: Sequence[Place], turns: tuple[Turn, ...]) -> LoadPlan:
@@ -286,6 +288,15 @@ class CollectiveLoad:
         report = replace(report, out_of_range=self._lost)
         held = held_names(mapping, self._asked.state.values, self._rank)
         own = [other for other in held.values() if other in plan.comparison.left_out]
+        own += [f"rank_{self._rank}.{name}" for name in mapping.own]
+        state = (*self._asked.state.plain, *self._asked.state.values)
+        report = replace(report, inherited=inherited(mapping, state, self._rank))
+        if report.inherited:
+            _log.warning(
+                "rank %d: it did not take part in the save, and got what rank 0 has of %s",
+                self._rank,
+                listed(report.inherited),
+            )
         if values.refused:
             _log.warning("%s", left_out_note(values.refused))
             report = replace(report, left_out={**report.left_out, **values.refused})

@@ -20,6 +20,7 @@ from ckptctl.distributed.saving.plans import SavedPlan
 from ckptctl.distributed.saving.rank_output import Held, held
 from ckptctl.distributed.state import State, StateDict
 from ckptctl.errors import StorageError
+from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.ops.ranks.agreement import (
     Statement,
@@ -33,7 +34,13 @@ from ckptctl.ops.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.saving.decision import Decision, Share, decide
 from ckptctl.ops.saving.files import RankFiles, RankItems, metadata, tensor_files, with_values
 from ckptctl.ops.saving.holdings import Packed, digest, pack
-from ckptctl.ops.saving.values import group_digests, path_of, unpack_groups, written_now
+from ckptctl.ops.saving.values import (
+    group_digests,
+    path_of,
+    tensor_apart,
+    unpack_groups,
+    written_now,
+)
 
 VERSION = 1
 """Of what the key of a plan is made of."""
@@ -47,12 +54,12 @@ class Written(NamedTuple):
 
     Attributes:
         sizes: Of its files.
-        values: Its leaves that are no tensors, and where they lie.
+        values: Its leaves that are no tensors, and tensors that it keeps apart; where they lie.
         items: Where its tensors lie; None: where they did the last time.
     """
 
     sizes: dict[str, int]
-    values: list[tuple[Blob, Item]]
+    values: list[tuple[OutputTensor | Blob, Item]]
     items: RankItems | None
 
 
@@ -152,7 +159,7 @@ class CollectiveSave:
 
     def _again(self, plan: SavedPlan, said: Sequence[Statement]) -> RankFiles:
         rank, groups = self._ranks.rank, [one.groups for one in said]
-        written = written_now(rank, plan.groups, self._held.holding.paths, groups)
+        written = written_now(rank, plan.groups, self._held.holding, groups)
         return with_values(rank, plan.files, written, self._held.values)
 
     def _anew(self, share: Share, made: bytes) -> RankFiles:
@@ -191,13 +198,16 @@ class CollectiveSave:
 
     def _write(self, files: RankFiles) -> Written:
         self._place.fill(files.plan, self._held.pieces)
-        rank, paths = self._ranks.rank, self._held.holding.paths
-        values = [
-            (Blob(under, path_of(rank, name, under, paths)), files.items[under])
-            for name, under in files.values.items()
-        ]
+        values = [(self._leaf(*one), files.items[one[1]]) for one in files.values.items()]
         sizes = {file.path: file.size for file in files.plan.files}
         return Written(sizes, values, files.tensors.items if self._new else None)
+
+    def _leaf(self, name: str, under: str) -> OutputTensor | Blob:
+        """Return what is written under another name than the tensors that all ranks share."""
+        rank, holding = self._ranks.rank, self._held.holding
+        if name in holding.tensors:
+            return tensor_apart(rank, under, holding.tensors[name])
+        return Blob(under, path_of(rank, name, under, holding.paths))
 
     def _publish(self, written: list[Written]) -> Sequence[None]:
         plan = self._plan

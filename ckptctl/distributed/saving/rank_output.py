@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from ckptctl.distributed.group import threads
 from ckptctl.distributed.leaves.pickled import pickled
 from ckptctl.distributed.saving.host_memory import host_views
 from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.small_tensors import SmallTensors
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import RefusedError
 from ckptctl.ops.saving.holdings import DIGEST, Chunk, Holding
@@ -30,7 +32,8 @@ class Held:
         holding: What it says of it.
         pieces: Memory of each chunk.
         steps: Elements between neighbours in it along each dimension.
-        values: Content of each leaf that is no tensor, as ``torch.save`` writes it.
+        values: Content of each leaf that is no tensor, and of each small tensor that ranks may
+            hold different ones of, as ``torch.save`` writes it.
     """
 
     holding: Holding
@@ -55,6 +58,7 @@ def held(state: StateDict | State | Held, *, trusted: bool = False) -> Held:
         state = state_of(state)
     leaves = {name: leaf.value for name, leaf in state.values.items()}
     values = pickled(leaves, trusted=trusted)
+    small = SmallTensors(state.tensors)
     chunks = [
         Chunk(name, piece.box.offsets, piece.box.sizes)
         for name, one in state.tensors.items()
@@ -63,12 +67,16 @@ def held(state: StateDict | State | Held, *, trusted: bool = False) -> Held:
     holding = Holding(
         {name: one.described for name, one in state.tensors.items()},
         chunks,
-        {name: _digest(content) for name, content in values.items()},
-        {name: leaf.path for name, leaf in state.values.items()},
+        {**{name: _digest(content) for name, content in values.items()}, **small.digests},
+        {
+            **{name: leaf.path for name, leaf in state.values.items()},
+            **{name: state.tensors[name].described.path for name in small},
+        },
     )
     found = (piece.tensor for one in state.tensors.values() for piece in one.pieces)
     pieces = [tensor.resolve_conj().resolve_neg() for tensor in found]
-    return Held(holding, pieces, [tuple(tensor.stride()) for tensor in pieces], values)
+    steps = [tuple(tensor.stride()) for tensor in pieces]
+    return Held(holding, pieces, steps, ChainMap(dict(values), small))  # type: ignore[arg-type]
 
 
 def _digest(content: bytes) -> bytes:

@@ -79,12 +79,13 @@ class TensorMetadata:
         self.nbytes = len(self._content)
 
     def complete(
-        self, values: Sequence[tuple[Blob, Item]], origin: Origin = UNKNOWN
+        self, values: Sequence[tuple[_Named, Item]], origin: Origin = UNKNOWN
     ) -> tuple[bytes, bytes]:
         """Return the ``.metadata`` in two parts.
 
         Args:
-            values: The other leaves, and where they lie.
+            values: The other leaves, and where they lie; also whole tensors, of dtypes that others
+                have.
             origin: Which save it is of.
 
         Raises:
@@ -94,14 +95,18 @@ class TensorMetadata:
         writer.strings = dict(writer.strings)
         writer.forget()
         writer.again("state_dict_metadata")
-        for blob, _ in values:
-            writer.blob(blob)
+        for leaf, _ in values:
+            if isinstance(leaf, Blob):
+                writer.blob(leaf)
+            else:
+                writer.tensor(leaf, [Box.whole(leaf.shape)])
         writer.again("planner_data")
-        for blob, _ in values:
-            writer.path(blob)
+        for leaf, _ in values:
+            writer.path(leaf)
         writer.again("storage_data")
-        for blob, item in values:
-            writer.items(blob.name, [(None, *item)])
+        for leaf, item in values:
+            start = None if isinstance(leaf, Blob) else (0,) * len(leaf.shape)
+            writer.items(leaf.name, [(start, *item)])
         return self._content, _readable(writer.finish(origin), self.nbytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, is_computed
@@ -14,6 +14,7 @@ from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantised import quantised
 from ckptctl.ops.recognition.roots import is_training
+from ckptctl.planner.mapping.mapped import MappedTensor
 
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
@@ -191,6 +192,50 @@ def held_as(
     return own if own in mapping.catalog.blobs else None
 
 
+def with_own(
+    mapping: StateMapping, plain: Collection[str], rank: int, state: Collection[str]
+) -> StateMapping:
+    """Return *mapping* for one rank: of tensors of which every rank has its own it takes that.
+
+    Args:
+        mapping: How the checkpoint becomes the state.
+        plain: Tensors of the state that are not one with those of other ranks, as shards are.
+        rank: The rank.
+        state: All names of the state; what it has itself is not another tensor's.
+    """
+    apart = kept_apart(mapping.catalog) if rank else ()
+    found: dict[str, MappedTensor] = {}
+    for one in mapping.tensors if apart else ():
+        source, target = one.sources[0].key, one.targets[0].key
+        other = f"rank_{rank}.{source}"
+        free = moved(other, mapping.root, mapping.prefix) not in state
+        if other in apart and one.renames and free and target in plain:
+            found[target] = MappedTensor.same(other, target, mapping.catalog.tensors[other].shape)
+    if not found:
+        return mapping
+    tensors = tuple(found.get(one.targets[0].key, one) for one in mapping.tensors)
+    return replace(mapping, tensors=tensors, own=frozenset(found))
+
+
+def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:
+    """Return what of the state a rank gets of the lowest one, as it did not save itself.
+
+    Of a checkpoint that does not say how many ranks saved it, the highest with a value of its own
+    tells.
+
+    Args:
+        mapping: How the checkpoint becomes the state.
+        state: Names of the leaves of the state that are no parts of what ranks have together.
+        rank: The rank.
+    """
+    matched = [found for n in kept_apart(mapping.catalog) if (found := APART.fullmatch(n))]
+    world = mapping.catalog.world or 1 + max((int(one["rank"]) for one in matched), default=0)
+    differing = {one["name"] for one in matched}
+    if rank < world or not differing:
+        return ()
+    return tuple(n for n in state if moved(n, mapping.prefix, mapping.root) in differing)
+
+
 def kept_apart(catalog: Catalog) -> set[str]:
     """Return the names of what one rank has of a leaf of which each has its own.
 
@@ -200,10 +245,16 @@ def kept_apart(catalog: Catalog) -> set[str]:
     """
     matched = ((name, APART.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
     inside = [(name, found["rank"], found["name"]) for name, found in matched if found]
-    users = {"0"} | {
-        rank for name, rank, own in inside if name in catalog.tensors or own not in catalog.blobs
-    }
+    users = {"0"} | {rank for name, rank, own in inside if not _alike(catalog, name, own)}
     return {name for name, rank, _ in inside if rank not in users}
+
+
+def _alike(catalog: Catalog, name: str, own: str) -> bool:
+    """Return whether *name* can be what a rank has of *own*."""
+    one, other = catalog.tensors.get(name), catalog.tensors.get(own)
+    if one and other:
+        return (one.dtype, one.shape) == (other.dtype, other.shape)
+    return not one and own in catalog.blobs
 
 
 def _container(keys: Keys) -> str:

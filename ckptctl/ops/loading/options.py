@@ -106,6 +106,8 @@ class LoadReport:
         bytes_received: Bytes that other ranks read for it.
         out_of_range: What of that which this rank read became infinite, NaN or saturated, by the
             name of the tensor in the state.
+        inherited: What each rank that saved has its own of, and this one got of the lowest: it did
+            not take part in the save.
     """
 
     loaded: tuple[str, ...]
@@ -120,4 +122,5 @@ class LoadReport:
     layout: str | None = None
     bytes_read: int = 0
     bytes_received: int = 0
+    inherited: tuple[str, ...] = ()
     out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)

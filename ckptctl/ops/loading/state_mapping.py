@@ -64,6 +64,7 @@ class StateMapping:
         model_type: The family, where names or axes change.
         from_layout: Layout of the checkpoint, likewise.
         layout: Layout of the state, likewise.
+        own: Tensors of the state that become what one rank has of them for itself.
     """
 
     catalog: Catalog
@@ -78,6 +79,7 @@ class StateMapping:
     model_type: str | None = None
     from_layout: str | None = None
     layout: str | None = None
+    own: frozenset[str] = frozenset()
 
     @property
     def offered(self) -> set[str]:

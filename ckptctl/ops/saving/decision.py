@@ -42,6 +42,7 @@ class Decision:
         writers: The rank that writes each of these boxes.
         shares: What each rank writes.
         paths: Keys of every leaf that is no tensor, by the name that it gets.
+        apart: Tensors that ranks write for themselves alone, likewise; not among *tensors*.
     """
 
     tensors: Sequence[OutputTensor]
@@ -49,6 +50,7 @@ class Decision:
     writers: Sequence[Sequence[int]]
     shares: Sequence[Share]
     paths: Mapping[str, Path]
+    apart: Mapping[str, OutputTensor] = field(default_factory=dict)
 
 
 def decide(held: Sequence[Packed]) -> Decision:
@@ -67,7 +69,8 @@ def decide(held: Sequence[Packed]) -> Decision:
         rows, starts = tables(held, structures, known)
         patterns = patterns_of(known, rows, held)
         cut_shared(known, patterns, len(held))
-        writers = writers_of(known, patterns, len(held))
+        compared = {name for one in structures.values() for name in one.compared}
+        writers = writers_of(known, patterns, len(held), compared)
         tensors = tuple(output_tensor(name, one) for name, one in known.items())
         boxes = [pattern.boxes for pattern in patterns]
         chunks, parts = chunks_of(patterns, writers, starts)
@@ -76,7 +79,7 @@ def decide(held: Sequence[Packed]) -> Decision:
             Share(*found)
             for found in zip(chunks, values.written, parts, values.groups, strict=True)
         ]
-    return Decision(tensors, boxes, writers, shares, values.paths)
+    return Decision(tensors, boxes, writers, shares, values.paths, values.tensors)
 
 
 def all_of(rank: int, world: int, held: Packed) -> Decision:
@@ -91,12 +94,11 @@ def all_of(rank: int, world: int, held: Packed) -> Decision:
     known = held.structure.tensors
     boxes = [held.boxes[index] for index in held.indices()]
     chunks = range(sum(map(len, boxes)))
-    own = Share(chunks, {name: name for name in held.structure.paths})
+    paths = {name: path for name, path in held.structure.paths.items() if name not in known}
+    own = Share(chunks, {name: name for name in paths})
     shares = [own if other == rank else Share(()) for other in range(world)]
     tensors = tuple(output_tensor(name, one) for name, one in known.items())
-    return Decision(
-        tensors, boxes, [[rank] * len(one) for one in boxes], shares, held.structure.paths
-    )
+    return Decision(tensors, boxes, [[rank] * len(one) for one in boxes], shares, paths)
 
 
 def output_tensor(name: str, one: Described) -> OutputTensor:

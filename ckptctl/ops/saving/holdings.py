@@ -59,7 +59,8 @@ class Holding:
     Attributes:
         tensors: The tensors that it holds something of, by name.
         chunks: Their boxes in its memory, in the order of the tensors.
-        values: Digest of each leaf that is no tensor, by name.
+        values: Digest of each leaf that is no tensor, by name; and of each tensor of which ranks
+            may hold different ones.
         paths: Keys from the root down to each of these.
     """
 
@@ -80,6 +81,11 @@ class Structure:
 
     tensors: Mapping[str, Described]
     paths: Mapping[str, Path]
+
+    @property
+    def compared(self) -> set[str]:
+        """Return the names of the tensors of which ranks may hold different ones."""
+        return {name for name in self.paths if name in self.tensors}
 
     @cached_property
     def digest(self) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl import dtypes
@@ -127,24 +127,37 @@ def _cut_pattern(one: Described, pattern: ShardPattern, limit: int) -> None:
 
 
 def writers_of(
-    known: Mapping[str, Described], patterns: Sequence[ShardPattern], ranks: int
+    known: Mapping[str, Described],
+    patterns: Sequence[ShardPattern],
+    ranks: int,
+    lowest: Collection[str] = (),
 ) -> list[Sequence[int]]:
-    """Return for each tensor the ranks that write its boxes."""
+    """Return for each tensor the ranks that write its boxes.
+
+    Args:
+        known: The tensors.
+        patterns: How each is sharded.
+        ranks: How many ranks there are.
+        lowest: Those of which the lowest rank's is written, as others may hold different ones.
+    """
     load = [0] * ranks
     shared: list[tuple[int, tuple[int, ...]]] = []
-    for one, pattern in zip(known.values(), patterns, strict=True):
+    for (name, one), pattern in zip(known.items(), patterns, strict=True):
         for box, holders in zip(pattern.boxes, pattern.ranks, strict=True):
-            if len(holders) == 1:
+            if len(holders) == 1 or name in lowest:
                 load[holders[0]] += _nbytes(box.sizes, one)
             else:
                 shared.append((_nbytes(box.sizes, one), holders))
     chosen = iter(assign(shared, ranks, load=load))
-    return [pattern.alone or array("I", _chosen(pattern, chosen)) for pattern in patterns]
+    return [
+        pattern.alone or array("I", _chosen(pattern, None if name in lowest else chosen))
+        for name, pattern in zip(known, patterns, strict=True)
+    ]
 
 
-def _chosen(pattern: ShardPattern, chosen: Iterator[int]) -> Iterator[int]:
+def _chosen(pattern: ShardPattern, chosen: Iterator[int] | None) -> Iterator[int]:
     for holders in pattern.ranks:
-        yield holders[0] if len(holders) == 1 else next(chosen)
+        yield holders[0] if len(holders) == 1 or chosen is None else next(chosen)
 
 
 def chunks_of(

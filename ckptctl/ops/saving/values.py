@@ -1,10 +1,11 @@
 """Leaves that are no tensors, of many ranks: which of them differ, and who writes them.
 
 The lowest rank that has one writes it; others write theirs only where it differs, below
-``rank_N.``. Which ones differ (random-number states do at every save) is found out once; from then
-on ranks compare digests of *groups*: values that the same ranks have and that are equal there make
-one group together, with a positive number; each one that differs is a group of its own, with a
-negative number.
+``rank_N.``. Small tensors of which ranks may hold different ones are treated likewise, but that
+the lowest rank's is written as all tensors are. Which ones differ (random-number states do at every
+save) is found out once; from then on ranks compare digests of *groups*: values that the same ranks
+have and that are equal there make one group together, with a positive number; each one that differs
+is a group of its own, with a negative number.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from __future__ import annotations
 import hashlib
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.catalog import Path
 from ckptctl.errors import MappingError, listed
+from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.own_values import below_rank
 from ckptctl.formats.shared.structure import join
-from ckptctl.ops.saving.holdings import DIGEST, Packed, Structure
+from ckptctl.ops.saving.holdings import DIGEST, Described, Holding, Packed, Structure
 
 Groups = Mapping[int, Sequence[str]]
 """Names of the values of each group."""
@@ -31,12 +33,14 @@ class DividedValues:
 
     Attributes:
         written: For each rank what it writes, with the names under which it does.
-        paths: Keys of everything that is written, by the name that it gets.
+        paths: Keys of every leaf that is written and no tensor, by the name that it gets.
+        tensors: The tensors that are kept apart likewise.
         groups: For each rank the group of each of its values, compressed.
     """
 
     written: Sequence[Mapping[str, str]]
     paths: Mapping[str, Path]
+    tensors: Mapping[str, OutputTensor]
     groups: Sequence[bytes]
 
 
@@ -53,32 +57,39 @@ def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure])
     first: dict[str, bytes] = {}
     written: list[dict[str, str]] = []
     paths: dict[str, Path] = {}
+    tensors: dict[str, OutputTensor] = {}
     differing: dict[tuple[bytes, bytes], list[str]] = {}
     for rank, one in enumerate(held):
-        known = structures[one.identity].paths
+        known, described = structures[one.identity].paths, structures[one.identity].tensors
         key = (one.identity, one.values)
         own: dict[str, str] = {}
         if key not in differing:
             for name, value in zip(known, _digests(one.values), strict=True):
                 if name not in first:
-                    first[name], own[name], paths[name] = value, name, known[name]
+                    first[name] = value
+                    if name not in described:
+                        own[name], paths[name] = name, known[name]
                 elif first[name] != value:
                     differing.setdefault(key, []).append(name)
             differing.setdefault(key, [])
         for name in differing[key]:
-            own[name] = name_apart(rank, known[name])
-            paths[own[name]] = below_rank(rank, known[name])
+            own[name] = under = name_apart(rank, known[name])
+            if name in described:
+                tensors[under] = tensor_apart(rank, under, described[name])
+            else:
+                paths[under] = below_rank(rank, known[name])
         written.append(own)
     apart = {name for names in differing.values() for name in names}
-    _require_free(first, written)
+    taken = {name for one in structures.values() for name in (*one.paths, *one.tensors)}
+    _require_free(taken, written)
     groups = _groups(structures, apart)
-    return DividedValues(written, paths, [groups[one.identity] for one in held])
+    return DividedValues(written, paths, tensors, [groups[one.identity] for one in held])
 
 
-def _require_free(first: Mapping[str, bytes], written: Sequence[Mapping[str, str]]) -> None:
+def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) -> None:
     """Make sure that no value is called what another one is called that is kept apart."""
     for rank, own in enumerate(written):
-        taken = [under for name, under in own.items() if name != under and under in first]
+        taken = [under for name, under in own.items() if name != under and under in names]
         if taken:
             raise MappingError(
                 f"the state has {listed(taken)} of its own",
@@ -97,6 +108,18 @@ def path_of(rank: int, name: str, under: str, paths: Mapping[str, Path]) -> Path
         paths: Keys of that rank's values.
     """
     return paths[name] if under == name else below_rank(rank, paths[name])
+
+
+def tensor_apart(rank: int, under: str, one: Described) -> OutputTensor:
+    """Return what *rank* has of a tensor of which each has its own.
+
+    Args:
+        rank: The rank.
+        under: The name that it gets.
+        one: The tensor.
+    """
+    path = below_rank(rank, one.path)
+    return OutputTensor(under, one.dtype, one.shape, path, requires_grad=one.requires_grad)
 
 
 def name_apart(rank: int, path: Path) -> str:
@@ -172,21 +195,21 @@ def still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
 
 
 def written_now(
-    rank: int, groups: Groups, paths: Mapping[str, Path], said: Sequence[Mapping[int, bytes]]
+    rank: int, groups: Groups, holding: Holding, said: Sequence[Mapping[int, bytes]]
 ) -> dict[str, str]:
     """Return what *rank* writes, with the names under which it does.
 
     Args:
         rank: The rank.
         groups: Its groups.
-        paths: Keys of its values.
+        holding: What it holds.
         said: See :func:`still_equal`, which has to hold.
     """
     written: dict[str, str] = {}
     for number, names in groups.items():
         lowest = next(index for index, digests in enumerate(said) if number in digests)
         if lowest == rank:
-            written |= {name: name for name in names}
+            written |= {name: name for name in names if name not in holding.tensors}
         elif said[lowest][number] != said[rank][number]:
-            written |= {name: name_apart(rank, paths[name]) for name in names}
+            written |= {name: name_apart(rank, holding.paths[name]) for name in names}
     return written

@@ -193,9 +193,7 @@ def test_groups_say_the_same_as_a_new_plan(later: list[dict[str, int]]) -> None:
         for own, packed_groups in zip(held, divided.groups, strict=True)
     ]
     said = [group_digests(g, own.values) for g, own in zip(groups, holdings, strict=True)]
-    written = [
-        written_now(rank, groups[rank], own.paths, said) for rank, own in enumerate(holdings)
-    ]
+    written = [written_now(rank, groups[rank], own, said) for rank, own in enumerate(holdings)]
     assert written == [dict(share.values) for share in decide(now).shares]
 
 

@@ -1,0 +1,66 @@
+"""Small tensors of which every rank has its own are kept for each; stock torch reads all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import MappingError
+from tests.gloo import run_on_ranks
+from tests.integration import own_tensor_ranks
+from tests.integration.own_tensor_ranks import state_of
+from tests.integration.saving_ranks import stock_load
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("own")
+    run_on_ranks(own_tensor_ranks.each_rank_gets_its_own, [1, 2, 4], root)
+    return root
+
+
+def test_stock_torch_loads_the_lowest_ranks_under_the_plain_name(saved: Path) -> None:
+    for folder in sorted(saved.iterdir()):
+        world, seed = (int(number) for number in folder.name.split("-")[-2:])
+        wanted = {"rng": torch.zeros(5056, dtype=torch.uint8), "scale": torch.tensor(0.0)}
+        apart = {f"rank_{rank}.rng": torch.zeros_like(wanted["rng"]) for rank in range(1, world)}
+        found = stock_load(folder, wanted | apart)
+        for rank in range(world):
+            name = f"rank_{rank}.rng" if rank else "rng"
+            assert torch.equal(found[name], state_of(rank, 1, seed)["rng"]), (folder, rank)
+        assert float(found["scale"]) == 0.5 + seed
+
+
+def test_what_ranks_have_alike_is_there_once(saved: Path) -> None:
+    found = ckptctl.inspect(saved / "save-4-2")
+    apart = {one.name for one in found.tensors if one.name.startswith("rank_")}
+    names = ("rng", "loader.position")
+    assert apart == {f"rank_{rank}.{name}" for rank in (1, 2, 3) for name in names}
+    assert ckptctl.verify(saved / "save-4-2", level="full").whole
+
+
+def test_new_ranks_are_told(saved: Path) -> None:
+    run_on_ranks(own_tensor_ranks.new_ranks_are_told, [4], saved / "save-2-0")
+
+
+def test_another_format_has_them_all(saved: Path, tmp_path: Path) -> None:
+    ckptctl.convert(saved / "save-2-0", tmp_path / "one.pt", to="torch", only="all")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(found["rng"], state_of(0, 1)["rng"])
+    assert torch.equal(found["rank_1"]["rng"], state_of(1, 1)["rng"])
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    from ckptctl.ops.saving.decision import decide
+    from ckptctl.ops.saving.holdings import Chunk, Described, Holding, pack
+
+    kinds = {name: Described("uint8", (2,), (name,), False) for name in ("rng", "rank_1.rng")}
+    chunks = [Chunk(name, (0,), (2,)) for name in kinds]
+    held = [
+        Holding(kinds, chunks, {"rng": bytes([rank]) * 16}, {"rng": ("rng",)}) for rank in range(2)
+    ]
+    with pytest.raises(MappingError, match="of its own"):
+        decide([pack(one) for one in held])
