@@ -273,6 +273,25 @@ def test_a_configuration_that_does_not_describe_the_model(tmp_path: Path) -> Non
     assert [one.severity for one in ckptctl.verify(source).findings] == ["warning"]
 
 
+def test_it_is_named_when_another_layout_is_loaded(tmp_path: Path) -> None:
+    gone = "model.layers.0.self_attn.q_proj.weight"
+    source = lacking_source(tmp_path, "hf", gone)
+    whole = tiny_torchtune(tmp_path)
+    state = {name: torch.zeros_like(value) for name, value in whole.items()}
+    with pytest.raises(RefusedError) as caught:
+        ckptctl.load(state, source, model_type="llama3")
+    assert gone in str(caught.value.why)
+    report = ckptctl.load(state, source, model_type="llama3", strict=False)
+    assert report.missing == ("layers.0.attn.q_proj.weight",)
+    assert all(torch.equal(state[name], whole[name]) for name in report.loaded)
+
+
+def tiny_torchtune(folder: Path) -> dict[str, torch.Tensor]:
+    source = save_hf(folder / "whole", STATE, CONFIG)
+    ckptctl.convert(source, folder / "tune.pt", to="torch", to_layout="torchtune")
+    return torch.load(folder / "tune.pt", weights_only=True)
+
+
 def test_what_a_part_has_to_have(tmp_path: Path) -> None:
     """What was asked for is accounted for, and nothing else."""
     source = lacking_source(tmp_path, "hf", "model.norm.weight")

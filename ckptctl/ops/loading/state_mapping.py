@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as Keys
-from ckptctl.errors import MappingError, UsageError
+from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.payloads import keep_together
 from ckptctl.ops.conversion.training import follow
@@ -98,6 +98,7 @@ def map_state(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions)
     Raises:
         UsageError: The user named something that does not exist.
         MappingError: Family or layout are not known without doubt, or do not fit.
+        RefusedError: The model lacks tensors.
     """
     named = options.layout or options.from_layout
     same = _renamed(catalog, state, options)
@@ -105,7 +106,9 @@ def map_state(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions)
         return same
     try:
         changed = _changed(catalog, state, options)
-    except (MappingError, UsageError) as error:
+    except (MappingError, RefusedError, UsageError) as error:
+        if isinstance(error, RefusedError) and not (options.strict or options.partial):
+            return map_state(catalog, state, replace(options, partial=True))
         if named or options.model_type or not same.tensors:
             raise
         return replace(same, notes=(*same.notes, f"no change of layout: {error.what}"))
