@@ -17,6 +17,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError
+from ckptctl.ops.runs.completeness import health
 from ckptctl.planner.mapping.completeness import lacking
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import map_tensors
@@ -204,6 +205,7 @@ def test_it_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> No
     missed = META[gone] if name == "meta" else gone
     found = ckptctl.inspect(source)
     assert found.complete and found.lacks == (missed,)
+    assert health(source).verdict == "whole"  # by which prune, ls and latest go
     verified = ckptctl.verify(source)
     assert verified.verdict == "not understood" and not verified.errors
     assert [one.tensor for one in verified.unknown] == [missed]
