@@ -102,7 +102,7 @@ class TorchFormat(WritableFormat):
         ]
         leaves += [(blob.path, blob.value) for blob in request.blobs]
         storages = [(key_of[tensor.name], tensor.nbytes) for tensor in stored]
-        folder = request.name.partition(".")[0] or "archive"
+        folder = request.name.encode(errors="replace").decode().partition(".")[0] or "archive"
         layout = lay_out(dumps(nest(leaves)), storages, folder=folder)
         records = [
             Record(tensor.name, request.name, offset, tensor.nbytes)

@@ -15,7 +15,7 @@ MANY = 100
 LARGE = 16_384
 """Bytes of a leaf with more than a number in it; a `torch.save` zip has a kilobyte at least."""
 LONG = 200
-"""Characters of a text that is not short."""
+"""Characters of a text that is not short, and about the digits of a number that is not."""
 
 
 def leaf_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[str, str]:
@@ -48,5 +48,8 @@ def _read(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]:
 
 
 def _plain(value: object) -> bool:
-    # Of subclasses, which a pickle may name, nothing is known.
-    return type(value) in (bool, int, float) or (type(value) is str and len(value) <= LONG)
+    # Of subclasses, which a pickle may name, nothing is known; and Python writes no integer of
+    # more than 4,300 digits.
+    if type(value) is int:
+        return value.bit_length() <= LONG * 10 // 3
+    return type(value) in (bool, float) or (type(value) is str and len(value) <= LONG)

@@ -93,6 +93,8 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
         except FileNotFoundError:  # somebody removed the folder just now
             continue
         except OSError as error:
+            with suppress(OSError):
+                folder.rmdir()  # it stays where somebody else has put something into it
             raise StorageError.from_os_error(error, "make", str(path)) from error
         try:
             _take(descriptor, target, doing)

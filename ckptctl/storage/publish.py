@@ -13,7 +13,7 @@ beside it, which the next run for the same destination uses or removes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -178,17 +178,15 @@ def staging(
     with ExitStack() as stack:
         _make_parents(target.parent)
         stack.enter_context(_locked(found))
-        keep = False
         try:
             stack.enter_context(terminable())
             _prepare(found, resume=resume)
             yield found
-        except BaseException:
-            keep = keep_on_error and not found.published
+        except BaseException as error:
+            if found.published or not keep_on_error:
+                _tell(error, _discard(found))
             raise
-        finally:
-            if not keep:
-                _discard(found)
+        found.notes += _discard(found)
 
 
 @contextmanager
@@ -253,13 +251,26 @@ def _prepare(found: Staging, *, resume: bool) -> None:
         raise StorageError.from_os_error(error, "make", str(found.data)) from error
 
 
-def _discard(found: Staging) -> None:
-    """Remove the staging directory; after a success, a failure to do so is only noted."""
-    try:
-        trash.remove(found.journal)
-        trash.remove(found.data)
-        trash.remove(found.root)
-    except CkptError as error:
-        if not found.published:
-            raise
-        found.notes.append(f"{found.root} could not be removed: {error.what}")
+def _discard(found: Staging) -> list[str]:
+    """Remove the staging directory; return what to say where that fails."""
+    failures: list[str] = []
+    for path in (found.journal, found.data, found.root):
+        try:
+            trash.remove(path)
+        except CkptError as error:
+            failures.append(error.what)
+    if not failures:
+        return []
+    return [
+        f"`{found.root}` could not be removed ({failures[0]}); the next run for this destination "
+        "removes it"
+    ]
+
+
+def _tell(error: BaseException, left: Sequence[str]) -> None:
+    """Add to *error* what it leaves behind."""
+    if isinstance(error, CkptError):
+        error.why = "; ".join(filter(None, (error.why, *left)))
+    else:
+        for line in left:
+            error.add_note(line)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from ckptctl import __version__, dtypes
+from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
@@ -38,7 +39,7 @@ def manifest(
         begin = before + "{"
         for tensor in listed:
             found = _tensor(tensor, boxes.get(tensor.name, ()), records, crc_of)
-            yield f"{begin}\n  {_text(tensor.name)}: {found}".encode()
+            yield _encoded(f"{begin}\n  {_text(tensor.name)}: {found}", tensor.name)
             begin = ","
         yield (("\n }" if listed else begin + "}") + after + "\n").encode()
 
@@ -46,6 +47,18 @@ def manifest(
         yield 0, b"".join(content(crc_of))
 
     return OutputFile(MANIFEST, sum(map(len, content(lambda _: 0))), frame)
+
+
+def _encoded(text: str, name: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise RefusedError(
+            "a name is no text",
+            where=f"tensor `{name}`",
+            why="it holds half of a surrogate pair, which no manifest can hold",
+            hint="`--no-checksum` writes none; `--exclude` leaves the tensor out",
+        ) from None
 
 
 def _tensor(

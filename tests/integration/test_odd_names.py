@@ -1,0 +1,75 @@
+"""Names and numbers that Python can hold and cannot write: an answer or a refusal, never a bug."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ckptctl.cli.app import app
+
+HUGE = 10**5000
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [*map(str, arguments)], prog_name="ckptctl")
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--stats",), ("--markdown",)])
+def test_an_integer_of_thousands_of_digits(tmp_path: Path, options: tuple[str, ...]) -> None:
+    torch.save({"w": torch.ones(2), "step": HUGE, "epoch": 3}, tmp_path / "a.pt")
+    code, said = run("inspect", tmp_path / "a.pt", *options)
+    assert code == 0 and "bug" not in said
+    out = tmp_path / "b.pt"
+    assert run("convert", tmp_path / "a.pt", out, "--to", "torch", "--only", "all")[0] == 0
+    assert torch.load(out, weights_only=False)["step"] == HUGE
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    name = "w\ud800"
+    torch.save({name: torch.ones(2), "v": torch.ones(3)}, tmp_path / "a.pt")
+    asked = ("--to", "dcp")
+    code, said = run("consolidate", tmp_path / "a.pt", tmp_path / "out", *asked)
+    assert code == 6 and "w\\ud800" in said
+    assert not list(tmp_path.glob("*out*"))
+    without = (*asked, "--exclude", "w*")
+    assert run("consolidate", tmp_path / "a.pt", tmp_path / "out", *without)[0] == 0
+    assert run("convert", tmp_path / "a.pt", tmp_path / "bare", *asked, "--no-checksum")[0] == 0
+    assert run("convert", tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch")[0] == 0
+    assert set(torch.load(tmp_path / "b.pt")) == {name, "v"}
+
+
+def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    target = tmp_path / os.fsdecode(b"b\xff.pt")
+    assert run("convert", tmp_path / "a.pt", target, "--to", "torch")[0] == 0
+    assert torch.equal(torch.load(target)["w"], torch.ones(2))
+
+
+def test_links_that_lead_to_themselves(
+    tiny_llama3_hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = Path("loop")
+    loop.symlink_to(loop)
+    model = tmp_path / "model"
+    model.mkdir()
+    for item in tiny_llama3_hf.iterdir():
+        (model / item.name).symlink_to(item.name if item.suffix == ".json" else item)
+    for command in ("inspect", "verify", "ls", "latest"):
+        for source in (loop, model, loop / "inner"):
+            assert run(command, source)[0] in range(10)
+    for source, target, more in (
+        (tiny_llama3_hf, loop, ()),
+        (tiny_llama3_hf, loop / "inner", ()),
+        (tiny_llama3_hf, "out", ("--assets", loop)),
+        (tiny_llama3_hf, "out", ("--like", loop)),
+        (loop, "out", ()),
+        (model, "out", ()),
+    ):
+        assert run("convert", source, target, "--to", "hf", *more)[0] in range(1, 10)
+    assert not Path("out").exists()
