@@ -228,7 +228,7 @@ def test_no_journal_vouches_for_the_old_output(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(rename, "rename", killed)
-        patch.setattr(publish, "_discard", lambda _: None)
+        patch.setattr(publish, "_discard", lambda _: [])
         with staging(target, overwrite=True, is_checkpoint=yes) as stage:
             stage.journal.write_text("j")
             fill(stage)
