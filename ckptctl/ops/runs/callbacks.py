@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 
 LAST = "last.ckpt"
 BESIDE = "meta.pt"
@@ -87,7 +87,7 @@ def _noted(file: Path) -> Noted:
 @lru_cache(maxsize=1024)
 def _read(file: Path, _: FileIdentity) -> Noted:
     with SourceFiles(file.parent) as files:
-        root = read_archive(files, file.name, unknown="inert").root
+        root = read_archive(files, file.name, unknown="inert", table=KEEPING_TABLE).root
         states = list(_states(root))
         scores = dict(_scores(files, file.name, states))
     best = (Path(str(state["best_model_path"])).name for state in states)

@@ -17,6 +17,7 @@ from ckptctl.formats.shared.findings import severity_of
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
+from ckptctl.storage.contained import real_path
 from ckptctl.storage.remote.path import require_answers
 from ckptctl.storage.remote.unfinished import unfinished
 
@@ -80,7 +81,13 @@ def _health(path: Path) -> Health:
     if writing is not None:
         kind = next(iter(formats.sniff(path)), None)
         return Health(kind, (path,), "torn", _whole_text(writing))
-    found = tuple((part, name) for part in _parts(path) for name in formats.sniff(part))
+    parts = _parts(path)
+    real = real_path(path)
+    outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)
+    if outside is not None:
+        what = f"`{outside.relative_to(path)}` leads outside the checkpoint"
+        return Health(None, (), "not understood", what)
+    found = tuple((part, name) for part in parts for name in formats.sniff(part))
     if found:
         return _of_parts(path, found)
     if _holds_nothing(path):
@@ -109,10 +116,20 @@ def _of_parts(path: Path, found: tuple[tuple[Path, str], ...]) -> Health:
 
 
 def _holds_nothing(path: Path) -> bool:
-    """Return whether a file is empty, or a folder has no files, however deep."""
+    """Return whether a file is empty, or a folder has no files, however deep.
+
+    Raises:
+        OSError: A folder cannot be listed: nobody knows what it holds.
+    """
     if not path.is_dir():
         return path.stat().st_size == 0
-    return all(item.is_dir() and not item.is_symlink() for item in path.rglob("*"))
+    waiting = [path]
+    while waiting:
+        for item in waiting.pop().iterdir():
+            if item.is_symlink() or not item.is_dir():
+                return False
+            waiting.append(item)
+    return True
 
 
 def _unfinished(path: Path) -> Path | None:

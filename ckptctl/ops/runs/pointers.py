@@ -21,7 +21,7 @@ from ckptctl.ops.runs.callbacks import LAST, noted
 from ckptctl.ops.runs.links import linked
 from ckptctl.ops.runs.names import is_last, parse
 from ckptctl.ops.runs.run_record import record
-from ckptctl.ops.runs.spellings import decoded, mentioned, understood
+from ckptctl.ops.runs.spellings import decoded, mentioned, names_a_step, understood
 from ckptctl.ops.runs.trainer_state import NAME as TRAINER
 from ckptctl.ops.runs.trainer_state import trainer_state
 
@@ -117,16 +117,19 @@ def _unclear_best(root: Path, name: str, torn: Callable[[Path], bool]) -> Unclea
 def points_inside(root: Path, names: Sequence[str]) -> bool:
     """Return whether a pointer or a link directly in *root*, or beside it, leads to one of *names*.
 
+    So does a pointer to a checkpoint that is gone: it was one of a run.
+
     Args:
         root: A folder that may be a run, or a checkpoint itself.
         names: Folders in it that are named as checkpoints of a run.
     """
     alike = _alike(root, names)
-    for text, said in chain(_pointers(root), _best(root, names, ()), _noted(root, names, ())):
-        name = Path(text).name
-        steps = mentioned(text, names, alike) if said == f"`{ITERATION}`" else ()
-        if name in names or steps or (name and alike(name)):
-            return True
+    pointers = [text for text, _ in _pointers(root)]
+    bests = chain(_best(root, names, ()), _noted(root, names, ()))
+    if any(mentioned(text, names, alike) for text in (*pointers, *(text for text, _ in bests))):
+        return True
+    if any(names_a_step(text) for text in pointers):
+        return True
     return any(name in names for name, _ in linked(root, names, near=True))
 
 

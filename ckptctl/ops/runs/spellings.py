@@ -64,15 +64,20 @@ def understood(text: str, root: Path) -> bool:
     """
     if text in ENDLESS or _LIKE_A_STEP.fullmatch(text):
         return True
-    parts = [part for part in _parts(text) if part not in (os.curdir, os.pardir)]
-    if any(parse(part) or staged(part) or is_last(part) for part in parts):
+    if names_a_step(text):
         return True
+    parts = [part for part in _parts(text) if part not in (os.curdir, os.pardir)]
     with suppress(ValueError):
         place = Path(text)
         return any(os.path.lexists(root / part) for part in parts) or (
             place.is_absolute() and os.path.lexists(place)
         )
     return False
+
+
+def names_a_step(text: str) -> bool:
+    """Return whether a text names something as checkpoints of runs are named, here or gone."""
+    return any(parse(part) or staged(part) or is_last(part) for part in _parts(text))
 
 
 def _alone(name: str, text: str) -> bool:

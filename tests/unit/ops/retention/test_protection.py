@@ -511,3 +511,36 @@ def test_a_pointer_that_is_a_link_inside_of_the_run_is_read(run: Path) -> None:
     (run / "newest").write_text("step-2")
     (run / "latest").symlink_to("newest")
     assert removed(run) == ["step-1", "step-3"]
+
+
+# --- checkpoints behind links, and pointers to what is gone --------------------------------------
+
+
+def test_what_lies_behind_a_link_is_no_part_of_a_checkpoint(run: Path) -> None:
+    """Else somebody's own folder with a link to a checkpoint counts as one, and is removed."""
+    folder = run / "step-1"
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("x")
+    (folder / "best").symlink_to("../step-4")
+    shutil.rmtree(run / "step-3")
+    (run / "step-3" / "deeper").mkdir(parents=True)
+    (run / "step-3" / "deeper" / "best").symlink_to("../../step-4")
+    assert removed(run, Policy(last=1, incomplete=True)) == ["step-2"]
+    states = {one.candidate.name: one.candidate.state for one in read_run(run).checkpoints}
+    assert [name for name, state in states.items() if state == "not understood"] == [
+        "step-1",
+        "step-3",
+    ]
+
+
+@pytest.mark.parametrize("text", ["global_step999", '"global_step2"', "/data/run/global_step2\n"])
+def test_a_run_with_a_pointer_is_no_checkpoint_itself(tmp_path: Path, text: str) -> None:
+    """DeepSpeed's `latest`, whatever it names, stands beside saves: these are a run."""
+    source = Path(__file__).parents[3] / "data" / "deepspeed" / "z1_bf16" / "ckpt" / "global_step2"
+    for step in (1, 2, 3):
+        shutil.copytree(source, tmp_path / f"global_step{step}")
+        age(tmp_path / f"global_step{step}", START + step * 60)
+    (tmp_path / "latest").write_text(text)
+    gone = [one.name for one in plan_prune(tmp_path, LAST).of("remove")]
+    assert gone == ["global_step1", *(["global_step2"] if "999" in text else [])]

@@ -489,6 +489,22 @@ def test_what_holds_no_file_is_torn(tmp_path):
     }
 
 
+def test_a_folder_that_cannot_be_listed_may_hold_something(tmp_path, monkeypatch):
+    """Root may list everything, so the refusal is made here."""
+    save_step(tmp_path / "step-1")
+    (tmp_path / "step-2" / "closed").mkdir(parents=True)
+    age(tmp_path / "step-2", START)
+    real = Path.iterdir
+
+    def refuse(path):
+        if path.name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert states(tmp_path)["step-2"] == "not understood"
+
+
 def test_what_is_not_understood_is_not_passed_over_as_if_it_were_being_written(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, 3), (2, Own())):
