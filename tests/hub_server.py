@@ -69,6 +69,8 @@ class Hub:
     fail_after: int | None = None
     cut: int = 0
     """How many answers of more than some KiB end in the middle."""
+    down: str = "-"
+    """What the paths begin with that are answered with 500."""
     lost: int = 0
     """How many commits are made whose answer is an error."""
     ignored: str = ""
@@ -109,7 +111,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._note()
         path = unquote(urlsplit(self.path).path)
-        if found := CDN.fullmatch(path):
+        if path.startswith(self.hub.down):
+            self._fail(500)
+        elif found := CDN.fullmatch(path):
             self._range(self.hub.content[found["digest"]], {})
         elif found := RESOLVE.fullmatch(path):
             self._resolve(found["repo"], unquote(found["rev"]), found["path"])

@@ -146,6 +146,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
@@ -154,8 +155,23 @@ def root(
         bool,
         typer.Option("--debug", envvar="CKPTCTL_DEBUG", help="Show tracebacks of errors."),
     ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=0,
+            envvar="CKPTCTL_TIMEOUT",
+            help="How long to ask a URL again that does not answer.  [default: 30]",
+        ),
+    ] = None,
 ) -> None:
     """Convert, inspect, verify, compare and prune deep-learning checkpoints."""
+    del version, debug
+    from ckptctl.storage.remote.retries import patience
+
+    machine = "--json" in context.meta[RAW_ARGUMENTS]
+    patience.seconds, patience.tell = timeout, Output(machine).note
 
 
 def program(only: str = "", *, overview: bool = False) -> typer.Typer:

@@ -519,7 +519,7 @@ def test_the_web(web: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_web_server_that_is_busy(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(retries, "patience", retries.Patience(1, first=0.01))
     monkeypatch.setattr(_Ranges, "busy", 2)
     assert ckptctl.verify(f"{web}/tiny-llama3-hf", level="full").findings == ()
     monkeypatch.setattr(_Ranges, "busy", 999)

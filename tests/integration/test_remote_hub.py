@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shutil
@@ -14,10 +15,12 @@ import pytest
 import safetensors.torch
 import torch
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
 import ckptctl
+from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage.remote import hub_upload, retries
+from ckptctl.storage.remote import hub_upload, mounts, retries
 from ckptctl.storage.remote.hub import HubStore
 from ckptctl.storage.remote.hub_upload import HubDestination
 from tests.hub_server import Hub
@@ -239,7 +242,7 @@ def test_a_push_to_nowhere(hub: Hub) -> None:
 
 
 def test_answers_that_end_too_early(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(retries, "patience", retries.Patience(1, first=0.01))
     hub.cut = 2
     assert ckptctl.verify("hf://org/tiny", level="full").findings == ()
     assert not hub.cut
@@ -247,6 +250,39 @@ def test_answers_that_end_too_early(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StorageError, match="cannot read") as caught:
         ckptctl.convert("hf://org/tiny", "hf://org/new", to="dcp")
     assert "peer closed" in str(caught.value.why)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+@pytest.mark.parametrize("down", ["/api", "/org"])
+def test_a_hub_that_is_down(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], down: str
+) -> None:
+    monkeypatch.setattr(retries, "patience", retries.Patience(first=0.02))
+    mounts.drop("hf://org/tiny")  # what other tests have learnt of another server
+    hub.down = down
+    asked = ["--timeout", "0.3", "inspect", "hf://org/tiny", *options]
+    found = CliRunner().invoke(app, asked, prog_name="ckptctl")
+    assert found.exit_code == 8
+    assert ("waiting for hf://org/tiny, 0.3 s at most: it answers with 500" in found.stderr) == (
+        not options
+    )
+    assert 1 < len(hub.requests) < 60
+    if options:
+        assert json.loads(found.stderr)["error"]["exit_code"] == 8
+
+
+def test_a_hub_that_is_down_for_a_moment(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def back(text: str) -> None:
+        said.append(text)
+        hub.down = "-"
+
+    monkeypatch.setattr(retries, "patience", retries.Patience(3, first=0.1, tell=back))
+    mounts.drop("hf://org/tiny")
+    hub.down = "/"
+    assert ckptctl.inspect("hf://org/tiny").tensors
+    assert len(said) == 1
 
 
 def test_what_gitignore_names_is_not_left_out(hub: Hub) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.contained import real_path
-from ckptctl.storage.remote.retries import retried
+from ckptctl.storage.remote.retries import persistent, retried
 from ckptctl.storage.remote.store import ITSELF, Stored
 from ckptctl.storage.remote.urls import masked, normal
 
@@ -178,8 +178,11 @@ def look(at: HubUrl, url: str) -> tuple[str, dict[str, Stored], Path | None]:
 
     with hub_errors(url, "list it"):
         try:
-            found: Any = HfApi().repo_info(
-                at.repository, revision=at.revision, repo_type=at.kind, files_metadata=True
+            found: Any = persistent(
+                lambda: HfApi().repo_info(
+                    at.repository, revision=at.revision, repo_type=at.kind, files_metadata=True
+                ),
+                url,
             )
         except OfflineModeIsEnabled:
             return _look_offline(at)
@@ -218,7 +221,9 @@ def _stored(sibling: Any, time: int) -> Stored:
 
 def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes | bytearray:
     """Return a range of a file, in several requests where the connection breaks."""
-    return retried(lambda found: _append(found, at, name, commit, start + len(found), stop))
+    return retried(
+        lambda found: _append(found, at, name, commit, start + len(found), stop), str(at)
+    )
 
 
 def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:
@@ -239,7 +244,9 @@ def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, st
     url = hf_hub_url(
         at.repository, name, repo_type=at.kind, revision=commit, endpoint=constants.ENDPOINT
     )
-    with client.http_stream_backoff("GET", url, headers=headers) as response:
+    # It asks again by itself only where it is told when to come back.
+    only = {"retry_on_exceptions": (), "retry_on_status_codes": 429}
+    with client.http_stream_backoff("GET", url, headers=headers, **only) as response:
         client.hf_raise_for_status(response)
         sent = response.headers.get("Content-Range", "").removeprefix("bytes ")
         begins = sent.partition("-")[0] if response.status_code == 206 else "0"

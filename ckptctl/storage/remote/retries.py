@@ -1,49 +1,158 @@
-"""Reads over a network that break off now and then: asked for again, a few times.
+"""Requests over a network that fail now and then: asked for again, for a while.
 
-huggingface_hub, s3fs and gcsfs ask again by themselves for what was refused; what is here is for
-web servers, and for bodies that end too early.
+The waiting is over when nothing has answered for :attr:`Patience.seconds`, however many requests
+that were. s3fs and gcsfs ask again by themselves for what was refused, and huggingface_hub does
+where it was told to come back later (429).
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
-WAITS = (0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further try."""
+from ckptctl.errors import UsageError
+
+T = TypeVar("T")
+VARIABLE = "CKPTCTL_TIMEOUT"
+DEFAULT = 30.0
+"""Seconds."""
+SILENT = 0.1
+"""The part of the whole time after which the waiting is spoken of."""
+LONGEST = 8.0
+"""Seconds between two tries."""
 BUSY = (408, 429, 500, 502, 503, 504)
 """HTTP statuses that pass; those on which huggingface_hub asks again."""
-BROKEN = frozenset({"HTTPClientError", "IncompleteReadError"})
-"""What botocore raises of a body that breaks off."""
+BROKEN = frozenset(
+    {
+        *("HTTPClientError", "IncompleteReadError"),
+        *("TimeoutException", "NetworkError", "RemoteProtocolError"),
+    }
+)
+"""What botocore raises of a body that breaks off, and httpx of a connection."""
 
 
-def retried(read: Callable[[bytearray], None]) -> bytearray:
-    """Return what *read* found, asked again while what goes wrong may pass.
+@dataclass(slots=True)
+class Patience:
+    """How long a place that does not answer is asked again.
+
+    Attributes:
+        seconds: From the first failure on; None: what the environment says.
+        first: Seconds before the second try; each further wait is twice as long.
+        tell: Called once, when a tenth of that time has passed.
+    """
+
+    seconds: float | None = None
+    first: float = 0.5
+    tell: Callable[[str], None] | None = None
+    _since: float | None = None
+    _last: float = 0.0
+    _told: bool = False
+
+    def waits(self) -> Iterator[float]:
+        """Yield the seconds before each further try."""
+        wait = self.first
+        while True:
+            yield wait
+            wait = min(2 * wait, LONGEST)
+
+    def answered(self) -> None:
+        """Begin anew: there was an answer."""
+        self._since, self._told = None, False
+
+    def wait(self, wait: float, place: str, error: Exception) -> bool:
+        """Wait before another try; return whether there is to be one.
+
+        Args:
+            wait: Seconds, if so many are left.
+            place: What does not answer.
+            error: What the last try raised.
+        """
+        limit, now = self.limit, time.monotonic()
+        if self._since is None or now - self._last > limit:
+            self._since, self._told = now, False
+        self._last, waited = now, now - self._since
+        if waited >= limit:
+            return False
+        if waited >= SILENT * limit and self.tell and not self._told:
+            self._told = True
+            said = _status(error) or type(error).__name__
+            self.tell(f"waiting for {place}, {limit:g} s at most: it answers with {said}")
+        time.sleep(min(wait, limit - waited))
+        self._last = time.monotonic()
+        return True
+
+    @property
+    def limit(self) -> float:
+        """Return the seconds.
+
+        Raises:
+            UsageError: The environment says no number.
+        """
+        if self.seconds is not None:
+            return self.seconds
+        text = os.environ.get(VARIABLE) or str(DEFAULT)
+        try:
+            found = float(text)
+        except ValueError:
+            found = -1.0
+        if not 0 <= found < float("inf"):
+            raise UsageError(f"{VARIABLE} is no number of seconds", why=f"it is `{text}`")
+        return found
+
+
+patience = Patience()
+"""That of this process."""
+
+
+def persistent(ask: Callable[[], T], place: str) -> T:
+    """Return what *ask* returns, asked again while what goes wrong may pass.
 
     Args:
-        read: Appends bytes to what earlier tries found, and goes on behind them.
+        ask: The request.
+        place: What is asked, as it may be shown.
 
     Raises:
         Exception: What the last try raised, or the first one that does not pass.
     """
-    found = bytearray()
-    for wait in WAITS:
+    for wait in patience.waits():
         try:
-            read(found)
-            return found
+            found = ask()
         except Exception as error:
-            if not passes(error):
+            if not passes(error) or not patience.wait(wait, place, error):
                 raise
-        time.sleep(wait)
-    read(found)
+        else:
+            patience.answered()
+            return found
+    raise AssertionError("there is always one more try")
+
+
+def retried(read: Callable[[bytearray], None], place: str) -> bytearray:
+    """Return what *read* found; see :func:`persistent`.
+
+    Args:
+        read: Appends bytes to what earlier tries found, and goes on behind them.
+        place: What is read from, as it may be shown.
+    """
+    found = bytearray()
+    persistent(lambda: read(found), place)
     return found
 
 
 def passes(error: Exception) -> bool:
     """Return whether the same request may succeed a little later."""
-    status = getattr(error, "status", None)
+    status = _status(error)
     if status is not None:
         return status in BUSY
     broken = type(error).__module__.partition(".")[0] == "aiohttp"
     broken = broken or not BROKEN.isdisjoint(one.__name__ for one in type(error).__mro__)
     return broken or isinstance(error, ConnectionError | TimeoutError)
+
+
+def _status(error: Exception) -> int | None:
+    """Return the HTTP status that an error is about."""
+    response = getattr(error, "response", None)
+    found = getattr(error, "status", None) or getattr(response, "status_code", None)
+    return found if isinstance(found, int) else None

@@ -140,10 +140,14 @@ class FsspecStore:
         """See :class:`Store`."""
         with store_errors(self._secret, name, "read", self.url):
             if self._refuses and version:
-                return retried(lambda found: self._append_same(found, name, version, start, stop))
+                return retried(
+                    lambda found: self._append_same(found, name, version, start, stop), self.url
+                )
             if self._web:
                 place = self._path(name)
-                return retried(lambda found: found.extend(self._read_web(place, start, stop)))
+                return retried(
+                    lambda found: found.extend(self._read_web(place, start, stop)), self.url
+                )
             return bytes(self.system.cat_file(self._path(name), start=start, end=stop))
 
     def refresh(self) -> None:
