@@ -12,7 +12,13 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, MappingError, RefusedError, UsageError
+from ckptctl.errors import (
+    CkptError,
+    MappingError,
+    RefusedError,
+    UnsupportedError,
+    UsageError,
+)
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.merging.tensors import Merging
 from ckptctl.ops.recognition.recognise import recognise
@@ -152,9 +158,9 @@ def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
     [
         (lambda a: {**a, "base_model.model.model.nothing.weight": torch.zeros(2)}, MappingError,
          "unknown"),
-        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), DamagedError, "no `lora_b` beside"),
+        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), UnsupportedError, "no `lora_b` beside"),
         (lambda a: {**a, **{n: v[:2] for n, v in a.items() if "1.self_attn.q_proj.lora_A" in n}},
-         DamagedError, "rank"),
+         UnsupportedError, "rank"),
         (lambda a: {n: v[..., :60] if "lora_A" in n else v for n, v in a.items()}, MappingError,
          "contradicts"),
         (lambda a: {n.replace(".1.", ".7."): v for n, v in a.items()}, MappingError, "counts as"),
@@ -176,21 +182,21 @@ def test_what_does_not_fit_is_refused(base, tmp_path, change, error, says):
 def test_magnitudes_that_the_configuration_contradicts(base, tmp_path, dora):
     adapter = random_adapter(STATE, ("self_attn.q_proj",), dora=not dora)
     folder = save_peft(tmp_path / "adapter", adapter, use_dora=dora)
-    with pytest.raises(DamagedError, match="magnitude"):
+    with pytest.raises(UnsupportedError, match="magnitude"):
         ckptctl.merge(base, folder, tmp_path / "out")
 
 
 def test_a_magnitude_that_is_missing(base, tmp_path):
     adapter = random_adapter(STATE, ("self_attn.q_proj",), dora=True)
     adapter = lacking(adapter, "1.self_attn.q_proj.lora_magnitude_vector")
-    with pytest.raises(DamagedError, match="some have none"):
+    with pytest.raises(UnsupportedError, match="some have none"):
         ckptctl.merge(base, save_peft(tmp_path / "adapter", adapter), tmp_path / "out")
 
 
 def test_factors_without_rows(base, tmp_path):
     """What ZeRO-3 leaves of an adapter that was not gathered."""
     adapter = random_adapter(STATE, ("self_attn.q_proj",), rank=0)
-    with pytest.raises(DamagedError, match="rank 0"):
+    with pytest.raises(UnsupportedError, match="rank 0"):
         ckptctl.merge(base, save_peft(tmp_path / "adapter", adapter, r=4), tmp_path / "out")
 
 
@@ -341,7 +347,7 @@ def test_ranks_without_bound(base, tmp_path, monkeypatch):
 def test_whole_modules_that_are_not_there(base, tmp_path):
     adapter = random_adapter(STATE)
     folder = save_peft(tmp_path / "adapter", adapter, modules_to_save=["lm_head"])
-    with pytest.raises(DamagedError, match="trained as a whole"):
+    with pytest.raises(UnsupportedError, match="trained as a whole"):
         ckptctl.merge(base, folder, tmp_path / "out")
 
 
