@@ -144,7 +144,7 @@ def test_holes_are_red_and_named(look: Browser, torn: Path) -> None:
     assert look.run("document.querySelectorAll('.histogram .bar-value').length") == 40
     look.press("Escape")
     assert not look.run("document.getElementById('details').open")
-    assert look.run("document.querySelector('.badge').textContent") == "not whole"
+    assert look.run("document.querySelector('.badge').textContent") == "torn"
 
 
 def test_findings_that_say_the_same_are_one(look: Browser, torn: Path) -> None:
