@@ -63,8 +63,8 @@ def other(value: Any) -> Any:
 
 
 def changed(values: Mapping[str, Any], path: Place, value: Any) -> dict[str, Any]:
-    copy: Any = deepcopy(values)
-    inner = copy
+    copy = deepcopy(dict(values))
+    inner: Any = copy
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value

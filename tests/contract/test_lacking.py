@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def require_left_out(name, source, target, number, *, alone=False):
             assert set(found.tensors) <= places, key
 
 
-def numbered(pairs):
+def numbered(pairs: Sequence[tuple[str, ...]]) -> list[tuple[str | int, ...]]:
     """Each pair with a number that says which key of each kind is left out."""
     return [(*pair, number) for number, pair in enumerate(pairs)]
 
@@ -177,7 +178,7 @@ def test_a_part_of_a_fused_tensor_alone(name, source, target):
 # ------------------------------------------------------------------------------- by the formats
 
 
-def lacking_source(folder, name, gone):
+def lacking_source(folder: Path, name: str, gone: str) -> Path:
     """A Llama of format *name* without a tensor; the config.json that says so is beside it."""
     state = {key: value for key, value in STATE.items() if key != gone}
     if name != "meta":
@@ -291,7 +292,8 @@ def test_it_is_named_when_another_layout_is_loaded(tmp_path: Path) -> None:
 def tiny_torchtune(folder: Path) -> dict[str, torch.Tensor]:
     source = save_hf(folder / "whole", STATE, CONFIG)
     ckptctl.convert(source, folder / "tune.pt", to="torch", to_layout="torchtune")
-    return torch.load(folder / "tune.pt", weights_only=True)
+    found: dict[str, torch.Tensor] = torch.load(folder / "tune.pt", weights_only=True)
+    return found
 
 
 def test_what_a_part_has_to_have(tmp_path: Path) -> None:
@@ -312,14 +314,16 @@ PARTS = {
 
 @pytest.mark.parametrize("option", ["include", "exclude"])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_fused_tensor_is_whole_or_refused(tmp_path: Path, part: str, option: str) -> None:
+def test_a_fused_tensor_is_whole_or_refused(tmp_path, part, option):
     shapes = tiny(FAMILIES["phi3"], "torchtune")
     source = tmp_path / "source.pt"
     torch.save({key: torch.zeros(shape) for key, shape in shapes.items()}, source)
-    out, options = tmp_path / "out", {"to": "hf", "model_type": "phi3"}
+    out = tmp_path / "out"
+    options = {"to": "hf", "model_type": "phi3", option: [part]}
     with refused(source, out, 5) as caught:
-        ckptctl.convert(source, out, **options, **{option: [part]})
+        ckptctl.convert(source, out, **options)
     assert PARTS[part] in message(caught.value)
     assert "whole or not at all" in message(caught.value)
     together = {"qkv_proj": ["*q_proj*", "*k_proj*", "*v_proj*"], "gate_up_proj": ["*w1*", "*w3*"]}
-    ckptctl.plan_conversion(source, out, **options, **{option: together[PARTS[part]]})
+    options[option] = together[PARTS[part]]
+    ckptctl.plan_conversion(source, out, **options)

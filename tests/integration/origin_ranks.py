@@ -60,7 +60,7 @@ def see_different_checkpoints(rank: int, world: int, root: Path, names: list[str
                 inside(folder),
                 pytest.raises(RefusedError, match="different checkpoints") as error,
             ):
-                load(state := wiped(), f"{HERE}/{name}", broadcast=broadcast)  # type: ignore[arg-type]
+                load(state := wiped(), f"{HERE}/{name}", broadcast=broadcast)
             why = str(error.value.why)
             assert f"rank {world - 1}: " in why and "rank 0" in why.replace("ranks", "rank"), why
             assert all(not value.any() for value in state.values()), name

@@ -66,7 +66,7 @@ def test_what_is_missing_with_a_file_is_as_sure_as_what_is_said_of_the_file() ->
         (("unknown", "error"), "torn"),
     ],
 )
-def test_evidence_outweighs_what_is_unknown(severities, verdict) -> None:  # type: ignore[no-untyped-def]
+def test_evidence_outweighs_what_is_unknown(severities, verdict) -> None:
     found = Verification(
         "p", "f", "fast", findings=tuple(Finding("x", None, s) for s in severities)
     )

@@ -27,7 +27,7 @@ def source(tmp_path: Path) -> Path:
 
 def read(path: Path) -> dict[str, str]:
     """Return what safetensors itself finds, the same in each file of *path*."""
-    found = []
+    found: list[dict[str, str]] = []
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             found.append(opened.metadata())
@@ -47,7 +47,7 @@ def test_strings_are_carried(source: Path, tmp_path: Path, shard: int) -> None:
 
 
 @pytest.mark.parametrize("option", [{"dtype": "fp16"}, {"exclude": "b*"}])
-def test_what_no_longer_holds_is_named(source: Path, tmp_path: Path, option) -> None:  # type: ignore[no-untyped-def]
+def test_what_no_longer_holds_is_named(source: Path, tmp_path: Path, option) -> None:
     done = ckptctl.convert(source, tmp_path / "out", to="hf", **option)
     assert read(tmp_path / "out").keys() == KOHYA.keys() - BOUND
     assert {name for name in done.plan.left_out if name.startswith("__")} == {
