@@ -15,12 +15,12 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, RefusedError, UsageError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.destinations import require_writable
 from ckptctl.storage.files import SourceFiles

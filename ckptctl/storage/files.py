@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptctl.errors import DamagedError
-from ckptctl.planner.plan import FileIdentity
+from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.local_files import LocalFiles
 from ckptctl.storage.remote.urls import is_url
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptctl.errors import SourceNotFoundError, StorageError, UnsupportedError
-from ckptctl.planner.plan import FileIdentity
+from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.contained import OutsideError, contained, real_path
 
 MAX_OPEN = 256

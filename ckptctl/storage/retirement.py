@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.planner.plan import FileIdentity
+from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import lock, rename, trash
 from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.sync import sync_directory

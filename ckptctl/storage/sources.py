@@ -7,7 +7,8 @@ from dataclasses import astuple
 
 from ckptctl.catalog import made_of
 from ckptctl.errors import DamagedError, SourceNotFoundError
-from ckptctl.planner.plan import FileIdentity, Plan
+from ckptctl.file_identity import FileIdentity
+from ckptctl.planner.plan import Plan
 from ckptctl.storage.files import SourceFiles
 
 

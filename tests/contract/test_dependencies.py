@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("converter_file",),
     ("planner",),
     ("catalog", "units"),
-    ("dtypes", "errors", "installed"),
+    ("dtypes", "errors", "file_identity", "installed"),
     ("__init__",),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.execution import run
 from ckptctl.storage.execution.options import ExecutionOptions
 

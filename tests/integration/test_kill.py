@@ -21,16 +21,8 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import RefusedError
-from ckptctl.planner.plan import (
-    FileIdentity,
-    Operand,
-    OutputFile,
-    Plan,
-    RawCopy,
-    Record,
-    Side,
-    Transfer,
-)
+from ckptctl.file_identity import FileIdentity
+from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
 from ckptctl.storage import rename
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions

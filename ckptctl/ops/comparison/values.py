@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
 from ckptctl.errors import DamagedError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.loading.wanted import Target, Wanted
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, parts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, Computed, made_of
+from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Output, OutputTensor
 from ckptctl.ops.conversion.digest import digest_of
 from ckptctl.ops.conversion.documents import Papers
@@ -16,7 +17,7 @@ from ckptctl.ops.conversion.sources import identities, sources_of
 from ckptctl.ops.conversion.transfers import transfers
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.plan import FileIdentity, Plan
+from ckptctl.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckptctl.catalog import Computed, is_computed, is_memory, made_of, reached
-from ckptctl.planner.plan import FileIdentity, RawCopy, Transfer
+from ckptctl.file_identity import FileIdentity
+from ckptctl.planner.plan import RawCopy, Transfer
 from ckptctl.storage.files import SourceFiles
 
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.saving.holdings import digest
-from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.remote.urls import is_url
 
 SETTLED_NS = 100_000_000

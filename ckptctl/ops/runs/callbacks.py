@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ckptctl.errors import CkptError, FormatError, StorageError
-from ckptctl.planner.plan import FileIdentity
+from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 

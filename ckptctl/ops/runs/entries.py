@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from ckptctl import formats
 from ckptctl.errors import FormatError, SourceNotFoundError, listed
+from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
-from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.writing import NAME as LOCK

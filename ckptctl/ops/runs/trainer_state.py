@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ckptctl.errors import CkptError
-from ckptctl.planner.plan import FileIdentity
+from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.remote.urls import is_url

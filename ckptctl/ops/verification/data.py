@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ops.ranks.sharing import portion
@@ -25,7 +26,6 @@ from ckptctl.ops.verification.checksums import (
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import root_of
 from ckptctl.ops.watch import Watch, one_of_many
-from ckptctl.planner.plan import FileIdentity
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader

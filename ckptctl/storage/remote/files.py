@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptctl.errors import SourceNotFoundError, StorageError
-from ckptctl.planner.plan import FileIdentity
+from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.contained import contained
 from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.blocks import SHARED

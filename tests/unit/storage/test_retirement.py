@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import RefusedError
-from ckptctl.planner.plan import FileIdentity
+from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import rename, retirement, trash
 from ckptctl.storage.retirement import TRASH, leftovers, retiring
 

@@ -17,17 +17,9 @@ import torch
 
 from ckptctl import dtypes
 from ckptctl.errors import DamagedError, StorageError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.copying import copies, tiling
-from ckptctl.planner.plan import (
-    FileIdentity,
-    Operand,
-    OutputFile,
-    Plan,
-    RawCopy,
-    Record,
-    Side,
-    Transfer,
-)
+from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
 from ckptctl.storage.execution import worker
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions

@@ -12,7 +12,8 @@ import pytest
 
 from ckptctl.catalog import memory_name
 from ckptctl.errors import DamagedError
-from ckptctl.planner.plan import FileIdentity, Operand, OutputFile, Plan, Record, Side, Transfer
+from ckptctl.file_identity import FileIdentity
+from ckptctl.planner.plan import Operand, OutputFile, Plan, Record, Side, Transfer
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
