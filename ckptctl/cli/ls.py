@@ -63,10 +63,9 @@ def ls(
 
 def _count_others(output: Output, run: Run) -> None:
     """Say how much else lies there, other than pointers, that is named as no checkpoint is."""
-    from ckptctl.formats.megatron.files import POINTER
-    from ckptctl.ops.runs.pointers import NAMES
+    from ckptctl.ops.runs.pointers import POINTERS
 
-    others = [name for name in run.others if name not in {*NAMES, POINTER}]
+    others = [name for name in run.others if name not in POINTERS]
     if others:
         count = counted(len(others), "other name")
         output.report(f"{count} not recognised as checkpoints: {listed(others, SHOWN)}", "dim")

@@ -156,7 +156,9 @@ def _lacks(one: Thing, members: Sequence[Thing]) -> bool:
 
 
 def _bests(known: Sequence[Thing]) -> set[str]:
-    """Return what the newest checkpoint calls the best, and what the newest complete one does."""
+    """Return what the newest checkpoint calls the best, the newest complete one, and the newest
+    that is not incomplete.
+    """
     found = set()
     for series in {_series(one) for one in known}:
         stating = [
@@ -165,7 +167,8 @@ def _bests(known: Sequence[Thing]) -> set[str]:
             if _series(one) == series and one.states is not None and not one.link
             if not STAGED.fullmatch(one.name)
         ]
-        for some in (stating, [one for one in stating if one.truth == WHOLE]):
+        whole = [one for one in stating if one.truth == WHOLE]
+        for some in (stating, whole, [one for one in stating if one.truth != TORN]):
             found |= {str(some[-1].states)} if some else set()
     return found
 

@@ -26,7 +26,7 @@ from ckptctl.ops.retention.safety import (
 )
 from ckptctl.ops.runs.completeness import health
 from ckptctl.ops.runs.entries import entry_at
-from ckptctl.ops.runs.listing import AT_WORK, Checkpoint, Run, read_run
+from ckptctl.ops.runs.listing import AT_WORK, Checkpoint, Run, members, read_run
 from ckptctl.ops.runs.pointers import Pins, pins
 from ckptctl.planner.retention import Action, Candidate, Decision, Policy, decide
 from ckptctl.storage.remote.path import named
@@ -255,9 +255,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
 
 def _pins(plan: PrunePlan) -> Pins:
     require_pointers(plan.root)
-    own = [one for one in plan.verdicts if not one.checkpoint.entry.link]
-    whole = [one.name for one in own if one.checkpoint.complete]
-    return pins(plan.root, [one.name for one in own], whole)
+    return pins(members(plan.root, (one.checkpoint for one in plan.verdicts)))
 
 
 def _remove(retirement: Retirement, one: Verdict) -> int:

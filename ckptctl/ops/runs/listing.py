@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.completeness import Company, Health, health
 from ckptctl.ops.runs.entries import Entry, entries
 from ckptctl.ops.runs.names import is_last
-from ckptctl.ops.runs.pointers import Pins, metrics, pins
+from ckptctl.ops.runs.pointers import Members, Pins, metrics, pins
 from ckptctl.ops.runs.run_record import lineage_of
 from ckptctl.planner.branches import Lineage, left_behind
 from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, State, earlier, ordered
@@ -151,7 +151,7 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
     found = [one for one in entries(root) if series in (None, one.named.series)]
     company = _company(found)
     examined = [_accompanied(examine(one, now), company) for one in found]
-    pinned = pins(root, *_members(examined))
+    pinned = pins(members(root, examined))
     known = {one.path.name for one in found}
     others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
     left = _left(found)
@@ -308,11 +308,13 @@ def _none_complete(root: Path, skipped: Sequence[Checkpoint]) -> SourceNotFoundE
     )
 
 
-def _members(found: Sequence[Checkpoint]) -> tuple[list[str], set[str]]:
-    """Return the names of what is not being made under another one, and those that are whole."""
+def members(root: Path, found: Iterable[Checkpoint]) -> Members:
+    """Return which of *found*, in *root*, may name others as the best, and be named."""
     own = [one for one in found if not one.entry.link]
     names = [one.entry.path.name for one in own if not one.entry.staging]
-    return names, {one.entry.path.name for one in own if one.complete}
+    whole = {one.entry.path.name for one in own if one.complete}
+    unclear = {one.entry.path.name for one in own if one.candidate.state == NOT_UNDERSTOOD}
+    return Members(root, names, (whole, whole | unclear))
 
 
 def _protected(found: Checkpoint, pinned: Pins, left: Mapping[str, int]) -> Checkpoint:

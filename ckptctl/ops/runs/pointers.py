@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,7 +25,13 @@ from ckptctl.ops.runs.spellings import decoded, mentioned, names_a_step, underst
 from ckptctl.ops.runs.trainer_state import NAME as TRAINER
 from ckptctl.ops.runs.trainer_state import trainer_state
 
-NAMES = (LATEST, LATEST_UNIVERSAL, "last_checkpoint")
+POINTERS = {
+    LATEST: "DeepSpeed",
+    LATEST_UNIVERSAL: "DeepSpeed",
+    "last_checkpoint": "detectron2",
+    ITERATION: "Megatron-LM, verl",
+}
+"""Files in a run that name one of its checkpoints, and whose trainers open that one next."""
 MAX_TEXT = 1 << 16
 
 Pins = dict[str, tuple[str, ...]]
@@ -48,21 +54,57 @@ class Unclear:
     damaged: bool = False
 
 
-def pins(root: Path, members: Sequence[str], whole: Collection[str] = ()) -> Pins:
-    """Return what names each checkpoint, for those that something names.
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The checkpoints of a run that are no links.
 
-    Args:
+    Attributes:
         root: The run.
-        members: The names of its checkpoints that are no links, the newest last.
-        whole: Those that are complete. Training goes on from the newest of them, and holds for best
-            what that one says, whatever a newer one says that is torn.
+        names: Their names, the newest last.
+        bases: Those from which training may go on: the complete ones; these and what is not
+            understood. It holds for best what the newest of them says, whatever a newer one says
+            that is torn.
     """
+
+    root: Path
+    names: Sequence[str]
+    bases: Sequence[Collection[str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """Something that a trainer writes down because of which a checkpoint stays.
+
+    Attributes:
+        trainer: Whose it is.
+        file: Where it is written.
+        texts: Yields what is said there, and how to name the place.
+    """
+
+    trainer: str
+    file: str
+    texts: Callable[[Members], Iterator[tuple[str, str]]]
+
+
+def protections() -> tuple[Protection, ...]:
+    """Return all that names checkpoints of a run and is no link."""
+    pointers = (Protection(POINTERS[name], name, partial(_pointer, name)) for name in POINTERS)
+    return (
+        *pointers,
+        Protection("transformers", TRAINER, _best),
+        Protection("Lightning", LAST, _noted),
+    )
+
+
+def pins(members: Members) -> Pins:
+    """Return what names each checkpoint, for those that something names."""
+    root, names = members.root, members.names
     found: Pins = {}
-    alike = _alike(root, members)
-    texts = chain(_pointers(root), _best(root, members, whole), _noted(root, members, whole))
-    in_texts = ((name, said) for text, said in texts for name in mentioned(text, members, alike))
-    for named, said in chain(in_texts, linked(root, members)):
-        name = named if named in members else alike(named)
+    alike = _alike(root, names)
+    texts = chain.from_iterable(one.texts(members) for one in protections())
+    in_texts = ((name, said) for text, said in texts for name in mentioned(text, names, alike))
+    for named, said in chain(in_texts, linked(root, names)):
+        name = named if named in names else alike(named)
         if name and said not in found.get(name, ()):
             found[name] = (*found.get(name, ()), said)
     return found
@@ -79,7 +121,7 @@ def unclear(root: Path, torn: Callable[[Path], bool]) -> Unclear | None:
         torn: Returns whether a checkpoint is torn.
     """
     members = _members(root)
-    pointers = (_unclear(root, name, members) for name in (*NAMES, ITERATION))
+    pointers = (_unclear(root, name, members) for name in POINTERS)
     states = (_unclear_best(root, name, torn) for name in members)
     return next((one for one in (*pointers, _unclear_state(root), *states) if one), None)
 
@@ -123,13 +165,12 @@ def points_inside(root: Path, names: Sequence[str]) -> bool:
         root: A folder that may be a run, or a checkpoint itself.
         names: Folders in it that are named as checkpoints of a run.
     """
-    alike = _alike(root, names)
-    pointers = [text for text, _ in _pointers(root)]
-    bests = chain(_best(root, names, ()), _noted(root, names, ()))
-    if any(mentioned(text, names, alike) for text in (*pointers, *(text for text, _ in bests))):
-        return True
-    if any(names_a_step(text) for text in pointers):
-        return True
+    alike, members = _alike(root, names), Members(root, names)
+    for protection in protections():
+        for text, _ in protection.texts(members):
+            gone = protection.file in POINTERS and names_a_step(text)
+            if gone or mentioned(text, names, alike):
+                return True
     return any(name in names for name, _ in linked(root, names, near=True))
 
 
@@ -146,23 +187,22 @@ def metrics(folder: Path) -> dict[str, float]:
     }
 
 
-def _pointers(root: Path) -> Iterator[tuple[str, str]]:
-    for pointer in (*NAMES, ITERATION):
-        with suppress(CkptError, OSError):
-            yield _text(root, pointer)[0], f"`{pointer}`"
+def _pointer(name: str, members: Members) -> Iterator[tuple[str, str]]:
+    with suppress(CkptError, OSError):
+        yield _text(members.root, name)[0], f"`{name}`"
 
 
-def _best(root: Path, members: Sequence[str], whole: Collection[str]) -> Iterator[tuple[str, str]]:
+def _best(members: Members) -> Iterator[tuple[str, str]]:
     """Yield what the Trainer holds for its best checkpoint, as of its newest states.
 
     Of one that is cut off, what stands before the cut; then also what the newest one says that can
     be read to its end.
     """
-    states = {name: trainer_state(root / name) for name in members}
-    stating = [name for name in members if states[name].there]
-    newest = _newest(stating, whole)
-    clear = _newest([name for name in stating if not states[name].problem], whole)
-    yield trainer_state(root).best, f"`{TRAINER}` as the best"
+    states = {name: trainer_state(members.root / name) for name in members.names}
+    stating = [name for name in members.names if states[name].there]
+    newest = _newest(stating, members.bases)
+    clear = _newest([name for name in stating if not states[name].problem], members.bases)
+    yield trainer_state(members.root).best, f"`{TRAINER}` as the best"
     for name in dict.fromkeys((*newest, *clear)):
         cut = [
             one
@@ -177,20 +217,22 @@ def _best(root: Path, members: Sequence[str], whole: Collection[str]) -> Iterato
         yield states[name].best, f"`{TRAINER}`{of}"
 
 
-def _noted(root: Path, members: Sequence[str], whole: Collection[str]) -> Iterator[tuple[str, str]]:
+def _noted(members: Members) -> Iterator[tuple[str, str]]:
     """Yield what Lightning holds for best, as the newest checkpoints of each kind of name say."""
-    lasts = (name for name in members if is_last(name))
-    for name in dict.fromkeys((LAST, *lasts, *_newest(members, whole))):
-        for best in noted(root / name).best:
+    lasts = (name for name in members.names if is_last(name))
+    for name in dict.fromkeys((LAST, *lasts, *_newest(members.names, members.bases))):
+        for best in noted(members.root / name).best:
             yield best, f"`{name}` as the best"
 
 
-def _newest(members: Sequence[str], whole: Collection[str]) -> list[str]:
-    """Return the newest member of each kind of name, and the newest complete one."""
+def _newest(members: Sequence[str], bases: Sequence[Collection[str]]) -> list[str]:
+    """Return the newest member of each kind of name, and the newest of these among each base."""
     kinds = {name: kind for name in members if (kind := _kind(name))}
-    newest = {kind: name for name, kind in kinds.items()}
-    newest_whole = {kind: name for name, kind in kinds.items() if name in whole}
-    return list(dict.fromkeys((*newest.values(), *newest_whole.values())))
+    newest = [
+        {kind: name for name, kind in kinds.items() if name in some}.values()
+        for some in (kinds, *bases)
+    ]
+    return list(dict.fromkeys(chain.from_iterable(newest)))
 
 
 def _kind(name: str) -> str:

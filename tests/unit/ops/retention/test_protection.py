@@ -18,7 +18,7 @@ from ckptctl.errors import RefusedError
 from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.runs import links, trainer_state
 from ckptctl.ops.runs.listing import newest_complete, read_run
-from ckptctl.ops.runs.pointers import metrics
+from ckptctl.ops.runs.pointers import metrics, protections
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from tests.checkpoints import load_any_reference
@@ -544,3 +544,22 @@ def test_a_run_with_a_pointer_is_no_checkpoint_itself(tmp_path: Path, text: str)
     (tmp_path / "latest").write_text(text)
     gone = [one.name for one in plan_prune(tmp_path, LAST).of("remove")]
     assert gone == ["global_step1", *(["global_step2"] if "999" in text else [])]
+
+
+def test_the_documentation_names_every_file_that_protects_a_checkpoint() -> None:
+    page = Path(__file__).parents[4] / "docs" / "how-to" / "free-a-full-disk.md"
+    text = page.read_text()
+    for one in protections():
+        assert f"`{one.file}`" in text, f"{one.trainer} names checkpoints in {one.file}"
+
+
+def test_the_best_of_what_may_be_whole_stays(tmp_path: Path) -> None:
+    """Of 1 to 5, 5 is torn, 4 is not understood: training may go on from 4, or from 3."""
+    root = trained(tmp_path, {1: 1, 2: 2, 3: 1, 4: 2, 5: 5})
+    tear(root / "checkpoint-5", START + 300)
+    (root / "checkpoint-4" / "model.safetensors").rename(tmp_path.parent / f"{tmp_path.name}-w")
+    (root / "checkpoint-4" / "model.safetensors").symlink_to(tmp_path.parent / f"{tmp_path.name}-w")
+    aged(root)
+    states = {one.candidate.name: one.candidate.state for one in read_run(root).checkpoints}
+    assert states["checkpoint-4"] == "not understood"
+    assert removed(root) == []
