@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, MappingError, RefusedError
+from ckptctl.errors import CkptError, MappingError, RefusedError, UnsupportedError
 from tests.checkpoints import save_hf
 
 D, H, NOPE, ROPE, VALUE, LATENT, F, M, X, V = 32, 4, 8, 4, 8, 16, 24, 8, 4, 48
@@ -186,7 +186,7 @@ def _lacking(folder: Path) -> None:
 def test_ranks_that_do_not_fit_together(tmp_path: Path, damage: object) -> None:
     given = ranks_of(tmp_path / "in", 2)
     damage(given)  # type: ignore[operator]
-    with pytest.raises(DamagedError):
+    with pytest.raises(UnsupportedError):
         formats.open_checkpoint(given)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
 from tests.checkpoints.readers import differences
 from tests.gloo import run_on_ranks
@@ -179,5 +179,5 @@ def test_partial_tensors_are_refused_by_name(saved: Path) -> None:
 
 
 def test_replicas_that_differ_are_refused(saved: Path) -> None:
-    with pytest.raises(DamagedError, match="replicas of `w`"):
+    with pytest.raises(UnsupportedError, match="replicas of `w`"):
         ckptctl.inspect(saved / "save_unlike_replicas")
