@@ -32,6 +32,8 @@ MAX_REPEATED = 1 << 40
 """Bytes that a view may stand for where it repeats those of its storage."""
 MIRRORED = frozenset({"conj", "neg"})
 """Flags of views whose elements are not those of the storage, but follow from them."""
+_PARTS = frozenset({"complex32", "complex64", "complex128", "float16", "float32", "float64"})
+"""The dtypes of such views: complex ones, and their parts."""
 
 
 class UnreadError(UnsupportedError):
@@ -176,7 +178,7 @@ def _view(
         raise UnreadError(f"`{dtype}`", dtype, shape)
     itemsize = dtypes.itemsize(dtype)
     numel, span, row_major = geometry(shape, strides)
-    start = offset * itemsize  # type: ignore[operator]
+    start = offset * itemsize if numel else 0  # type: ignore[operator]
     where = f"storage {storage.key}"
     if start + span * itemsize > storage.nbytes:
         raise UnsupportedError(
@@ -211,8 +213,9 @@ def _flagged(metadata: object, view: object) -> object:
     flags = frozenset(str(name) for name, value in (metadata or {}).items() if value)
     if flags:
         reason = f"{' and '.join(sorted(flags))} flagged"
-        base = view if flags <= MIRRORED else None
-        raise UnreadError(reason, view.dtype, view.shape, base, flags)  # type: ignore[attr-defined]
+        dtype, shape = view.dtype, view.shape  # type: ignore[attr-defined]
+        base = view if flags <= MIRRORED and dtype in _PARTS else None
+        raise UnreadError(reason, dtype, shape, base, flags)
     return view
 
 

@@ -20,6 +20,7 @@ _ORDERED = Global("collections", "OrderedDict")
 _UNTYPED = Global("torch.storage", "UntypedStorage")
 _V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _V3 = Global("torch._utils", "_rebuild_tensor_v3")
+_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _TYPED = {name: Global("torch", found.storage or "") for name, found in dtypes.BY_NAME.items()}
 
 
@@ -191,10 +192,17 @@ class _Writer(PickleEmitter):
             self.temporary(value, target, args)
 
     def tensor(self, obj: StorageTensor) -> None:
-        """Write what ``Tensor.__reduce_ex__`` and ``torch.save``'s persistent ids make."""
+        """Write what ``Tensor.__reduce_ex__`` and ``torch.save``'s persistent ids make.
+
+        torch cannot load a tensor without a typed storage that requires a gradient; a parameter
+        that wraps one it can.
+        """
         if self.known(obj):
             return
         typed = _TYPED[obj.dtype]
+        parameter = obj.requires_grad and not typed.name
+        if parameter:
+            self.name(_PARAMETER)
         numel = obj.storage_nbytes // (dtypes.itemsize(obj.dtype) if typed.name else 1)
         emit, string = self.emit, self.string
         self.name(_V2 if typed.name else _V3)
@@ -210,16 +218,26 @@ class _Writer(PickleEmitter):
         self.integer(obj.offset)
         self.fresh_tuple(obj.shape)
         self.fresh_tuple(obj.strides)
-        emit(b"\x88" if obj.requires_grad else b"\x89")
-        self.name(_ORDERED)
-        emit(b")R")
-        self.put()
+        emit(b"\x88" if obj.requires_grad and not parameter else b"\x89")
+        self.no_hooks()
         if not typed.name:
             self.name(Global("torch", obj.dtype))
         emit(b"t")
         self.put()
         emit(b"R")
+        if parameter:
+            self.put()
+            emit(b"\x88")
+            self.no_hooks()
+            emit(b"\x87")
+            self.put()
+            emit(b"R")
         self.objects[id(obj)] = self.put()
+
+    def no_hooks(self) -> None:
+        self.name(_ORDERED)
+        self.emit(b")R")
+        self.put()
 
 
 def _refuse(_writer: _Writer, obj: object) -> None:

@@ -257,13 +257,15 @@ class _Storages:
     def load(self, pid: object) -> object:
         """Return the storage that a persistent id names.
 
+        torch takes all empty storages for one, whatever their dtypes.
+
         Raises:
             DamagedError: Its record is missing or has another size, or it was named before as
                 something else.
         """
         key, dtype, nbytes = storage_id(pid)
         before = self.known.get(key)
-        if before is None:
+        if before is None or nbytes == before[1] == 0:
             _record(key, nbytes, self.directory, self.span)
             before = self.known[key] = (dtype, nbytes, _Placed(key, dtype, nbytes, self))
         if before[:2] != (dtype, nbytes):
