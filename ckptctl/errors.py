@@ -13,6 +13,7 @@
     ├── RefusedError                 6  nothing was changed: destination exists, disk too small, ...
     ├── PartialError                 7  some items failed; the report names each
     ├── StorageError                 8  the operating system failed a read or a write
+    │   └── ChangedError             8  a file was written to while it was read
     └── UnsupportedError             9  not understood: may be whole, may be hostile
         └── UnsafePickleError        9  a pickle asks for something that is not on the allow-list
 """
@@ -168,6 +169,26 @@ class StorageError(CkptError):
 
         name = errno.errorcode.get(error.errno or 0, "unknown")
         return cls(f"cannot {doing}: {error.strerror or error} ({name})", where=where)
+
+
+class ChangedError(StorageError):
+    """A file of the source was written to, or replaced, while it was read; nothing was published.
+
+    Args:
+        root: The checkpoint.
+        name: Its file.
+        why: How the file differs from before.
+    """
+
+    code = "changed"
+
+    def __init__(self, root: str, name: str, why: str | None = None) -> None:
+        super().__init__(
+            f"`{name}` changed while it was being read",
+            where=root,
+            why=why,
+            hint="try again once nothing writes to it",
+        )
 
 
 class UnsupportedError(CkptError):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import DamagedError, FormatError, RefusedError, UsageError
+from ckptctl.errors import ChangedError, FormatError, RefusedError, UsageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item
@@ -122,7 +122,8 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
         FormatError: It is something else.
         RefusedError: It has global metadata.
         StorageError: Nothing can be added to it.
-        DamagedError: A rank or a box is missing, or files contradict each other.
+        DamagedError: A rank or a box is missing.
+        UnsupportedError: Files contradict each other.
     """
     if is_url(path):
         raise UsageError(
@@ -171,7 +172,7 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
 
     Raises:
         RefusedError: There is one meanwhile, or another run is at work.
-        DamagedError: The ranks' files have changed since.
+        ChangedError: The ranks' files have changed since.
         StorageError: The system failed; nothing was added.
     """
     start = time.monotonic()
@@ -218,8 +219,4 @@ def _require_unchanged(plan: MetadataPlan) -> None:
     with SourceFiles(plan.source) as files:
         changed = [name for name, was in plan.identities.items() if files.identity(name) != was]
     if changed:
-        raise DamagedError(
-            f"`{changed[0]}` has changed while it was being read",
-            where=str(plan.source),
-            hint="wait until the save has finished, and try again",
-        )
+        raise ChangedError(str(plan.source), changed[0])

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import astuple
 
 from ckptctl.catalog import made_of
-from ckptctl.errors import DamagedError, SourceNotFoundError
+from ckptctl.errors import ChangedError, SourceNotFoundError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.files import SourceFiles
@@ -54,18 +54,18 @@ class Sources:
             found = self._identities[key] = self._identity(*key)
             whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
             if whole and found.size != raw.nbytes:
-                raise _changed(*key, f"it had {raw.nbytes:,} bytes, now it has {found.size:,}")
+                raise ChangedError(*key, f"it had {raw.nbytes:,} bytes, now it has {found.size:,}")
         for key, identity in self._identities.items():
             found = self._identity(*key)
             if found != identity:
-                raise _changed(*key, _difference(identity, found))
+                raise ChangedError(*key, _difference(identity, found))
 
     def _identity(self, root: str, name: str) -> FileIdentity:
         # By path, not by the open descriptor: a replaced file must not pass as the old one.
         try:
             found = self._open[root].path(name).stat()
         except (SourceNotFoundError, FileNotFoundError):
-            raise _changed(root, name, "it is gone") from None
+            raise ChangedError(root, name, "it is gone") from None
         return FileIdentity.of(found)
 
 
@@ -75,12 +75,3 @@ def _difference(was: FileIdentity, now: FileIdentity) -> str:
     if not was.one_with(now):
         return "another file has taken its place"
     return "it was written to, or its time, mode, owner or links were changed"
-
-
-def _changed(root: str, name: str, why: str) -> DamagedError:
-    return DamagedError(
-        f"`{name}` changed while it was being read",
-        where=root,
-        why=why,
-        hint="try again once nothing writes to it",
-    )

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptctl
-from ckptctl.errors import CkptError, DamagedError
+from ckptctl.errors import ChangedError, CkptError, DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.storage.execution import run
@@ -60,7 +60,7 @@ def source(tmp_path: Path) -> Path:
 
 def test_during_a_run(source: Path, tmp_path: Path) -> None:
     progress = once(lambda: rewrite(source, 7.0, 70.0))
-    with pytest.raises(DamagedError, match="changed while it was being read"):
+    with pytest.raises(ChangedError, match="changed while it was being read"):
         ckptctl.convert(source, tmp_path / "out", to="hf", jobs=1, progress=progress)
     assert not (tmp_path / "out").exists()
 
@@ -103,7 +103,7 @@ def test_before_it_is_resumed(
 
 def test_a_link_or_a_mode_counts_as_a_change(source: Path, tmp_path: Path) -> None:
     for act in (lambda: os.link(source, tmp_path / "link"), lambda: source.chmod(0o600)):
-        with pytest.raises(DamagedError, match="changed") as caught:
+        with pytest.raises(ChangedError, match="changed") as caught:
             ckptctl.convert(source, tmp_path / "out", to="hf", jobs=1, progress=once(act))
         assert "links were changed" in str(caught.value.why)
 

@@ -20,7 +20,14 @@ import safetensors.torch
 import torch
 
 import ckptctl
-from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UsageError
+from ckptctl.errors import (
+    ChangedError,
+    CkptError,
+    DamagedError,
+    RefusedError,
+    StorageError,
+    UsageError,
+)
 from ckptctl.ops.runs import listing as runs
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.remote import outbox, retries
@@ -385,7 +392,7 @@ def test_an_object_that_is_replaced_is_not_read(
         found = ckptctl.verify(source).findings
         assert any(f"`{name}` changed" in one.what for one in found)
     else:
-        with pytest.raises(DamagedError, match=f"`{name}` changed while"):
+        with pytest.raises(ChangedError, match=f"`{name}` changed while"):
             calls[command]()
 
 

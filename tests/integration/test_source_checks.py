@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.errors import DamagedError
+from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.ops.merging.merge import run_merge
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
@@ -171,6 +171,6 @@ def test_an_adapter_that_changed_since_the_plan(tmp_path: Path) -> None:
     held = file.read_bytes()
     file.unlink()
     file.write_bytes(held[:-1] + b"\x01")
-    with pytest.raises(DamagedError, match="changed while it was being read"):
+    with pytest.raises(ChangedError, match="changed while it was being read"):
         run_merge(plan)
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from ckptctl.catalog import Box, Catalog
-from ckptctl.errors import CoverageError, DamagedError, UnsupportedError, listed
+from ckptctl.errors import CoverageError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata import UNKNOWN, Item, Leaf, Origin, metadata_name, refuse_twins
 from ckptctl.planner.boxes import coverage
 
@@ -158,7 +158,7 @@ class Union:
             return
         if rank >= origin.world or self.world not in (0, origin.world):
             said = f"rank {rank} of {origin.world}"
-            raise DamagedError(
+            raise UnsupportedError(
                 "the files belong to different saves",
                 where=self._file(rank),
                 why=f"it is of {said}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
-from ckptctl.errors import DamagedError
+from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.loading.reading import Reading
@@ -82,7 +82,8 @@ class Windows:
             For each name in A how its elements differ, also where they do not.
 
         Raises:
-            DamagedError: A file ends too early, or changed meanwhile.
+            DamagedError: A file ends too early.
+            ChangedError: A file was written to meanwhile.
         """
         found = {one.entry.name: Errors() for one in pairs}
         for batch in _batches(pairs):
@@ -120,8 +121,7 @@ class Windows:
         plan = reading.plan(boxes)
         for file, identity in plan.sources.items():
             if self.seen.setdefault((plan.source_root, file), identity) != identity:
-                where = str(path_at(plan.source_root) / file)
-                raise DamagedError("a file changed while it was being read", where=where)
+                raise ChangedError(plan.source_root, file)
         how = ExecutionOptions(jobs=self.jobs, checksum=False, sync=False)
         memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
         execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)

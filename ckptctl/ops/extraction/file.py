@@ -62,7 +62,8 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> int:
     Raises:
         RefusedError: It exists, or does not fit on the disk; or elements do not fit into their
             dtype.
-        DamagedError: The checkpoint changed meanwhile, or contradicts its checksums.
+        DamagedError: The checkpoint contradicts its checksums.
+        ChangedError: The checkpoint was written to meanwhile.
         StorageError: A read or a write failed.
     """
     how = ExecutionOptions(jobs=options.jobs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.remote.urls import hide, install_hint, masked, scheme_of
 
 CREDENTIALS = "check the credentials that the file system reads, and what they allow"
@@ -26,7 +26,7 @@ def failure(error: Exception, url: str, name: str, what: str) -> CkptError:
     where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
     answer = getattr(error.__cause__, "response", None) or {}
     if what == "read" and answer.get("Error", {}).get("Code") in REPLACED:
-        return changed(name, where)
+        return ChangedError(where, name, "another file has taken its place")
     status = getattr(error, "status", None)
     missing = isinstance(error, FileNotFoundError) or status == 404
     if missing and what == "write":
@@ -41,16 +41,6 @@ def failure(error: Exception, url: str, name: str, what: str) -> CkptError:
     denied = denied or "Credentials" in type(error).__name__
     hint = CREDENTIALS if denied else NETWORK
     return StorageError(f"cannot {what} {subject}", where=where, why=why, hint=hint)
-
-
-def changed(name: str, where: str) -> DamagedError:
-    """Return the error for a file that another one has replaced since it was listed."""
-    return DamagedError(
-        f"`{name}` changed while it was being read",
-        where=where,
-        why="another file has taken its place",
-        hint="try again once nothing writes to it",
-    )
 
 
 def raise_other(error: OSError) -> None:

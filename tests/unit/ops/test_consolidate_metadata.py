@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, FormatError, RefusedError, StorageError
+from ckptctl.errors import ChangedError, CkptError, FormatError, RefusedError, StorageError
 from ckptctl.ops import consolidate_metadata
 from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
 from ckptctl.storage.sync import write_file
@@ -101,7 +101,7 @@ def test_a_rank_that_writes_meanwhile_is_noticed(source: Path) -> None:
     plan = plan_metadata(source)
     os.utime(source / "__1_0.distcp")
     before = snapshot(source)
-    with pytest.raises(DamagedError, match="changed"):
+    with pytest.raises(ChangedError, match="changed"):
         run_metadata(plan)
     assert snapshot(source) == before
 
@@ -117,7 +117,7 @@ def test_a_rank_that_writes_at_the_last_moment_is_noticed(
         os.utime(source / "__1.metadata")
 
     monkeypatch.setattr(consolidate_metadata, "write_file", slow)
-    with pytest.raises(DamagedError, match="changed"):
+    with pytest.raises(ChangedError, match="changed"):
         run_metadata(plan)
     assert not (source / ".metadata").exists()
 
