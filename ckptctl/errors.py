@@ -232,6 +232,11 @@ def command(name: str, *arguments: object, options: Sequence[str] = ()) -> str:
     return f"`{shlex.join(['ckptctl', name, *words])}`"
 
 
+def excluding(name: str) -> str:
+    """Return the advice to leave out one thing that stands in the way."""
+    return f"{command('convert', 'SRC', 'DST', options=('--exclude', name))} leaves it out"
+
+
 def either(names: Sequence[str], word: str = "or") -> str:
     """Return the first names as alternatives, and how many more there are."""
     more = len(names) - ALTERNATIVES

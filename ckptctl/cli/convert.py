@@ -205,6 +205,7 @@ def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> Non
         RefusedError: The user does not.
     """
     if output.mode != "json":
+        output.report(f"to be uploaded to {dst}:")
         for path, nbytes in plan.files:
             output.report(f"  {path}  {format_bytes(nbytes)}")
     question = f"Upload {counted(len(plan.files), 'file')} to {dst}?"

@@ -188,10 +188,11 @@ def _run_at(path: Path) -> Run | None:
 def _warn(output: Output, found: Inspection) -> None:
     """Say why it is not complete; of a run, how many are not, as the table says why."""
     if not found.checkpoints:
-        output.warning(f"incomplete: {_first(found.problems)}")
+        output.warning(f"{found.state}: {_first(found.problems)}")
         return
     count = tables.counted(len(found.checkpoints), "checkpoint")
-    output.warning(f"{len(found.problems):,} of {count} not complete")
+    verb = "is" if len(found.problems) == 1 else "are"
+    output.warning(f"{len(found.problems):,} of {count} {verb} not complete")
 
 
 def _require_one(found: Inspection, asked: Sequence[str]) -> None:
@@ -223,7 +224,7 @@ def _print_run(output: Output, found: Inspection, run: Run | None) -> None:
             member.path,
             member.format or "unreadable",
             tables.size(output, member.nbytes) if member.format else "",
-            "complete" if member.complete else f"incomplete: {_first(member.problems)}",
+            member.state if member.complete else f"{member.state}: {_first(member.problems)}",
         )
         for member in found.checkpoints
     ]
@@ -269,7 +270,10 @@ def _headline(found: Inspection) -> str:
 def _state(found: Inspection) -> str:
     if found.complete and found.lacks:
         return f"lacks {tables.counted(len(found.lacks), 'tensor')}"
-    return "complete" if found.complete else "incomplete"
+    unread = sum(one.unsupported is not None for one in found.tensors)
+    if found.complete and unread:
+        return f"{tables.counted(unread, 'tensor')} cannot be read"
+    return found.state
 
 
 def _fields(found: Inspection) -> Iterator[tuple[str, object]]:

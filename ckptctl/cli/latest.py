@@ -34,8 +34,8 @@ def latest(
 ) -> None:
     """Print the path of the newest complete checkpoint of a run.
 
-    Newer ones that are not complete are named on stderr, with the reason. One that is newer and
-    not understood may be complete: it is an error.
+    Newer ones that are incomplete are named on stderr, with the reason. A newer one that is not
+    understood may be complete: then the command ends with an error.
     """
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import newest, rfc3339
@@ -48,7 +48,7 @@ def latest(
         output.document(SCHEMA, {**chosen.to_json(), "skipped": rest})
         return
     if chosen.candidate.lacks:
-        output.note(f"{chosen.candidate.name} is {LACKS.format(chosen.candidate.lacks)}")
+        output.note(f"{chosen.candidate.name} {LACKS.format(chosen.candidate.lacks)}")
     for one in found.skipped:
         output.note(f"passed over {one.candidate.name}: {one.candidate.problem}")
     for name in unstated(chosen.entry.path.parent):

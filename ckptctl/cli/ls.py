@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SCHEMA = "ckptctl.ls/1"
 SHOWN = 3
 WITHOUT_STEP = "`{}` is passed over: it does not say at which step it was saved"
-LACKS = "without `{}`, which most others have"
+LACKS = "lacks `{}`, which most others have"
 HEADER = ("name", "step", "time", "size", "format", "state", "protected by")
 EPILOG = opt.examples(
     "ckptctl ls runs/llama",
@@ -95,7 +95,7 @@ def _row(output: Output, one: Checkpoint, newest: bool) -> tuple[str, ...]:
 
     found, nbytes = one.candidate, one.entry.nbytes
     state = found.state + (f": {found.problem}" if found.problem else "")
-    state += f", {LACKS.format(found.lacks)}" if found.lacks else ""
+    state += f", but {LACKS.format(found.lacks)}" if found.lacks else ""
     return (
         found.name,
         str(found.step),

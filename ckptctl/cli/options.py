@@ -220,7 +220,9 @@ Dequantize = Annotated[
 Only = Annotated[str, part("model, or all: optimizer state too.")]
 Root = Annotated[
     str | None,
-    typer.Option(metavar="PREFIX", help="What stands before the model's names, if not detected."),
+    typer.Option(
+        metavar="PREFIX", help="Prefix of the model's names, if not detected; `.` is none."
+    ),
 ]
 MaxShardSize = Annotated[
     str,
@@ -246,11 +248,11 @@ Assets = Annotated[
 ]
 TrustAssets = Annotated[
     bool,
-    typer.Option("--trust-assets", help="Believe --assets where SRC's own files contradict it."),
+    typer.Option("--trust-assets", help="Believe --assets where other files contradict it."),
 ]
 Carry = Annotated[
     list[str] | None,
-    typer.Option(metavar="GLOB", help="Files beside the weights that travel, too; repeatable."),
+    typer.Option(metavar="GLOB", help="Copy other files beside the weights, too; repeatable."),
 ]
 Like = Annotated[
     Path | None,
@@ -279,10 +281,13 @@ Tied = Annotated[
 ]
 AllowOverflow = Annotated[
     bool,
-    typer.Option("--allow-overflow", help="Publish what became infinite, NaN or saturated, too."),
+    typer.Option(
+        "--allow-overflow", help="Accept elements that become infinite, NaN or saturated."
+    ),
 ]
 AllowMissing = Annotated[
-    bool, typer.Option("--allow-missing", help="Write what is whole, list the rest, exit with 7.")
+    bool,
+    typer.Option("--allow-missing", help="Write what is there, list what is missing, exit with 7."),
 ]
 VerifyReplicas = Annotated[
     bool, typer.Option("--verify-replicas", help="Compare all copies of the same elements first.")

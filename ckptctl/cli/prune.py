@@ -123,7 +123,7 @@ def prune(
     ] = False,
     json: opt.Json = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print paths of what is removed alone.")
+        bool, typer.Option("--quiet", "-q", help="Print only the paths of what is removed.")
     ] = False,
 ) -> None:
     """Remove the checkpoints of a run that no --keep option keeps.
@@ -201,7 +201,8 @@ def _print_table(output: Output, plan: PrunePlan) -> None:
     for one in plan.verdicts:
         lacks = one.checkpoint.candidate.lacks
         if lacks and output.mode == "human":
-            output.note(f"{one.name} is {LACKS.format(lacks)}: others are kept as if it were not")
+            said = f"{one.name} {LACKS.format(lacks)}"
+            output.note(f"{said}: as many others are kept as if it were not there")
     if plan.leftovers:
         output.note(f"left over from an earlier run, to be removed: {listed(plan.leftovers)}")
 
@@ -219,11 +220,12 @@ def _headline(plan: PrunePlan) -> str:
     counted = [one for one in plan.run.checkpoints if not one.candidate.exempt]
     whole = sum(one.complete for one in counted)
     unknown = sum(one.candidate.state == NOT_UNDERSTOOD for one in counted)
-    states = f"{whole:,} complete, {len(counted) - whole - unknown:,} not"
+    states = {"incomplete": len(counted) - whole - unknown, NOT_UNDERSTOOD: unknown}
+    others = [f"{count:,} {state}" for state, count in states.items() if count]
     parts = [
         "; ".join(_rules(plan.policy)),
         f"series {', '.join(plan.run.series)}",
-        states + (f", {unknown:,} not understood" if unknown else ""),
+        ", ".join((f"{whole:,} complete", *others)),
     ]
     return " · ".join(parts)
 

@@ -80,7 +80,10 @@ def verify(
     ] = None,
     json: opt.Json = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print errors alone, one per line.")
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Print errors and unknown findings alone, one per line."
+        ),
     ] = False,
 ) -> None:
     """Prove that a checkpoint is whole, or say where it is not.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import FormatError, UnsafePickleError, UnsupportedError, listed
+from ckptctl.errors import FormatError, UnsafePickleError, UnsupportedError, excluding, listed
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -281,7 +281,7 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
         raise UnsupportedError(
             f"`{key}` holds tensors inside an object that cannot be taken apart",
             where=where,
-            hint=f"leave it out with `--exclude '{key}'`",
+            hint=excluding(key),
         )
 
 

@@ -19,7 +19,7 @@ from itertools import chain
 from operator import add
 
 from ckptctl.catalog import Box, TensorEntry
-from ckptctl.errors import CoverageError, UnsupportedError, listed
+from ckptctl.errors import CoverageError, UnsupportedError, excluding, listed
 
 MAX_CELLS = 4_000_000
 MAX_CORNERS = 1 << 22
@@ -82,7 +82,7 @@ def check_coverage(entry: TensorEntry) -> None:
             f"`{entry.name}` cannot be read",
             where=where,
             why=entry.unsupported,
-            hint=f"leave it out with `--exclude '{entry.name}'`",
+            hint=excluding(entry.name),
         )
     try:
         found = coverage(entry.shape, [extent.box for extent in entry.extents])

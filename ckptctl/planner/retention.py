@@ -241,7 +241,7 @@ def _not_counted(one: Candidate, policy: Policy, now: float, others: bool) -> De
         now: Seconds since the epoch.
         others: Whether its series has complete ones.
     """
-    problem = (one.problem,) if one.problem else ()
+    problem = (f"{one.state}: {one.problem}",) if one.problem else ()
     stays = tuple(_staying(one, policy, now, others))
     if stays or one.state != "incomplete" or not policy.incomplete:
         return Decision(one, "skip", (*problem, *stays))

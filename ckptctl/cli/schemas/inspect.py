@@ -52,12 +52,17 @@ CONTENTS = {
     "assets": array(record(FILE), "side files: configuration, tokenizer, ..."),
     "notes": array(string(), "what a reader should know"),
 }
+STATE = string(
+    "`complete`, `incomplete` (there is evidence), `not understood` (it may be complete)",
+    among=("complete", "incomplete", "not understood"),
+)
 MEMBER = {
     "path": string("where it is"),
     "format": string("null: it cannot be read", null=True),
     "tensors": integer("how many it has"),
     "bytes": integer("bytes of them"),
     "complete": boolean("whether every byte of them is there"),
+    "state": STATE,
     "problems": array(string(), "why it is not complete"),
 }
 DOCUMENT = document(
@@ -67,6 +72,7 @@ DOCUMENT = document(
         "format": string("[format](formats.md); `run`: a folder of checkpoints"),
         **CONTENTS,
         "complete": boolean("whether every byte of every tensor is there, once"),
+        "state": STATE,
         "problems": array(string(), "why it is not complete"),
         "lacks": array(
             string(),

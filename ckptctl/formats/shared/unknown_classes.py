@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ckptctl.catalog import Blob
-from ckptctl.errors import RefusedError, UnsafePickleError, listed
+from ckptctl.errors import RefusedError, UnsafePickleError, excluding, listed
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.zips.reader import StoredTensor
@@ -49,7 +49,7 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
             raise UnsafePickleError(
                 f"`{blob.name}` asks for `{name}`, which is not allowed",
                 why="whoever loads the output would run it",
-                hint=f"leave it out with `--exclude '{blob.name}'`",
+                hint=excluding(blob.name),
             )
         if not (verbatim and blob.file) and _holds_tensors(blob.value):
             inside.append(blob.name)

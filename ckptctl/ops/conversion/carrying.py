@@ -33,9 +33,9 @@ def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Asse
             raise UsageError(
                 f"`--carry {glob}` matches nothing",
                 where=", ".join(map(str, roots)),
-                why=f"what would else stay: {listed(natural(assets.others))}"
+                why=f"not carried along without it: {listed(natural(assets.others))}"
                 if assets.others
-                else "nothing would else stay",
+                else "all that lies there is carried along without it",
             )
     wanted = {n: root for n, root in found.items() if any(_matches(n, glob) for glob in globs)}
     folders = {f"{name.partition('/')[0]}/" for name in wanted}

@@ -141,7 +141,10 @@ class Draft:
 
     def _strange(self, change: Change) -> list[str]:
         """Warn of names that become Hugging Face's only in that they are in its files."""
-        new = self.target.layout == "hf" != formats.get(self.catalog.format).layout
+        cut = bool(self.known.root) and not self.keep_root
+        new = self.target.layout == "hf" and (
+            cut or formats.get(self.catalog.format).layout != "hf"
+        )
         if change.family or self.known.candidates or not new or is_adapter(self.catalog.tensors):
             return []
         return [f"the model type is not known, all names are kept: {root_hint(self.known)}"]

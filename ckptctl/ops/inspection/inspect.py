@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog, Finding, TensorEntry, is_computed
+from ckptctl.catalog import Catalog, Finding, Severity, TensorEntry, is_computed
 from ckptctl.errors import (
     CkptError,
     CoverageError,
@@ -24,6 +24,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.formats.shared.findings import severity_of
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.recognition.quantised import quantised, understood
@@ -116,7 +117,8 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
 
 def _run(path: str, members: tuple[Member, ...]) -> Inspection:
     incomplete = tuple(f"`{m.path}`: {m.problems[0]}" for m in members if m.problems)
-    return Inspection(path, "run", problems=incomplete, checkpoints=members)
+    torn = any(member.torn for member in members)
+    return Inspection(path, "run", problems=incomplete, torn=torn, checkpoints=members)
 
 
 def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
@@ -141,23 +143,28 @@ def matches(name: str, include: Sequence[str]) -> bool:
     return not include or any(fnmatchcase(name, glob) for glob in include)
 
 
-def problems(catalog: Catalog) -> tuple[str, ...]:
-    """Return why *catalog* is not complete: chunks that do not tile, files that are too short."""
-    found = [_said(one) for one in catalog.findings if one.severity != "warning"]
-    found += [] if catalog.tensors else ["there are no tensors"]
+def problems(catalog: Catalog) -> dict[str, Severity]:
+    """Return why *catalog* is not complete, and whether each reason is evidence.
+
+    Chunks that do not tile and files that are too short are.
+    """
+    wrong = [one for one in catalog.findings if one.severity != "warning"]
+    found: dict[str, Severity] = {_said(one): one.severity for one in wrong}
+    if not catalog.tensors:
+        found["there are no tensors"] = "error"
     needed: Counter[str] = Counter()
     for entry in catalog.tensors.values():
         try:
             if not entry.unsupported:
                 check_coverage(entry)
         except (CoverageError, UnsupportedError) as error:
-            found.append(f"{error.what}: {error.why}")
+            found[f"{error.what}: {error.why}"] = severity_of(error)
         for extent in (one for one in entry.extents if not is_computed(one.file)):
             needed[extent.file] = max(needed[extent.file], extent.offset + extent.nbytes)
     for blob in catalog.blobs.values():
         if blob.file is not None:
             needed[blob.file] = max(needed[blob.file], blob.offset + blob.nbytes)
-    return tuple(dict.fromkeys((*_short_files(catalog, needed), *found)))
+    return {**dict.fromkeys(_short_files(catalog, needed), "error"), **found}
 
 
 def _said(finding: Finding) -> str:
@@ -235,7 +242,8 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         nbytes=catalog.nbytes,
         dtypes=_dtypes(catalog.tensors.values()),
         files=catalog.files,
-        problems=problems(catalog),
+        problems=tuple(why := problems(catalog)),
+        torn="error" in why.values(),
         tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
         blobs=tuple(catalog.blobs),
         assets=catalog.assets,
@@ -254,9 +262,12 @@ def _beside(catalog: Catalog) -> Iterator[str]:
 
 def _unread(catalog: Catalog) -> Iterable[str]:
     """Yield which tensors cannot be read, and why."""
-    why = [f"{t.name}: {t.unsupported}" for t in catalog.tensors.values() if t.unsupported]
-    if why:
-        yield f"not all tensors can be read: {listed(why)}"
+    by_reason: dict[str, list[str]] = {}
+    for entry in catalog.tensors.values():
+        if entry.unsupported:
+            by_reason.setdefault(entry.unsupported, []).append(entry.name)
+    for why, names in by_reason.items():
+        yield f"{listed(names)} cannot be read: {why}"
 
 
 def _tensor(entry: TensorEntry, measured: Mapping[str, Statistics]) -> TensorInfo:
@@ -303,8 +314,9 @@ def _member(path: Path, parent: str | Path) -> Member:
     shown = str(path_at(parent) / path.name)
     try:
         catalog = formats.open_checkpoint(path)
-        return Member(
-            shown, catalog.format, len(catalog.tensors), catalog.nbytes, problems(catalog)
-        )
     except CkptError as error:
-        return Member(shown, None, 0, 0, (": ".join(filter(None, (error.what, error.why))),))
+        why = (": ".join(filter(None, (error.what, error.why))),)
+        return Member(shown, None, 0, 0, why, severity_of(error) == "error")
+    found = problems(catalog)
+    size = len(catalog.tensors), catalog.nbytes
+    return Member(shown, catalog.format, *size, tuple(found), "error" in found.values())

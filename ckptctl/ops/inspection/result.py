@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptctl.planner.retention import NOT_UNDERSTOOD, State
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Member:
         tensors: Number of tensors.
         nbytes: Bytes of all tensors.
         problems: Why it is not complete; empty: it is.
+        torn: Whether that is evidence; if not, it may be complete.
     """
 
     path: str
@@ -84,11 +86,17 @@ class Member:
     tensors: int
     nbytes: int
     problems: tuple[str, ...]
+    torn: bool
 
     @property
     def complete(self) -> bool:
         """Return whether nothing is missing."""
         return not self.problems
+
+    @property
+    def state(self) -> State:
+        """Return the answer in the words of ``ls``."""
+        return state_of(self.problems, self.torn)
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
@@ -98,6 +106,7 @@ class Member:
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "complete": self.complete,
+            "state": self.state,
             "problems": list(self.problems),
         }
 
@@ -118,6 +127,7 @@ class Inspection:
         dtypes: Use of each dtype, most bytes first.
         files: Data files with their sizes in bytes.
         problems: Why it is not complete; empty: it is.
+        torn: Whether one of these is evidence; if not, it may be complete.
         lacks: Tensors that its model type has and it does not, by their names in the checkpoint.
         tensors: In the checkpoint's own order.
         blobs: Names of the leaves that are not tensors.
@@ -141,6 +151,7 @@ class Inspection:
     dtypes: Mapping[str, DTypeUse] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    torn: bool = False
     lacks: tuple[str, ...] = ()
     tensors: tuple[TensorInfo, ...] = ()
     blobs: tuple[str, ...] = ()
@@ -157,6 +168,11 @@ class Inspection:
         """Return whether every byte of every tensor of the index is there, once."""
         return not self.problems
 
+    @property
+    def state(self) -> State:
+        """Return the answer in the words of ``ls``."""
+        return state_of(self.problems, self.torn)
+
     def to_json(self) -> dict[str, object]:
         """Return the published document without its envelope (``docs/reference/json.md``)."""
         return {
@@ -169,6 +185,7 @@ class Inspection:
             "parameters": self.parameters,
             "bytes": self.nbytes,
             "complete": self.complete,
+            "state": self.state,
             "problems": list(self.problems),
             "lacks": list(self.lacks),
             "dtypes": {
@@ -186,6 +203,11 @@ class Inspection:
             "values": dict(self.values),
             "checkpoints": [member.to_json() for member in self.checkpoints],
         }
+
+
+def state_of(problems: Sequence[str], torn: bool) -> State:
+    """Return what a checkpoint with these problems is called."""
+    return "complete" if not problems else "incomplete" if torn else NOT_UNDERSTOOD
 
 
 def _sized(files: Mapping[str, int]) -> list[dict[str, object]]:

@@ -29,7 +29,7 @@ from ckptctl.planner.mapping.matching import match
 CONFIG, ARGUMENTS = "config.json", "arguments"
 Signs: TypeAlias = tuple[Sign, ...]
 
-WRONG = "tensors of one of these models compute something else by the description of the other"
+WRONG = "by the wrong description the same tensors compute something else"
 TRUST = "`--trust-assets` takes what `--assets` says"
 RIGHT = "`--assets DIR --trust-assets` takes the right ones from DIR"
 
@@ -188,10 +188,11 @@ def _contradiction(
 ) -> MappingError:
     more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
     assets = any(file.assets for file in described)
+    sources = {said.source for one in found for said in one.statements}
     hint = "correct the file that is wrong" if trusted else TRUST if assets else RIGHT
     return MappingError(
-        "what describes the model contradicts itself",
-        where=" and ".join(file.place for file in described),
+        "the descriptions of the model contradict each other",
+        where=" and ".join(one.place for one in described if one.place in sources),
         why="; ".join(map(str, found[:SHOWN])) + more + f": {WRONG}",
         hint=hint,
     )

@@ -41,7 +41,7 @@ def dequantised(catalog: Catalog, dtype: str) -> Catalog:
     Raises:
         UsageError: Nothing is quantised.
         MappingError: Something is quantised in a way that is not understood.
-        DamagedError: A tensor has no scales, scales have no tensor, or the two do not fit.
+        UnsupportedError: A tensor has no scales, scales have no tensor, or the two do not fit.
     """
     found = _understood(catalog)
     inputs = _inputs(catalog, found)

@@ -36,7 +36,9 @@ class Lacks:
     def missing(self) -> dict[str, str]:
         """Return what certainly lacks, by its name in the checkpoint, and why it is missed."""
         names = self.names if self.certain else ()
-        why = f"{self.known.named} has it, and the checkpoint does not"
+        one = self.known.model_type
+        who = f"`{one}` has" if one else "all model types that it may be of have"
+        why = f"{who} it, and the checkpoint does not"
         return {self.known.root + name: why for name in names}
 
     @property

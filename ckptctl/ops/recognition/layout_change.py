@@ -13,6 +13,7 @@ from ckptctl.ops.recognition.recognise import Recognition, require_one
 from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
+from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.resize import resized
 from ckptctl.planner.mapping.tensors import TensorMap, map_tensors
 from ckptctl.planner.mapping.tile_embeddings import Tiling
@@ -272,8 +273,8 @@ def _unchanged(
     notes = agreed.notes
     if known.asked and not known.candidates:
         notes += (f"names are kept: no layout of `{known.asked}` has these keys",)
-    elif known.candidates and not known.exact:
-        notes += (f"names are kept; not all of them are those of {known.named}",)
+    elif strange := _strange(known, tensors):
+        notes += (f"names are kept; {known.named} does not have {listed(strange)}",)
     return Change(
         None,
         known.layout,
@@ -283,6 +284,15 @@ def _unchanged(
         notes=notes,
         decided=agreed.decided,
     )
+
+
+def _strange(known: Recognition, names: Collection[str]) -> list[str]:
+    """Return the names that the family does not have which fits best."""
+    if known.exact or not known.pairs:
+        return []
+    name, layout = known.pairs[0]
+    family = families.family(name)
+    return list(match(family, family.layout(layout), names).unmatched)
 
 
 def _in_source_order(

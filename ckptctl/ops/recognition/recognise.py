@@ -226,8 +226,8 @@ def root_hint(found: Recognition) -> str:
     if found.inside:
         return f"`--root {found.inside[0][0].rstrip('.')}` says where the model lies"
     if found.asked:
-        return "`--root PREFIX` says what its names begin with"
-    return "`--model-type` names it, `--root` what its names begin with"
+        return "`--root PREFIX` says where the model lies"
+    return "`--model-type NAME` says which it is, `--root PREFIX` where it lies"
 
 
 def _decided(found: Recognition) -> str:

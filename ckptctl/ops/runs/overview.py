@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from ckptctl import formats
@@ -9,6 +10,7 @@ from ckptctl.errors import CkptError
 from ckptctl.ops.inspection.result import Inspection, Member
 from ckptctl.ops.runs.entries import is_run
 from ckptctl.ops.runs.listing import Checkpoint, Run, read_run
+from ckptctl.planner.retention import NOT_UNDERSTOOD
 from ckptctl.storage.remote.path import path_of, shown
 
 
@@ -31,13 +33,15 @@ def overview(path: str | Path, run: Run) -> Inspection:
         if not one.complete
     )
     members = tuple(map(_member, run.checkpoints))
-    return Inspection(shown(path), "run", problems=problems, checkpoints=members)
+    torn = any(member.torn for member in members)
+    return Inspection(shown(path), "run", problems=problems, torn=torn, checkpoints=members)
 
 
 def _member(one: Checkpoint) -> Member:
     problems = () if one.complete else (one.candidate.problem,)
-    try:
+    torn = not one.complete and one.candidate.state != NOT_UNDERSTOOD
+    size = 0, 0
+    with suppress(CkptError, OSError):
         catalog = formats.open_checkpoint(one.entry.path)
-    except (CkptError, OSError):
-        return Member(str(one.entry.path), one.format, 0, 0, problems)
-    return Member(str(one.entry.path), one.format, len(catalog.tensors), catalog.nbytes, problems)
+        size = len(catalog.tensors), catalog.nbytes
+    return Member(str(one.entry.path), one.format, *size, problems, torn)

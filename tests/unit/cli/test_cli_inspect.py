@@ -90,8 +90,8 @@ def test_json(run, folder):
     assert found["bytes"] == 449
     assert set(found) == {
         "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
-        "parameters", "bytes", "complete", "problems", "lacks", "dtypes", "files", "assets",
-        "metadata", "notes", "quantised", "dequantisable", "tensors", "blobs", "values",
+        "parameters", "bytes", "complete", "state", "problems", "lacks", "dtypes", "files",
+        "assets", "metadata", "notes", "quantised", "dequantisable", "tensors", "blobs", "values",
         "checkpoints",
     }  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_run_with_a_member_that_cannot_be_read(run, tiny_llama3_hf, tmp_path):
     assert (whole[0], *whole[4:]) == ("step-1", "hf", "complete", "newest")
     assert (broken[0], broken[4]) == ("step-2", "hf")
     assert broken[5].startswith("writing: `model-00002-of-00003.safetensors` is missing")
-    assert "warning: 1 of 2 checkpoints not complete\n" in result.stderr
+    assert "warning: 1 of 2 checkpoints is not complete\n" in result.stderr
     assert f"hint: `ckptctl latest {tmp_path}` names the newest complete one" in result.stderr
 
 

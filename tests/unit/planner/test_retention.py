@@ -87,7 +87,7 @@ def test_incomplete_ones_do_not_count():
     broken = candidate(20000, state="incomplete", problem="torn")
     found = decide([*STEPS, broken], Policy(last=1), NOW)
     assert [d.action for d in found] == ["remove"] * 5 + ["keep", "skip"]
-    assert found[-1].reasons == ("torn",)
+    assert found[-1].reasons == ("incomplete: torn",)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from ckptctl.errors import DamagedError, MappingError, UsageError
+from ckptctl.errors import MappingError, UnsupportedError, UsageError
 from ckptctl.ops.conversion.payloads import keep_together
 from tests.unit.ops.recognition.test_dequantise import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog
 
@@ -53,6 +53,6 @@ def test_a_cast_leaves_bytes_of_mxfp4_alone():
 @pytest.mark.parametrize(
     ("tensors", "quantization"), [(WEIGHT | SCALE | OTHER, None), (OTHER | NORM, FP8)]
 )
-def test_float8_without_scales_among_such_with_scales_is_damaged(tensors, quantization):
-    with pytest.raises(DamagedError, match=r"`b\.weight` has no scales"):
+def test_float8_without_scales_among_such_with_scales_is_not_understood(tensors, quantization):
+    with pytest.raises(UnsupportedError, match=r"`b\.weight` has no scales"):
         check(tensors, renamed=True, quantization=quantization)
