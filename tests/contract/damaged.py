@@ -19,7 +19,7 @@ from tests.contract.support import (
 )
 
 STATE, CONFIG = tiny_llama("llama3", layers=1, hidden=32, heads=2, kv_heads=2, vocab=64, ffn=96)
-DAMAGE = (3, 4, 5, 9)
+DAMAGE = (3, 4, 5, 6, 9)
 
 
 NORM = "model.norm.weight"

@@ -156,7 +156,7 @@ def test_the_offer_of_nearest_names(tmp_path: Path) -> None:
         "model.layers.0.self_attn.q_proj.weight"
     )
     source = save_hf(tmp_path / "source", state, CONFIG)
-    with refused(source, tmp_path / "out", 5) as caught:
+    with refused(source, tmp_path / "out", 6) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta")
     said = message(caught.value)
     assert "q_prox" in said
@@ -167,7 +167,7 @@ def test_the_offer_of_nearest_names(tmp_path: Path) -> None:
 def test_missing_keys_are_named(tmp_path: Path, key: str) -> None:
     state = {name: value for name, value in STATE.items() if name != key}
     source = save_hf(tmp_path / "source", state, CONFIG)
-    with refused(source, tmp_path / "out", 5) as caught:
+    with refused(source, tmp_path / "out", 6) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta")
     assert key in message(caught.value)
 
@@ -190,7 +190,8 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_a_config_that_contradicts_the_shapes(tmp_path: Path, case: str) -> None:
     source = save_hf(tmp_path / "source", STATE, CONFIG | CONTRADICTIONS[case])
-    with refused(source, tmp_path / "out", 5) as caught:
+    lacks = "num_hidden_layers" in CONTRADICTIONS[case]
+    with refused(source, tmp_path / "out", 6 if lacks else 5) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta")
     assert message(caught.value)
 

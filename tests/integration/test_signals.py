@@ -43,7 +43,7 @@ WRITING = {
     "convert and resume": "{big} {out} --to dcp --jobs 1 --resume",
     "consolidate": "{shards} {out} --to dcp --jobs 1",
     "extract": "{big} '*' -o {out}.safetensors --jobs 1",
-    "merge": "{big} {adapter} {out} -m llama3 --jobs 1",
+    "merge": "{big} {adapter} {out} -m llama3 --allow-missing --jobs 1",
 }
 
 

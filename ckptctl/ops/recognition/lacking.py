@@ -25,12 +25,14 @@ class Lacks:
             most of it is there and nothing else. If not, it may be a part of one, or another one.
         known: What the model was recognised as.
         unread: Why its configuration does not say what there has to be; empty: it does.
+        strange: Names of its tensors that such a model does not have.
     """
 
     names: tuple[str, ...]
     certain: bool
     known: Recognition
     unread: str = ""
+    strange: tuple[str, ...] = ()
 
     @property
     def missing(self) -> dict[str, str]:
@@ -65,6 +67,7 @@ class Lacks:
                 family,
                 family.layout(layout),
                 tied=is_tied(family, self.known.config, self.known.params),
+                strange=self.strange,
                 where=where,
                 hint="`--allow-missing` writes what is there, "
                 "`--include` or `--exclude` a part of it",
@@ -98,15 +101,16 @@ def lacks(
     if not names or is_adapter(names) or (known.exact and not configured and not given):
         return Lacks((), False, known)
     found: list[str] | None = None
-    certain = True
+    certain, strange = True, tuple[str, ...]()
     for name, layout in known.pairs:
         family = families.family(name)
         matched = match(family, family.layout(layout), names)
         lacking = _lacking(family, layout, matched, known, given)
         keys = [one.key for one in lacking]
+        strange = strange or tuple(matched.unmatched)
         found = keys if found is None else [key for key in found if key in set(keys)]
         certain = certain and _certain(family, matched, known, lacking)
-    return Lacks(tuple(found or ()), certain, known)
+    return Lacks(tuple(found or ()), certain, known, strange=strange)
 
 
 def _lacking(

@@ -277,6 +277,7 @@ def require_whole(
     layout: Layout,
     *,
     tied: bool,
+    strange: Sequence[str] = (),
     where: str | None = None,
     hint: str | None = None,
 ) -> None:
@@ -287,6 +288,7 @@ def require_whole(
         family: The model type.
         layout: That of *names*.
         tied: Whether tied tensors are one.
+        strange: Names that it has and the layout does not.
         where: The checkpoint; None: the first tensor is named.
         hint: How to do without them.
 
@@ -301,6 +303,7 @@ def require_whole(
     raise RefusedError(
         f"the model lacks {len(names):,} tensors" if names[1:] else "the model lacks a tensor",
         where=where or f"tensor `{names[0]}`",
-        why=f"`{family.name}` has {listed(names)}",
+        why=f"`{family.name}` has {listed(names)}"
+        + (f", and nothing called {listed(strange)}" if strange else ""),
         hint=hint,
     )

@@ -98,9 +98,9 @@ def test_what_cannot_be_linked_is_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_checkpoint_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
-    save_beside(STATE, tmp_path / "a", {"notes.txt": b"1"})
-    save_beside({"model": {"w": torch.zeros(2)}}, tmp_path / "a", {"notes.txt": b"2"})
-    assert (tmp_path / "a" / "notes.txt").read_bytes() == b"2"
+    save_beside(STATE, tmp_path / "a", {"meta.pt": b"1"})
+    save_beside({"model": {"w": torch.zeros(2)}}, tmp_path / "a", {"meta.pt": b"2"})
+    assert (tmp_path / "a" / "meta.pt").read_bytes() == b"2"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     with pytest.raises(RefusedError):
