@@ -12,19 +12,19 @@ embed    v d   model.embed_tokens.weight
 """
 
 LAYER = """
-logical  axes     hf: model.layers.{i}.
-norm_1   d        input_layernorm.weight
-q        (h e) d  self_attn.q_proj.weight
-q_bias?  (h e)    self_attn.q_proj.bias
-k        (k e) d  self_attn.k_proj.weight
-k_bias?  (k e)    self_attn.k_proj.bias
-v        (k e) d  self_attn.v_proj.weight
-v_bias?  (k e)    self_attn.v_proj.bias
-o        d (h e)  self_attn.o_proj.weight
-o_bias?  d        self_attn.o_proj.bias
-w1       f d      mlp.gate_proj.weight
-w3       f d      mlp.up_proj.weight
-w2       d f      mlp.down_proj.weight
+logical     axes     hf: model.layers.{i}.
+norm_1      d        input_layernorm.weight
+q           (h e) d  self_attn.q_proj.weight
+q_bias?qkv  (h e)    self_attn.q_proj.bias
+k           (k e) d  self_attn.k_proj.weight
+k_bias?qkv  (k e)    self_attn.k_proj.bias
+v           (k e) d  self_attn.v_proj.weight
+v_bias?qkv  (k e)    self_attn.v_proj.bias
+o           d (h e)  self_attn.o_proj.weight
+o_bias?     d        self_attn.o_proj.bias
+w1          f d      mlp.gate_proj.weight
+w3          f d      mlp.up_proj.weight
+w2          d f      mlp.down_proj.weight
 """
 
 AFTER = """

@@ -14,20 +14,20 @@ embed    v d   model.embed_tokens.weight  tok_embeddings.weight
 """
 
 LAYER = """
-logical  axes       hf: model.layers.{i}.              torchtune: layers.{i}.
-q        (h r p) d  self_attn.q_proj.weight (h p r) d  attn.q_proj.weight
-q_bias?  (h r p)    self_attn.q_proj.bias (h p r)      -
-k        (k r p) d  self_attn.k_proj.weight (k p r) d  attn.k_proj.weight
-k_bias?  (k r p)    self_attn.k_proj.bias (k p r)      -
-v        (k e) d    self_attn.v_proj.weight            attn.v_proj.weight
-v_bias?  (k e)      self_attn.v_proj.bias              -
-o        d (h e)    self_attn.o_proj.weight            attn.output_proj.weight
-o_bias?  d          self_attn.o_proj.bias              -
-w1       f d        mlp.gate_proj.weight               mlp.w1.weight
-w3       f d        mlp.up_proj.weight                 mlp.w3.weight
-w2       d f        mlp.down_proj.weight               mlp.w2.weight
-norm_1   d          input_layernorm.weight             sa_norm.scale
-norm_2   d          post_attention_layernorm.weight    mlp_norm.scale
+logical     axes       hf: model.layers.{i}.              torchtune: layers.{i}.
+q           (h r p) d  self_attn.q_proj.weight (h p r) d  attn.q_proj.weight
+q_bias?qkv  (h r p)    self_attn.q_proj.bias (h p r)      -
+k           (k r p) d  self_attn.k_proj.weight (k p r) d  attn.k_proj.weight
+k_bias?qkv  (k r p)    self_attn.k_proj.bias (k p r)      -
+v           (k e) d    self_attn.v_proj.weight            attn.v_proj.weight
+v_bias?qkv  (k e)      self_attn.v_proj.bias              -
+o           d (h e)    self_attn.o_proj.weight            attn.output_proj.weight
+o_bias?     d          self_attn.o_proj.bias              -
+w1          f d        mlp.gate_proj.weight               mlp.w1.weight
+w3          f d        mlp.up_proj.weight                 mlp.w3.weight
+w2          d f        mlp.down_proj.weight               mlp.w2.weight
+norm_1      d          input_layernorm.weight             sa_norm.scale
+norm_2      d          post_attention_layernorm.weight    mlp_norm.scale
 """
 
 AFTER = """

@@ -15,11 +15,11 @@ LAYER = """
 logical      axes     hf: model.layers.{i}.
 norm_1       d        input_layernorm.weight
 q            (h e) d  self_attn.q_proj.weight
-q_bias?      (h e)    self_attn.q_proj.bias
+q_bias?qkv   (h e)    self_attn.q_proj.bias
 k            (k e) d  self_attn.k_proj.weight
-k_bias?      (k e)    self_attn.k_proj.bias
+k_bias?qkv   (k e)    self_attn.k_proj.bias
 v            (k e) d  self_attn.v_proj.weight
-v_bias?      (k e)    self_attn.v_proj.bias
+v_bias?qkv   (k e)    self_attn.v_proj.bias
 o            d (h e)  self_attn.o_proj.weight
 norm_1_post  d        post_self_attn_layernorm.weight
 norm_2       d        post_attention_layernorm.weight

@@ -17,13 +17,13 @@ LAYER = """
 logical          axes     hf, hf-v5: model.layers.{i}.
 norm_1           d        input_layernorm.weight
 q                (h e) d  self_attn.q_proj.weight
-q_bias?          (h e)    self_attn.q_proj.bias
+q_bias?qkv       (h e)    self_attn.q_proj.bias
 k                (k e) d  self_attn.k_proj.weight
-k_bias?          (k e)    self_attn.k_proj.bias
+k_bias?qkv       (k e)    self_attn.k_proj.bias
 v                (k e) d  self_attn.v_proj.weight
-v_bias?          (k e)    self_attn.v_proj.bias
-q_norm?          e        self_attn.q_norm.weight
-k_norm?          e        self_attn.k_norm.weight
+v_bias?qkv       (k e)    self_attn.v_proj.bias
+q_norm?qk        e        self_attn.q_norm.weight
+k_norm?qk        e        self_attn.k_norm.weight
 o                d (h e)  self_attn.o_proj.weight
 norm_2           d        post_attention_layernorm.weight
 w1@dense         f d      mlp.gate_proj.weight

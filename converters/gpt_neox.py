@@ -12,19 +12,19 @@ embed    v d   gpt_neox.embed_in.weight
 """
 
 LAYER = """
-logical      axes       hf: gpt_neox.layers.{i}.
-qkv          (h t e) d  attention.query_key_value.weight
-qkv_bias?    (h t e)    attention.query_key_value.bias
-o            d (h e)    attention.dense.weight
-o_bias?      d          attention.dense.bias
-w1           f d        mlp.dense_h_to_4h.weight
-w1_bias      f          mlp.dense_h_to_4h.bias
-w2           d f        mlp.dense_4h_to_h.weight
-w2_bias      d          mlp.dense_4h_to_h.bias
-norm_1       d          input_layernorm.weight
-norm_1_bias  d          input_layernorm.bias
-norm_2       d          post_attention_layernorm.weight
-norm_2_bias  d          post_attention_layernorm.bias
+logical             axes       hf: gpt_neox.layers.{i}.
+qkv                 (h t e) d  attention.query_key_value.weight
+qkv_bias?attention  (h t e)    attention.query_key_value.bias
+o                   d (h e)    attention.dense.weight
+o_bias?attention    d          attention.dense.bias
+w1                  f d        mlp.dense_h_to_4h.weight
+w1_bias             f          mlp.dense_h_to_4h.bias
+w2                  d f        mlp.dense_4h_to_h.weight
+w2_bias             d          mlp.dense_4h_to_h.bias
+norm_1              d          input_layernorm.weight
+norm_1_bias         d          input_layernorm.bias
+norm_2              d          post_attention_layernorm.weight
+norm_2_bias         d          post_attention_layernorm.bias
 """
 
 AFTER = """

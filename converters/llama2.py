@@ -13,23 +13,23 @@ embed    v d*  model.embed_tokens.weight  tok_embeddings.weight  tok_embeddings.
 """
 
 LAYER = """
-logical  axes        hf: model.layers.{i}.              meta: layers.{i}.       torchtune: layers.{i}.
-q        (h* r p) d  self_attn.q_proj.weight (h p r) d  attention.wq.weight     attn.q_proj.weight
-q_bias?  (h* r p)    self_attn.q_proj.bias (h p r)      -                       -
-k        (k* r p) d  self_attn.k_proj.weight (k p r) d  attention.wk.weight     attn.k_proj.weight
-k_bias?  (k* r p)    self_attn.k_proj.bias (k p r)      -                       -
-v        (k* e) d    self_attn.v_proj.weight            attention.wv.weight     attn.v_proj.weight
-v_bias?  (k* e)      self_attn.v_proj.bias              -                       -
-o        d (h* e)    self_attn.o_proj.weight            attention.wo.weight     attn.output_proj.weight
-o_bias?  d           self_attn.o_proj.bias              -                       -
-w1       f* d        mlp.gate_proj.weight               feed_forward.w1.weight  mlp.w1.weight
-w1_bias?  f*          mlp.gate_proj.bias                 -                       -
-w3       f* d        mlp.up_proj.weight                 feed_forward.w3.weight  mlp.w3.weight
-w3_bias?  f*          mlp.up_proj.bias                   -                       -
-w2       d f*        mlp.down_proj.weight               feed_forward.w2.weight  mlp.w2.weight
-w2_bias?  d           mlp.down_proj.bias                 -                       -
-norm_1   d           input_layernorm.weight             attention_norm.weight   sa_norm.scale
-norm_2   d           post_attention_layernorm.weight    ffn_norm.weight         mlp_norm.scale
+logical      axes        hf: model.layers.{i}.              meta: layers.{i}.       torchtune: layers.{i}.
+q            (h* r p) d  self_attn.q_proj.weight (h p r) d  attention.wq.weight     attn.q_proj.weight
+q_bias?qkv   (h* r p)    self_attn.q_proj.bias (h p r)      -                       -
+k            (k* r p) d  self_attn.k_proj.weight (k p r) d  attention.wk.weight     attn.k_proj.weight
+k_bias?qkv   (k* r p)    self_attn.k_proj.bias (k p r)      -                       -
+v            (k* e) d    self_attn.v_proj.weight            attention.wv.weight     attn.v_proj.weight
+v_bias?qkv   (k* e)      self_attn.v_proj.bias              -                       -
+o            d (h* e)    self_attn.o_proj.weight            attention.wo.weight     attn.output_proj.weight
+o_bias?      d           self_attn.o_proj.bias              -                       -
+w1           f* d        mlp.gate_proj.weight               feed_forward.w1.weight  mlp.w1.weight
+w1_bias?mlp  f*          mlp.gate_proj.bias                 -                       -
+w3           f* d        mlp.up_proj.weight                 feed_forward.w3.weight  mlp.w3.weight
+w3_bias?mlp  f*          mlp.up_proj.bias                   -                       -
+w2           d f*        mlp.down_proj.weight               feed_forward.w2.weight  mlp.w2.weight
+w2_bias?mlp  d           mlp.down_proj.bias                 -                       -
+norm_1       d           input_layernorm.weight             attention_norm.weight   sa_norm.scale
+norm_2       d           post_attention_layernorm.weight    ffn_norm.weight         mlp_norm.scale
 """  # noqa: E501
 
 AFTER = """

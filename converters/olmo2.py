@@ -13,22 +13,22 @@ embed    v d   model.embed_tokens.weight  embeddings.weight  transformer.wte.wei
 """
 
 LAYER = """
-logical      axes     hf: model.layers.{i}.               olmo-core: blocks.{i}.     olmo: transformer.blocks.{i}.
-q            (h e) d  self_attn.q_proj.weight             attention.w_q.weight       att_proj.weight#0
-k            (k e) d  self_attn.k_proj.weight             attention.w_k.weight       att_proj.weight#1
-v            (k e) d  self_attn.v_proj.weight             attention.w_v.weight       att_proj.weight#2
-q_bias?      (h e)    self_attn.q_proj.bias               attention.w_q.bias         att_proj.bias#0
-k_bias?      (k e)    self_attn.k_proj.bias               attention.w_k.bias         att_proj.bias#1
-v_bias?      (k e)    self_attn.v_proj.bias               attention.w_v.bias         att_proj.bias#2
-q_norm       (h e)    self_attn.q_norm.weight             attention.q_norm.weight    q_norm.weight
-k_norm       (k e)    self_attn.k_norm.weight             attention.k_norm.weight    k_norm.weight
-o            d (h e)  self_attn.o_proj.weight             attention.w_out.weight     attn_out.weight
-o_bias?      d        self_attn.o_proj.bias               attention.w_out.bias       attn_out.bias
-norm_1_post  d        post_attention_layernorm.weight     attention_norm.weight      attn_norm.weight
-w3           f d      mlp.up_proj.weight                  feed_forward.w3.weight     ff_proj.weight#0
-w1           f d      mlp.gate_proj.weight                feed_forward.w1.weight     ff_proj.weight#1
-w2           d f      mlp.down_proj.weight                feed_forward.w2.weight     ff_out.weight
-norm_2_post  d        post_feedforward_layernorm.weight   feed_forward_norm.weight   ff_norm.weight
+logical      axes     hf: model.layers.{i}.              olmo-core: blocks.{i}.    olmo: transformer.blocks.{i}.
+q            (h e) d  self_attn.q_proj.weight            attention.w_q.weight      att_proj.weight#0
+k            (k e) d  self_attn.k_proj.weight            attention.w_k.weight      att_proj.weight#1
+v            (k e) d  self_attn.v_proj.weight            attention.w_v.weight      att_proj.weight#2
+q_bias?qkv   (h e)    self_attn.q_proj.bias              attention.w_q.bias        att_proj.bias#0
+k_bias?qkv   (k e)    self_attn.k_proj.bias              attention.w_k.bias        att_proj.bias#1
+v_bias?qkv   (k e)    self_attn.v_proj.bias              attention.w_v.bias        att_proj.bias#2
+q_norm       (h e)    self_attn.q_norm.weight            attention.q_norm.weight   q_norm.weight
+k_norm       (k e)    self_attn.k_norm.weight            attention.k_norm.weight   k_norm.weight
+o            d (h e)  self_attn.o_proj.weight            attention.w_out.weight    attn_out.weight
+o_bias?      d        self_attn.o_proj.bias              attention.w_out.bias      attn_out.bias
+norm_1_post  d        post_attention_layernorm.weight    attention_norm.weight     attn_norm.weight
+w3           f d      mlp.up_proj.weight                 feed_forward.w3.weight    ff_proj.weight#0
+w1           f d      mlp.gate_proj.weight               feed_forward.w1.weight    ff_proj.weight#1
+w2           d f      mlp.down_proj.weight               feed_forward.w2.weight    ff_out.weight
+norm_2_post  d        post_feedforward_layernorm.weight  feed_forward_norm.weight  ff_norm.weight
 """  # noqa: E501
 
 AFTER = """

@@ -15,23 +15,23 @@ embed    v d   model.embed_tokens.weight  transformer.wte.weight
 """
 
 LAYER = """
-logical    axes     hf, hf-v5: model.layers.{i}.       olmo: transformer.blocks.{i}.
-norm_1     d        input_layernorm.weight             attn_norm.weight
-q          (h e) d  self_attn.q_proj.weight            att_proj.weight#0
-k          (k e) d  self_attn.k_proj.weight            att_proj.weight#1
-v          (k e) d  self_attn.v_proj.weight            att_proj.weight#2
-q_bias?    (h e)    self_attn.q_proj.bias              att_proj.bias#0
-k_bias?    (k e)    self_attn.k_proj.bias              att_proj.bias#1
-v_bias?    (k e)    self_attn.v_proj.bias              att_proj.bias#2
-q_norm     (h e)    self_attn.q_norm.weight            q_norm.weight
-k_norm     (k e)    self_attn.k_norm.weight            k_norm.weight
-o          d (h e)  self_attn.o_proj.weight            attn_out.weight
-o_bias?    d        self_attn.o_proj.bias              attn_out.bias
-norm_2     d        post_attention_layernorm.weight    ff_norm.weight
-router     x d      mlp.gate.weight                    ffn.router.layer.weight
-expert_w1  x f d    mlp.experts.{x}.gate_proj.weight   ffn.experts.mlp.w1 (x f) d
-expert_w3  x f d    mlp.experts.{x}.up_proj.weight     ffn.experts.mlp.v1 (x f) d
-expert_w2  x d f    mlp.experts.{x}.down_proj.weight   ffn.experts.mlp.w2 (x f) d
+logical     axes     hf, hf-v5: model.layers.{i}.      olmo: transformer.blocks.{i}.
+norm_1      d        input_layernorm.weight            attn_norm.weight
+q           (h e) d  self_attn.q_proj.weight           att_proj.weight#0
+k           (k e) d  self_attn.k_proj.weight           att_proj.weight#1
+v           (k e) d  self_attn.v_proj.weight           att_proj.weight#2
+q_bias?qkv  (h e)    self_attn.q_proj.bias             att_proj.bias#0
+k_bias?qkv  (k e)    self_attn.k_proj.bias             att_proj.bias#1
+v_bias?qkv  (k e)    self_attn.v_proj.bias             att_proj.bias#2
+q_norm      (h e)    self_attn.q_norm.weight           q_norm.weight
+k_norm      (k e)    self_attn.k_norm.weight           k_norm.weight
+o           d (h e)  self_attn.o_proj.weight           attn_out.weight
+o_bias?     d        self_attn.o_proj.bias             attn_out.bias
+norm_2      d        post_attention_layernorm.weight   ff_norm.weight
+router      x d      mlp.gate.weight                   ffn.router.layer.weight
+expert_w1   x f d    mlp.experts.{x}.gate_proj.weight  ffn.experts.mlp.w1 (x f) d
+expert_w3   x f d    mlp.experts.{x}.up_proj.weight    ffn.experts.mlp.v1 (x f) d
+expert_w2   x d f    mlp.experts.{x}.down_proj.weight  ffn.experts.mlp.w2 (x f) d
 """
 
 AFTER = """

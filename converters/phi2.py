@@ -12,25 +12,25 @@ embed    v d   model.embed_tokens.weight
 """
 
 LAYER = """
-logical       axes     hf: model.layers.{i}.
-q             (h e) d  self_attn.q_proj.weight
-q_bias        (h e)    self_attn.q_proj.bias
-k             (k e) d  self_attn.k_proj.weight
-k_bias        (k e)    self_attn.k_proj.bias
-v             (k e) d  self_attn.v_proj.weight
-v_bias        (k e)    self_attn.v_proj.bias
-o             d (h e)  self_attn.dense.weight
-o_bias        d        self_attn.dense.bias
-q_norm?       e        self_attn.q_layernorm.weight
-q_norm_bias?  e        self_attn.q_layernorm.bias
-k_norm?       e        self_attn.k_layernorm.weight
-k_norm_bias?  e        self_attn.k_layernorm.bias
-w1            f d      mlp.fc1.weight
-w1_bias       f        mlp.fc1.bias
-w2            d f      mlp.fc2.weight
-w2_bias       d        mlp.fc2.bias
-norm_1        d        input_layernorm.weight
-norm_1_bias   d        input_layernorm.bias
+logical         axes     hf: model.layers.{i}.
+q               (h e) d  self_attn.q_proj.weight
+q_bias          (h e)    self_attn.q_proj.bias
+k               (k e) d  self_attn.k_proj.weight
+k_bias          (k e)    self_attn.k_proj.bias
+v               (k e) d  self_attn.v_proj.weight
+v_bias          (k e)    self_attn.v_proj.bias
+o               d (h e)  self_attn.dense.weight
+o_bias          d        self_attn.dense.bias
+q_norm?qk       e        self_attn.q_layernorm.weight
+q_norm_bias?qk  e        self_attn.q_layernorm.bias
+k_norm?qk       e        self_attn.k_layernorm.weight
+k_norm_bias?qk  e        self_attn.k_layernorm.bias
+w1              f d      mlp.fc1.weight
+w1_bias         f        mlp.fc1.bias
+w2              d f      mlp.fc2.weight
+w2_bias         d        mlp.fc2.bias
+norm_1          d        input_layernorm.weight
+norm_1_bias     d        input_layernorm.bias
 """
 
 AFTER = """

@@ -14,14 +14,14 @@ embed    v d   model.embed_tokens.weight
 """
 
 LAYER = """
-logical  axes     hf: model.layers.{i}.
-q        (h e) d  self_attn.q_proj.weight
-k        (k e) d  self_attn.k_proj.weight
-v        (k e) d  self_attn.v_proj.weight
-o        d (h e)  self_attn.o_proj.weight
-q_bias?  (h e)    self_attn.q_proj.bias
-k_bias?  (k e)    self_attn.k_proj.bias
-v_bias?  (k e)    self_attn.v_proj.bias
+logical     axes     hf: model.layers.{i}.
+q           (h e) d  self_attn.q_proj.weight
+k           (k e) d  self_attn.k_proj.weight
+v           (k e) d  self_attn.v_proj.weight
+o           d (h e)  self_attn.o_proj.weight
+q_bias?qkv  (h e)    self_attn.q_proj.bias
+k_bias?qkv  (k e)    self_attn.k_proj.bias
+v_bias?qkv  (k e)    self_attn.v_proj.bias
 """
 
 FEED_FORWARD = """

@@ -11,12 +11,12 @@ from ckptctl.planner.layouts import Family, Tie
 from converters import qwen2
 
 NORMS = """
-q_norm   e      self_attn.q_norm.weight  attn.q_norm.scale
-k_norm   e      self_attn.k_norm.weight  attn.k_norm.scale
-q_bias?  (h e)  self_attn.q_proj.bias    attn.q_proj.bias
-k_bias?  (k e)  self_attn.k_proj.bias    attn.k_proj.bias
-v_bias?  (k e)  self_attn.v_proj.bias    attn.v_proj.bias
-o_bias?  d      self_attn.o_proj.bias    -
+q_norm      e      self_attn.q_norm.weight  attn.q_norm.scale
+k_norm      e      self_attn.k_norm.weight  attn.k_norm.scale
+q_bias?qkv  (h e)  self_attn.q_proj.bias    attn.q_proj.bias
+k_bias?qkv  (k e)  self_attn.k_proj.bias    attn.k_proj.bias
+v_bias?qkv  (k e)  self_attn.v_proj.bias    attn.v_proj.bias
+o_bias?     d      self_attn.o_proj.bias    -
 """
 
 TITAN_BEFORE = """

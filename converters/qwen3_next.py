@@ -25,16 +25,16 @@ linear_o@linear        d (lh le)     linear_attn.out_proj.weight
 """
 
 FULL = """
-q@full                 (h g e) d     self_attn.q_proj.weight
-k@full                 (k e) d       self_attn.k_proj.weight
-v@full                 (k e) d       self_attn.v_proj.weight
-o@full                 d (h e)       self_attn.o_proj.weight
-q_norm@full            e             self_attn.q_norm.weight
-k_norm@full            e             self_attn.k_norm.weight
-q_bias@full?           (h g e)       self_attn.q_proj.bias
-k_bias@full?           (k e)         self_attn.k_proj.bias
-v_bias@full?           (k e)         self_attn.v_proj.bias
-o_bias@full?           d             self_attn.o_proj.bias
+q@full           (h g e) d  self_attn.q_proj.weight
+k@full           (k e) d    self_attn.k_proj.weight
+v@full           (k e) d    self_attn.v_proj.weight
+o@full           d (h e)    self_attn.o_proj.weight
+q_norm@full      e          self_attn.q_norm.weight
+k_norm@full      e          self_attn.k_norm.weight
+q_bias@full?qkv  (h g e)    self_attn.q_proj.bias
+k_bias@full?qkv  (k e)      self_attn.k_proj.bias
+v_bias@full?qkv  (k e)      self_attn.v_proj.bias
+o_bias@full?     d          self_attn.o_proj.bias
 """
 
 MTP = """

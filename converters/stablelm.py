@@ -11,23 +11,23 @@ embed    v d   model.embed_tokens.weight
 """
 
 LAYER = """
-logical       axes     hf: model.layers.{i}.
-norm_1        d        input_layernorm.weight
-norm_1_bias   d        input_layernorm.bias
-q             (h e) d  self_attn.q_proj.weight
-q_bias?       (h e)    self_attn.q_proj.bias
-k             (k e) d  self_attn.k_proj.weight
-k_bias?       (k e)    self_attn.k_proj.bias
-v             (k e) d  self_attn.v_proj.weight
-v_bias?       (k e)    self_attn.v_proj.bias
-q_norm?       h e      self_attn.q_layernorm.norms.{h}.weight
-k_norm?       k e      self_attn.k_layernorm.norms.{k}.weight
-o             d (h e)  self_attn.o_proj.weight
-norm_2?       d        post_attention_layernorm.weight
-norm_2_bias?  d        post_attention_layernorm.bias
-w1            f d      mlp.gate_proj.weight
-w3            f d      mlp.up_proj.weight
-w2            d f      mlp.down_proj.weight
+logical             axes     hf: model.layers.{i}.
+norm_1              d        input_layernorm.weight
+norm_1_bias         d        input_layernorm.bias
+q                   (h e) d  self_attn.q_proj.weight
+q_bias?qkv          (h e)    self_attn.q_proj.bias
+k                   (k e) d  self_attn.k_proj.weight
+k_bias?qkv          (k e)    self_attn.k_proj.bias
+v                   (k e) d  self_attn.v_proj.weight
+v_bias?qkv          (k e)    self_attn.v_proj.bias
+q_norm?qk           h e      self_attn.q_layernorm.norms.{h}.weight
+k_norm?qk           k e      self_attn.k_layernorm.norms.{k}.weight
+o                   d (h e)  self_attn.o_proj.weight
+norm_2?serial       d        post_attention_layernorm.weight
+norm_2_bias?serial  d        post_attention_layernorm.bias
+w1                  f d      mlp.gate_proj.weight
+w3                  f d      mlp.up_proj.weight
+w2                  d f      mlp.down_proj.weight
 """
 
 AFTER = """

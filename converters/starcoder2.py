@@ -12,23 +12,23 @@ embed    v d   model.embed_tokens.weight
 """
 
 LAYER = """
-logical      axes     hf: model.layers.{i}.
-norm_1       d        input_layernorm.weight
-norm_1_bias  d        input_layernorm.bias
-q            (h e) d  self_attn.q_proj.weight
-q_bias?      (h e)    self_attn.q_proj.bias
-k            (k e) d  self_attn.k_proj.weight
-k_bias?      (k e)    self_attn.k_proj.bias
-v            (k e) d  self_attn.v_proj.weight
-v_bias?      (k e)    self_attn.v_proj.bias
-o            d (h e)  self_attn.o_proj.weight
-o_bias?      d        self_attn.o_proj.bias
-norm_2       d        post_attention_layernorm.weight
-norm_2_bias  d        post_attention_layernorm.bias
-w1           f d      mlp.c_fc.weight
-w1_bias?     f        mlp.c_fc.bias
-w2           d f      mlp.c_proj.weight
-w2_bias?     d        mlp.c_proj.bias
+logical         axes     hf: model.layers.{i}.
+norm_1          d        input_layernorm.weight
+norm_1_bias     d        input_layernorm.bias
+q               (h e) d  self_attn.q_proj.weight
+q_bias?linear   (h e)    self_attn.q_proj.bias
+k               (k e) d  self_attn.k_proj.weight
+k_bias?linear   (k e)    self_attn.k_proj.bias
+v               (k e) d  self_attn.v_proj.weight
+v_bias?linear   (k e)    self_attn.v_proj.bias
+o               d (h e)  self_attn.o_proj.weight
+o_bias?linear   d        self_attn.o_proj.bias
+norm_2          d        post_attention_layernorm.weight
+norm_2_bias     d        post_attention_layernorm.bias
+w1              f d      mlp.c_fc.weight
+w1_bias?linear  f        mlp.c_fc.bias
+w2              d f      mlp.c_proj.weight
+w2_bias?linear  d        mlp.c_proj.bias
 """
 
 AFTER = """

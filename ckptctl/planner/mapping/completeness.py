@@ -53,7 +53,9 @@ def lacking(
     given = {index: sizes[index] for index in _counted(family) if index in sizes}
     excused = _tied_keys(family, layout, matched, tied)
     excused |= {layout.leaves[name].key.text for name in without if name in layout.leaves}
-    found = absent(family, layout, matched, {**matched.counts(), **given})
+    spread = {axis for leaf in layout.leaves.values() for axis in leaf.spread}
+    stated = {axis: sizes[axis] for axis in spread & sizes.keys()}
+    found = absent(family, layout, matched, {**stated, **matched.counts(), **given})
     return [one for one in found if one.key not in excused]
 
 
