@@ -276,6 +276,22 @@ def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
         assert ckptctl.inspect(source).lacks == lacks
 
 
+def test_what_lacks_has_two_names(tmp_path: Path) -> None:
+    """Nothing else tells two layouts apart: it is missed all the same."""
+    shapes = tiny(FAMILIES["gpt_neox"], "hf")
+    state = {key: torch.zeros(shape) for key, shape in shapes.items() if key != "embed_out.weight"}
+    config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
+    source = save_hf(tmp_path / "in", state, config)
+    assert ckptctl.inspect(source).lacks == ("embed_out.weight",)
+    with refused(source, tmp_path / "out", 6):
+        ckptctl.convert(source, tmp_path / "out", to="dcp")
+    labels = {"score.weight": torch.ones(1, 16)}
+    config["architectures"] = ["GPTNeoXForSequenceClassification"]
+    source = save_hf(tmp_path / "rated", state | labels, config)
+    assert ckptctl.verify(source).whole
+    assert ckptctl.plan_conversion(source, tmp_path / "out", to="hf").tensors == len(state) + 1
+
+
 def test_a_configuration_that_does_not_describe_the_model(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG | {"vocab_size": "many"})
     found = ckptctl.inspect(source)

@@ -8,6 +8,7 @@ of :data:`IGNORED`; the keys of :data:`NOTED` say nothing of what the tensors co
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -382,5 +383,6 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return one == other or math.isclose(one, other, rel_tol=PRECISION)
+        floats = all(abs(number) <= sys.float_info.max for number in (one, other))
+        return one == other or (floats and math.isclose(one, other, rel_tol=PRECISION))
     return one == other

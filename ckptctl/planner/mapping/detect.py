@@ -196,9 +196,12 @@ def _layouts(
 
 
 def _add(found: list[tuple[Candidate, Matched]], new: Candidate, matched: Matched) -> None:
-    """Add *new* to *found*, as alike to one that understands and lacks the same, if there is."""
+    """Add *new* to *found*, as alike to one that understands the same and lacks as much, if any.
+
+    They may call what lacks by different names: of what is there nothing tells them apart.
+    """
     for place, (old, other) in enumerate(found):
-        same = (old.unmatched, old.missing) == (new.unmatched, new.missing)
+        same = old.unmatched == new.unmatched and len(old.missing) == len(new.missing)
         if same and other.same_as(matched):
             alike = (*old.alike, new.layout, *new.alike)
             found[place] = (replace(old, alike=alike), other)

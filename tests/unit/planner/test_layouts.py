@@ -294,12 +294,12 @@ def test_an_absurd_layer_number_is_quick():
 
 
 def test_biases():
-    bias = {f"model.layers.{i}.self_attn.q_proj.bias": (H * E,) for i in range(N)}
+    bias = {f"model.layers.{i}.self_attn.o_proj.bias": (D,) for i in range(N)}
     same = map_tensors(family("llama3"), "hf", "hf", hf() | bias)
-    assert "model.layers.0.self_attn.q_proj.bias" in stored_shapes(same.tensors)
+    assert "model.layers.0.self_attn.o_proj.bias" in stored_shapes(same.tensors)
     with pytest.raises(MappingError, match="no place"):
         map_tensors(family("llama3"), "hf", "meta", hf() | bias, SIZES)
-    bias.pop("model.layers.1.self_attn.q_proj.bias")
+    bias.pop("model.layers.1.self_attn.o_proj.bias")
     with pytest.raises(RefusedError, match="lacks"):
         map_tensors(family("llama3"), "hf", "hf", hf() | bias)
 
