@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
 from ckptctl.errors import SHOWN, listed
-from ckptctl.storage.out_of_range import worst
+from ckptctl.storage.out_of_range import OutOfRange, worst
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -108,6 +108,12 @@ def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
             output.line(f"  and {len(names) - SHOWN:,} more")
 
 
+def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:
+    """Say what was published although it became infinite, NaN or saturated, if anything was."""
+    if found:
+        output.warning(f"published out of range: {worst(found)}")
+
+
 def print_result(output: Output, result: ConversionResult, dst: Path, published: Published) -> None:
     """Print what a conversion did; see :func:`print_plan`."""
     if output.mode == "json":
@@ -115,8 +121,7 @@ def print_result(output: Output, result: ConversionResult, dst: Path, published:
         return
     for note in result.notes:
         output.note(note)
-    if result.out_of_range:
-        output.warning(f"published out of range: {worst(result.out_of_range)}")
+    warn_out_of_range(output, result.out_of_range)
     if output.mode == "quiet":
         output.line(str(dst))
     elif output.mode == "plain":

@@ -9,6 +9,7 @@ import typer
 
 from ckptctl.cli import checks, completion
 from ckptctl.cli import options as opt
+from ckptctl.cli.conversions import warn_out_of_range
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
 from ckptctl.units import format_bytes
@@ -114,6 +115,7 @@ def extract(
     )
     for note in found.notes:
         output.note(note)
+    warn_out_of_range(output, found.out_of_range)
     _print(output, found)
     if not found.output and any(one.preview is None for one in found.tensors):
         output.note(f"values are shown of up to {FEW} tensors; these are {len(found.tensors):,}")

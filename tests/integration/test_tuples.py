@@ -31,7 +31,11 @@ STATE: dict[str, Any] = {
     "nested": (torch.ones(1), (torch.ones(2), [torch.ones(3), (torch.ones(4),)])),
     "list": [torch.ones(1), {"a": (torch.ones(5), torch.ones(6))}],
     "twelve": tuple(torch.full((1,), float(n)) for n in range(12)),
+    "states": ((torch.ones(1), torch.ones(2)), (torch.ones(3), torch.ones(4))),
+    "lists": [[torch.ones(1)], [[torch.ones(2)]], [(torch.ones(3),)]],
+    "within": ({"a": torch.ones(1), "b": 2}, {"c": [{"d": torch.ones(2)}]}),
     "plain": (1, "a"),
+    "groups": ([{"lr": 1.0, "betas": (0.9, 0.99)}], [[{"lr": 2.0}]]),
 }
 
 

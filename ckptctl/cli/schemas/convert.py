@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptctl.cli.schemas.out_of_range import OUT_OF_RANGE
 from ckptctl.cli.schemas.words import (
     array,
     boolean,
@@ -67,18 +68,6 @@ DOCUMENT = document(
         "seconds": number("time that copying and publishing took", optional=True),
         "resumed_bytes": integer("bytes that an earlier run had written", optional=True),
         "verified": boolean("whether the result was read again and found right", optional=True),
-        "out_of_range": mapping(
-            record(
-                {
-                    "infinite": integer("elements that became infinite"),
-                    "nan": integer("elements that became NaN"),
-                    "saturated": integer("elements that became the largest number of the dtype"),
-                }
-            ),
-            "what a cast, a dequantisation or a merge could not keep, and the source had "
-            "otherwise, by the name of the tensor in the output; on model-parallel ranks a "
-            "repeated tensor counts each time",
-            optional=True,
-        ),
+        "out_of_range": OUT_OF_RANGE,
     },
 )

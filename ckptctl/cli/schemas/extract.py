@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptctl.cli.schemas.out_of_range import OUT_OF_RANGE
 from ckptctl.cli.schemas.words import (
     array,
     document,
@@ -36,5 +37,6 @@ DOCUMENT = document(
         "bytes": integer("size of the file; 0: none was written"),
         "bytes_read": integer("bytes of elements that were read"),
         "notes": array(string(), "what the user should know"),
+        "out_of_range": OUT_OF_RANGE,
     },
 )

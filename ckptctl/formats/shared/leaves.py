@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from ckptctl.catalog import Blob, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import UnsupportedError
-from ckptctl.formats.shared.structure import flatten, join, position_in
+from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
-from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.zips.reader import StoredTensor
 
 
@@ -45,9 +44,6 @@ class Leaves:
                 raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
             if isinstance(leaf, StoredTensor):
                 self.tensors[name] = stored_entry(place, leaf, file)
-            elif isinstance(leaf, list | tuple) and any(map(is_stored, walk(leaf))):
-                for number, item in enumerate(leaf):
-                    self.add(item, (*place, position_in(leaf, number)), file, where)
             else:
                 self.blobs[name] = Blob(name, place, value=leaf)
 

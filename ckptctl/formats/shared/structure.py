@@ -1,8 +1,8 @@
 """Nested objects and their flat form: ``{"model": {"w": t}}`` and ``model.w``.
 
-The rules are those of ``torch.distributed.checkpoint._traverse``: dictionaries are always entered,
-lists when they hold tensors or dictionaries, tuples when they hold tensors, everything else is a
-leaf.
+Dictionaries are always entered; lists where tensors or dictionaries are in them, at any depth of
+lists and tuples; tuples where tensors are in them, at any depth; everything else is a leaf. Of
+dictionaries and lists that is what ``torch.distributed.checkpoint._traverse`` does.
 """
 
 from __future__ import annotations
@@ -24,27 +24,50 @@ def flatten(
         is_tensor: Tells tensors from other leaves.
         path: Where *root* lies.
     """
-    if isinstance(root, dict) and root and all(isinstance(key, str | int) for key in root):
-        for key, value in root.items():
-            yield from flatten(value, is_tensor, (*path, key))
-    elif isinstance(root, list | tuple) and _is_container(root, is_tensor):
-        for position, value in enumerate(root):
-            yield from flatten(value, is_tensor, (*path, position_in(root, position)))
-    else:
-        yield path, root
+    entered = _Entered(is_tensor)
+
+    def below(node: object, path: Path) -> Iterator[tuple[Path, object]]:
+        if isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
+            for key, value in node.items():
+                yield from below(value, (*path, key))
+        elif isinstance(node, list | tuple) and entered(node):
+            for position, value in enumerate(node):
+                yield from below(value, (*path, position_in(node, position)))
+        else:
+            yield path, node
+
+    yield from below(root, path)
+
+
+class _Entered:
+    """Tells the lists and tuples that are entered; looks at each once, as they all stay alive."""
+
+    def __init__(self, is_tensor: Callable[[object], bool]) -> None:
+        self._is_tensor = is_tensor
+        self._known: dict[int, tuple[bool, bool]] = {}
+
+    def __call__(self, node: list[object] | tuple[object, ...]) -> bool:
+        return self._look(node)[1]
+
+    def _look(self, node: object) -> tuple[bool, bool]:
+        """Return whether tensors are in *node*, and whether it is entered."""
+        if isinstance(node, dict):
+            return any(self._look(value)[0] for value in node.values()), True
+        if not isinstance(node, list | tuple):
+            return (self._is_tensor(node),) * 2
+        if id(node) not in self._known:
+            found = [self._look(value) for value in node]
+            holds = any(held for held, _ in found)
+            self._known[id(node)] = (
+                holds,
+                holds or (isinstance(node, list) and any(entered for _, entered in found)),
+            )
+        return self._known[id(node)]
 
 
 def position_in(container: object, position: int) -> Index:
     """Return a position in a list or a tuple as paths have it."""
     return TupleIndex(position) if isinstance(container, tuple) else Index(position)
-
-
-def _is_container(
-    node: list[object] | tuple[object, ...], is_tensor: Callable[[object], bool]
-) -> bool:
-    if isinstance(node, tuple):
-        return any(is_tensor(value) for value in node)
-    return any(is_tensor(value) or isinstance(value, dict) for value in node)
 
 
 def nest(leaves: Iterable[tuple[Path, object]]) -> object:

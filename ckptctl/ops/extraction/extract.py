@@ -76,9 +76,17 @@ def extract(
         return _shown(shown(path), reading, taken)
     target = require_destination(source, output, options.overwrite, OVERWRITABLE)
     plan = plan_file(reading, taken, target)
-    read = write_file(plan, target, options)
+    done = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
-    return Extraction(shown(path), str(output), found, plan.nbytes, read, mapping.notes)
+    return Extraction(
+        shown(path),
+        str(output),
+        found,
+        plan.nbytes,
+        done.bytes_read,
+        mapping.notes,
+        done.lost,
+    )
 
 
 def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:

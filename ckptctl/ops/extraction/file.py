@@ -14,7 +14,7 @@ from ckptctl.ops.loading.reading import Reading
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.publish import staging
 
@@ -56,8 +56,8 @@ def plan_file(reading: Reading, taken: Sequence[Taken], target: Path) -> Plan:
     )
 
 
-def write_file(plan: Plan, target: Path, options: ExtractOptions) -> int:
-    """Write and publish the file, whole or not at all; return the bytes that were read.
+def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
+    """Write and publish the file, whole or not at all.
 
     Raises:
         RefusedError: It exists, or does not fit on the disk; or elements do not fit into their
@@ -75,4 +75,4 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> int:
         if not options.allow_overflow:
             require_in_range(done.lost, "`--allow-overflow` writes them as they are")
         stage.publish()
-    return done.bytes_read
+    return done

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from ckptctl.storage.out_of_range import OutOfRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Extraction:
         nbytes: Size of the file; 0 without one.
         bytes_read: Bytes of elements that were read.
         notes: What the user should know.
+        out_of_range: What became infinite, NaN or saturated in the file, by tensor.
     """
 
     source: str
@@ -59,6 +63,7 @@ class Extraction:
     nbytes: int
     bytes_read: int
     notes: tuple[str, ...] = ()
+    out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
@@ -69,4 +74,5 @@ class Extraction:
             "bytes": self.nbytes,
             "bytes_read": self.bytes_read,
             "notes": list(self.notes),
+            "out_of_range": {name: asdict(lost) for name, lost in self.out_of_range.items()},
         }
