@@ -23,6 +23,7 @@ from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.stated import plain
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.local_files import leads_outside
 
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")
@@ -63,7 +64,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         for name in (
             *("LICENSE", "LICENCE", "License", "license", "MODEL_LICENSE", "COPYING", "NOTICE"),
             *("LICENSE-CODE", "LICENSE-MODEL", "LICENSE_CODE", "LICENSE_MODEL", "Notice"),
-            *("THIRD_PARTY_NOTICES", "USE_POLICY", "ACCEPTABLE_USE_POLICY"),
+            *("THIRD_PARTY_NOTICES", "USE_POLICY", "USAGE_POLICY", "ACCEPTABLE_USE_POLICY"),
         )
         for end in ("", ".txt", ".md", ".pdf")
     ),
@@ -73,6 +74,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
 """What the names of files of weights end in."""
 _INDEXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
 OF_NO_KIND, A_FOLDER, FOREIGN = "of no known kind", "a folder", "not in a model's own folder"
+OUTSIDE = "a link that leads out of the folder"
 _HOUSEKEEPING = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_")
 """What the names of hidden files begin with that programs keep beside weights."""
 SIDECAR = "ckptctl.run.json"
@@ -133,7 +135,7 @@ def beside(
     others: dict[str, str] = {}
     for name, item in _members(items, {name.partition("/")[0] for name in modules}):
         size = item.stat().st_size if item.is_file() else 0
-        why = FOREIGN if foreign else _stays(name, item, size, named)
+        why = FOREIGN if foreign else _stays(root, name, size, named)
         if why is None:
             assets[name] = size
         else:
@@ -182,7 +184,8 @@ def left_behind(others: Mapping[str, str]) -> Iterator[str]:
     told = {n: why for n, why in others.items() if why != FOREIGN or not n.endswith("/")}
     for why in dict.fromkeys(told.values()):
         names = [name for name, said in told.items() if said == why]
-        yield f"not carried along, {why}: {listed(names)}"
+        more = "" if why == OUTSIDE else "; `--carry GLOB` takes them"
+        yield f"not carried along, {why}: {listed(names)}{more}"
 
 
 def amended(params: Mapping[str, object], name: str, value: object) -> dict[str, object]:
@@ -211,11 +214,13 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
     return found
 
 
-def _stays(name: str, item: Path, size: int, named: Collection[str]) -> str | None:
-    """Return why something does not travel; None: it does."""
+def _stays(root: Path, name: str, size: int, named: Collection[str]) -> str | None:
+    """Return why something in *root* does not travel; None: it does."""
     if name.endswith("/"):
         return A_FOLDER
-    if not item.is_file() or not (kind_of(name) or name in named):
+    if leads_outside(root / name, root):
+        return OUTSIDE
+    if not (root / name).is_file() or not (kind_of(name) or name in named):
         return OF_NO_KIND
     return f"above {MAX_BYTES // 1_000_000} MB" if size > MAX_BYTES else None
 

@@ -55,22 +55,15 @@ class LocalFiles:
     def path(self, name: str) -> Path:
         """Return the path of *name* after checking that it stays inside the root.
 
-        Symbolic links may leave the root only the way the Hugging Face cache uses them: from
-        ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository, and on to
-        the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
-
         Raises:
             OutsideError: It leads elsewhere.
             UnsupportedError: It is not a regular file.
             SourceNotFoundError: There is no such file.
         """
         path = self.root / contained(name, str(self.root))
-        root = real_path(self.root)
-        real = real_path(path)
-        if not real.is_relative_to(root) and not _in_hub_blobs(root, real):
-            raise OutsideError(
-                f"`{name}` leads outside the checkpoint", where=str(path), why=f"it is {real}"
-            )
+        if leads_outside(path, self.root):
+            why = f"it is {real_path(path)}"
+            raise OutsideError(f"`{name}` leads outside the checkpoint", where=str(path), why=why)
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:
@@ -184,6 +177,17 @@ def hub_repository(root: Path) -> Path | None:
     """Return the repository in a Hugging Face cache whose snapshot *root* is, or lies in."""
     found = (parent.parent for parent in root.parents if parent.name == "snapshots")
     return next(found, None)
+
+
+def leads_outside(path: Path, root: Path) -> bool:
+    """Return whether links lead from *path* out of *root*.
+
+    They may leave it only the way the Hugging Face cache uses them: from
+    ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository, and on to
+    the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
+    """
+    root, real = real_path(root), real_path(path)
+    return not real.is_relative_to(root) and not _in_hub_blobs(root, real)
 
 
 def _in_hub_blobs(root: Path, real: Path) -> bool:

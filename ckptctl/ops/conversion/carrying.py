@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError, listed
+from ckptctl.storage.local_files import leads_outside
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Asse
 
 
 def _files(root: Path, names: Iterable[str]) -> Iterator[str]:
-    """Yield the files among *names*, and those in the folders among them."""
+    """Yield the files among *names*, and those in the folders among them, but no links outwards."""
     for name in names:
         item = root / name
-        if item.is_file():
-            yield name
-        elif name.endswith("/") and item.is_dir():
-            yield from (str(one.relative_to(root)) for one in item.rglob("*") if one.is_file())
+        found = item.rglob("*") if name.endswith("/") and item.is_dir() else (item,)
+        for one in found:
+            if one.is_file() and not leads_outside(one, root):
+                yield str(one.relative_to(root))
 
 
 def _matches(name: str, glob: str) -> bool:

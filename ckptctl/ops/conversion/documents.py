@@ -61,8 +61,7 @@ class Assets:
 
     def notes(self, target: WritableFormat) -> list[str]:
         """Return what the user should know of what *target* could carry and does not get."""
-        said = () if target.single_file else left_behind(self.others)
-        return [f"{note}; `--carry GLOB` takes them" for note in said]
+        return [] if target.single_file else [*left_behind(self.others)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,17 @@ def test_more_is_carried_by_name(folder: Path, tmp_path: Path) -> None:
         ckptctl.convert(one, tmp_path / "d.pt", to="torch", carry="notes.txt")
 
 
+def test_a_link_that_leads_out_of_the_folder_stays(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (folder / "NOTICE").symlink_to(tmp_path / "secret")
+    (folder / "linked.json").symlink_to("tokenizer.json")
+    done = ckptctl.convert(folder, tmp_path / "out", to="hf", carry="linked*")
+    assert outputs(tmp_path / "out") == {*CARRIED, "modules.json", "linked.json"}
+    assert "not carried along, a link that leads out of the folder: `NOTICE`" in done.plan.notes
+    with pytest.raises(UsageError, match="matches nothing"):
+        ckptctl.convert(folder, tmp_path / "two", to="hf", carry="NOTIC*")
+
+
 def test_nothing_carried_replaces_the_output(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"another model")
     with pytest.raises(RefusedError, match="would replace one of the output"):
