@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
+from ckptctl.errors import CkptError
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
@@ -40,6 +42,18 @@ def attach(catalog: Catalog) -> Catalog:
         return replace(catalog, notes=(*catalog.notes, note))
     tensors = {name: _checked(entry, described[name][2]) for name, entry in catalog.tensors.items()}
     return replace(catalog, tensors=tensors)
+
+
+def carried(root: Path) -> dict[str, int]:
+    """Return the files that travelled into *root* and are of no known kind, with their bytes."""
+    try:
+        with SourceFiles(root) as files:
+            content = read_json(files, MANIFEST)
+    except CkptError:
+        return {}
+    noted = content.get("carried") if isinstance(content, dict) else None
+    found = noted.items() if isinstance(noted, dict) else ()
+    return {str(name): size for name, size in found if isinstance(size, int)}
 
 
 def _described(

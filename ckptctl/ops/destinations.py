@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.assets import WEIGHTS, beside
+from ckptctl.formats.checksums import carried
 from ckptctl.storage import destinations
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.remote.urls import is_url
@@ -76,9 +77,10 @@ def replaceable(path: Path) -> bool:
     """Return whether *path* is a checkpoint and holds nothing else of its owner's.
 
     A directory must look like one of the formats, and hold its files, files of the kinds that
-    travel with a model, and what programs note of them, nothing else: a project with one stray
-    weight file in it is no checkpoint. A file must be named as checkpoints are, or be readable as
-    one: documents are zip files, too. Damaged ones may be replaced.
+    travel with a model, what its manifest says was carried along, and what programs note of them,
+    nothing else: a project with one stray weight file in it is no checkpoint. A file must be named
+    as checkpoints are, or be readable as one: documents are zip files, too. Damaged ones may be
+    replaced.
 
     Raises:
         RefusedError: It is one, and files lie in it that have no business in a checkpoint.
@@ -88,9 +90,11 @@ def replaceable(path: Path) -> bool:
     if not path.is_dir():
         return path.suffix in WEIGHTS or _readable(path)
     assets, others = _beside(path)
-    carried = {name.partition("/")[0] for name in assets}
-    if any(item.is_dir() and item.name not in carried for item in path.iterdir()):
+    ours = [name for name, size in carried(path).items() if _has(path / name, size)]
+    folders = {name.partition("/")[0] for name in (*assets, *ours)}
+    if any(item.is_dir() and item.name not in folders for item in path.iterdir()):
         return False
+    others = [name for name in _files(path, others) if name not in ours]
     if others:
         raise RefusedError(
             "the destination holds more than a checkpoint",
@@ -112,6 +116,19 @@ def _beside(path: Path) -> tuple[Collection[str], list[str]]:
         known = beside(path, documented=False)
         return known.assets, natural(known.others)
     return found.assets, natural(found.others)
+
+
+def _files(path: Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield *names*, and of folders among them what is in there."""
+    for name in names:
+        inside = (path / name).rglob("*") if name.endswith("/") else ()
+        yield from (str(item.relative_to(path)) for item in inside if not item.is_dir())
+        if not name.endswith("/"):
+            yield name
+
+
+def _has(file: Path, size: int) -> bool:
+    return not file.is_symlink() and file.is_file() and file.stat().st_size == size
 
 
 def _readable(path: Path) -> bool:

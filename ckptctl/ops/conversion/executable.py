@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, Computed, made_of
 from ckptctl.file_identity import FileIdentity
+from ckptctl.formats.assets import kind_of
 from ckptctl.formats.base import Output, OutputTensor
 from ckptctl.ops.conversion.digest import digest_of
 from ckptctl.ops.conversion.documents import Papers
@@ -66,7 +67,8 @@ def executable(
     contents = {**beside.contents, "__metadata__": repr(sorted(laid.metadata.items())).encode()}
     digest = digest_of(checksum, files, output.records, copies, raw, contents, computed, checks)
     if checksum and not laid.single_file:
-        head = {"source": provenance, "plan": digest}
+        carried = {file.path: file.size for file in beside.files if kind_of(file.path) is None}
+        head = {"source": provenance, "plan": digest, **({"carried": carried} if carried else {})}
         files = (*files, manifest(head, laid.tensors, output.boxes, output.records))
     return Plan(
         source_root=catalog.root,

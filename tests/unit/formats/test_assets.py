@@ -97,6 +97,18 @@ def test_nothing_carried_replaces_the_output(folder: Path, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+def test_what_was_carried_is_overwritten_until_it_changes(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ckptctl.convert(folder, out, to="dcp", carry="*")
+    ckptctl.convert(folder, out, to="hf", carry="*", overwrite=True)
+    with (out / "notes.txt").open("a") as notes:
+        notes.write("mine")
+    (out / "onnx" / "mine").write_text("mine")
+    with pytest.raises(RefusedError) as caught:
+        ckptctl.convert(folder, out, to="hf", overwrite=True)
+    assert caught.value.why == "`notes.txt`, `onnx/mine` would be lost"
+
+
 def test_code_travels_that_a_configuration_names(tmp_path: Path) -> None:
     named = {"AutoModel": "modeling_x.Model", "AutoConfig": "else/where--configuration_y.Config"}
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": named}))
