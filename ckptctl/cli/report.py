@@ -13,7 +13,7 @@ from ckptctl.cli import options as opt
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import counted
-from ckptctl.errors import DamagedError, UnsupportedError, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.ops.report.options import MAX_TENSORS
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ def report(
     else:
         _print(output, found)
     if not found.readable:
-        torn = found.verification.verdict == "torn"
-        raise typer.Exit((DamagedError if torn else UnsupportedError).exit_code)
+        raise typer.Exit(found.verification.exit_code)
     if found.error:
         raise typer.Exit(found.error.exit_code)
 

@@ -16,7 +16,6 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
-from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def verify(
     if ranks.rank == 0:
         _print(output, found)
     if not found.whole:
-        raise typer.Exit((DamagedError if found.errors else UnsupportedError).exit_code)
+        raise typer.Exit(found.exit_code)
 
 
 def _print(output: Output, found: Verification) -> None:

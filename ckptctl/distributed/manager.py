@@ -29,7 +29,8 @@ from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.retention.safety import parse_best
 from ckptctl.ops.runs.entries import entries, is_run
-from ckptctl.ops.runs.listing import Checkpoint, examine, newest
+from ckptctl.ops.runs.listing import Checkpoint, examine
+from ckptctl.ops.runs.newest import newest
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.remote.urls import local_path

@@ -14,7 +14,7 @@ import ckptctl
 from ckptctl.errors import CkptError, MappingError, RefusedError
 from ckptctl.families import families
 from ckptctl.ops.recognition.agreement import Description, agree
-from ckptctl.planner.configs.agreement import IGNORED, NOTED
+from ckptctl.planner.configs.compared_keys import IGNORED, NOTED
 from ckptctl.planner.configs.config_to_params import config_to_params
 from ckptctl.planner.configs.feed_forward import PARAMS as FORMULA
 from ckptctl.planner.configs.feed_forward import ffn_of

@@ -23,6 +23,7 @@ import torch
 import ckptctl
 from ckptctl.errors import CkptError
 from ckptctl.ops.runs import listing as runs
+from ckptctl.ops.runs.newest import newest
 from ckptctl.storage.remote import mounts, workroom
 from ckptctl.storage.remote.path import path_of
 from tests import s3_server
@@ -109,7 +110,7 @@ def _is_complete_for_readers(url: str) -> list[bool]:
     mounts.drop(url.rpartition("/")[0])
     said = []
     run = (
-        lambda: str(runs.newest_complete(path_of(url.rpartition("/")[0]))[0].entry.path) == url,
+        lambda: str(newest(path_of(url.rpartition("/")[0])).chosen.entry.path) == url,
         lambda: runs.read_run(path_of(url.rpartition("/")[0])).checkpoints[0].complete,
     )
     for read in (

@@ -29,6 +29,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.ops.runs import listing as runs
+from ckptctl.ops.runs.newest import newest
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.remote import outbox, retries
 from ckptctl.storage.remote import store as remote_store
@@ -230,8 +231,9 @@ def test_runs(tmp_path: Path) -> None:
     root = ckptctl.storage.remote.path.named(f"memory://{tmp_path.name}")
     found = runs.read_run(root)
     assert [one.entry.path.name for one in found.checkpoints] == ["step-9", "step-10", "step-11"]
-    newest, skipped = runs.newest_complete(root)
-    assert str(newest.entry.path) == f"memory://{tmp_path.name}/step-10" and len(skipped) == 1
+    seen = newest(root)
+    assert str(seen.chosen.entry.path) == f"memory://{tmp_path.name}/step-10"
+    assert len(seen.skipped) == 1
     inspection = ckptctl.inspect(f"memory://{tmp_path.name}")
     assert inspection.checkpoints[0].path == f"memory://{tmp_path.name}/step-9"
 
@@ -572,4 +574,4 @@ def test_a_place_that_does_not_answer_is_not_a_damaged_checkpoint(
         if shard == "ckpt":
             ckptctl.verify(tiny)
         else:
-            runs.newest_complete(url)  # type: ignore[arg-type]
+            newest(url)  # type: ignore[arg-type]

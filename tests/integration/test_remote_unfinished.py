@@ -14,6 +14,7 @@ import pytest
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.ops.runs import listing as runs
+from ckptctl.ops.runs.newest import newest
 from ckptctl.storage import processes
 from ckptctl.storage.remote.path import path_of
 from ckptctl.storage.remote.writing import NAME, Writing
@@ -63,10 +64,10 @@ def test_one_that_is_being_written(root: str) -> None:
     url = _upload(root, "step-2", WRITING, INDEX)
     _require_not_read(url, "it is being written")
     assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
-    chosen, newer = runs.newest_complete(path_of(root))
-    assert chosen.entry.path.name == "step-1"
-    assert [one.candidate.state for one in newer] == ["writing"]
-    assert "it is being written (by process 77" in newer[0].candidate.problem
+    seen = newest(path_of(root))
+    assert seen.chosen.entry.path.name == "step-1"
+    assert [one.candidate.state for one in seen.skipped] == ["writing"]
+    assert "it is being written (by process 77" in seen.skipped[0].candidate.problem
     listed = runs.read_run(path_of(root)).checkpoints
     assert [one.complete for one in listed] == [True, False] and listed[1].format == "hf"
 
@@ -75,7 +76,7 @@ def test_one_that_was_interrupted(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
     _require_not_read(url, "its upload did not finish")
     with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
-        runs.newest_complete(path_of(root))
+        newest(path_of(root))
     later = runs.read_run(path_of(root), now=time.time() + 10_000).checkpoints
     assert [one.candidate.state for one in later] == ["incomplete"]
     MEMORY.rm_file(f"{_place(url)}/{NAME}")
@@ -102,7 +103,7 @@ def test_a_lock_that_was_left_beside_all_of_it(root: str) -> None:
     """The run was killed after the last file, or before it replaced the first."""
     url = _upload(root, "step-2", replace(WRITING, process=None))
     assert ckptctl.verify(url, level="full").findings == ()
-    assert runs.newest_complete(path_of(root))[0].complete
+    assert newest(path_of(root)).chosen.complete
 
 
 def test_silence(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from ckptctl import dtypes, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import UsageError
 from ckptctl.ops.conversion.documents import gather, unquantised
-from ckptctl.ops.conversion.output_tensors import in_checkpoint
+from ckptctl.ops.conversion.output_tensors import cast_to, in_checkpoint
 from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.extraction.file import plan_file, write_file
 from ckptctl.ops.extraction.options import ExtractOptions, Taken
@@ -127,7 +127,7 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
         for view in one.targets
     }
     return [
-        Taken(key, _cast(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
+        Taken(key, cast_to(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
         for key in _matching(mapping, shapes, name, options)
     ]
 
@@ -153,10 +153,6 @@ def _short(taken: Sequence[Taken]) -> Iterator[str]:
             f" whose dimension {dim} has {first.whole[dim]:,}"
             + (f"; so it is with {len(short) - 1:,} more" if short[1:] else "")
         )
-
-
-def _cast(dtype: str, wanted: str | None) -> str:
-    return wanted if wanted and dtypes.BY_NAME[dtype].floating else dtype
 
 
 def _matching(

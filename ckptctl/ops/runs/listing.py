@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.errors import SourceNotFoundError, UnsupportedError, command, listed
-from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.completeness import Company, Health, health
 from ckptctl.ops.runs.entries import Entry, entries
-from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.pointers import Members, Pins, metrics, pins
 from ckptctl.ops.runs.run_record import lineage_of
 from ckptctl.planner.branches import Lineage, left_behind
-from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, State, earlier, ordered
+from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, State, ordered
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.remote.path import path_of
@@ -28,7 +25,6 @@ from ckptctl.storage.remote.path import path_of
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
 
-LIGHTNING = ".ckpt"
 LATEST = 253_402_300_799.0
 
 
@@ -108,23 +104,6 @@ class Run:
         return frozenset(one.name for one in found.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Newest:
-    """The newest complete checkpoint of a run, and what else might have been.
-
-    Attributes:
-        chosen: The checkpoint.
-        skipped: Those that are newer and not complete.
-        others: The newest complete ones of other series, among which it was chosen.
-        doubts: Where the highest step is not the last save: both, and which of them was chosen.
-    """
-
-    chosen: Checkpoint
-    skipped: tuple[Checkpoint, ...] = ()
-    others: tuple[Checkpoint, ...] = ()
-    doubts: tuple[str, ...] = ()
-
-
 def rfc3339(seconds: float) -> str:
     """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
     return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
@@ -149,163 +128,23 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
     """
     now, root = clock.time() if now is None else now, path_of(root)
     found = [one for one in entries(root) if series in (None, one.named.series)]
-    company = _company(found)
-    examined = [_accompanied(examine(one, now), company) for one in found]
+    company = company_of(found)
+    examined = [accompanied(examine(one, now), company) for one in found]
     pinned = pins(members(root, examined))
     known = {one.path.name for one in found}
     others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
-    left = _left(found)
+    left = left_in(found)
     checkpoints = _by_order([_protected(one, pinned, left) for one in examined])
     return Run(root, checkpoints, tuple(name for name in others if not name.startswith(".")))
 
 
-def newest_complete(root: Path, now: float | None = None) -> tuple[Checkpoint, list[Checkpoint]]:
-    """Return the newest complete checkpoint, and the newer ones that are not.
-
-    Raises:
-        SourceNotFoundError: There is none.
-        UnsupportedError: A newer one is not understood: it may be whole.
-        FormatError: See :func:`read_run`.
-    """
-    found = newest(root, now)
-    return found.chosen, list(found.skipped)
-
-
-def newest(root: Path, now: float | None = None) -> Newest:
-    """Return the newest complete checkpoint of a run.
-
-    Of a run that went on from an earlier checkpoint what it left behind does not count, as long as
-    there is another. Of several series the one that was written last counts; what Lightning saves
-    last is compared with its numbered ones by the step, and named where none of them has it. Older
-    checkpoints are not looked at, but for what was saved later than a higher step.
-
-    Raises:
-        SourceNotFoundError: There is none.
-        UnsupportedError: A newer one is not understood: it may be whole.
-        FormatError: See :func:`read_run`.
-    """
-    now, root = clock.time() if now is None else now, path_of(root)
-    skipped: list[Checkpoint] = []
-    found: list[Checkpoint] = []
-    waiting = sorted(entries(root), key=lambda one: (one.named.order, one.time), reverse=True)
-    company, left = _company(waiting), _left(waiting)
-    for one in sorted(waiting, key=lambda one: one.path.name in left):
-        if any(one.named.series == other.entry.named.series for other in found):
-            continue
-        seen = _accompanied(examine(one, now), company)
-        (found if seen.complete else skipped).append(seen)
-    if not found:
-        _require_understood(skipped)
-        raise _none_complete(root, skipped)
-    furthest = _furthest(found)
-    chosen = max(furthest, key=lambda one: one.entry.time)
-    skipped = [one for one in skipped if _newer(one, chosen)]
-    _require_understood(skipped, chosen)
-    others = (one for one in found if one in furthest or _written_later(one, chosen))
-    return Newest(
-        chosen,
-        tuple(skipped),
-        tuple(one for one in others if one is not chosen and not _same(one, chosen)),
-        tuple(_doubts(chosen, waiting, left, now)),
-    )
-
-
-def _left(found: Sequence[Entry]) -> dict[str, int]:
+def left_in(found: Sequence[Entry]) -> dict[str, int]:
     """Return for what a run left behind the step from which it went on instead."""
     series: dict[str, dict[str, Lineage]] = {}
     for one in found:
         if not one.link:
             series.setdefault(one.named.series, {})[one.path.name] = lineage_of(one.path)
     return {name: step for some in series.values() for name, step in left_behind(some).items()}
-
-
-def _doubts(
-    chosen: Checkpoint, entries: Sequence[Entry], left: Mapping[str, int], now: float
-) -> Iterator[str]:
-    """Yield why one might think that another checkpoint than *chosen* is the newest."""
-    own = [one for one in entries if one.named.series == chosen.candidate.series and not one.exempt]
-    name, order = chosen.candidate.name, chosen.entry.named.order
-    higher = [one.path.name for one in own if one.path.name in left and one.named.order > order]
-    if higher and name not in left:
-        yield (
-            f"{listed(higher)} has a higher step than `{name}` and is left out: the run went on "
-            f"from step {left[higher[0]]}, and `{name}` was saved after that"
-        )
-    lower = (one for one in own if one.named.order < order and one.path.name not in left)
-    seen = (examine(one, now) for one in lower if _may_be_later(one, chosen))
-    later = [one for one in seen if one.complete and earlier(chosen.candidate, one.candidate)]
-    if later:
-        last = max(later, key=lambda one: (one.candidate.lineage.save, one.entry.time))
-        times = rfc3339(chosen.entry.time), rfc3339(last.entry.time)
-        yield (
-            f"`{name}` has the highest step, and `{last.candidate.name}` was saved later "
-            f"({times[0]} and {times[1]}): are these two runs in one folder?"
-        )
-
-
-def _may_be_later(entry: Entry, chosen: Checkpoint) -> bool:
-    own, other = lineage_of(entry.path).save, chosen.candidate.lineage.save
-    return own > other if own and other else entry.time > chosen.entry.time
-
-
-def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
-    """Leave out what Lightning saved last, or the numbered ones that are not as far as that."""
-    last = next((one for one in found if is_last(one.candidate.name)), None)
-    numbered = [one for one in found if one is not last and one.entry.path.suffix == LIGHTNING]
-    if last is None or not numbered:
-        return found
-    step = last.candidate.step
-    behind = [one for one in numbered if _saved_at(one) < step]
-    return [one for one in found if one not in (behind if behind == numbered else [last])]
-
-
-def _saved_at(one: Checkpoint) -> int:
-    """Return the step at which it was saved, which a name with an epoch alone does not tell."""
-    stated = stated_step(one.entry.path)
-    return one.candidate.step if stated is None else stated
-
-
-def _same(one: Checkpoint, chosen: Checkpoint) -> bool:
-    """Return whether it is what Lightning saved last, under its other name."""
-    return is_last(one.candidate.name) and _saved_at(one) == _saved_at(chosen)
-
-
-def _newer(one: Checkpoint, chosen: Checkpoint) -> bool:
-    return one.candidate.series == chosen.candidate.series or _written_later(one, chosen)
-
-
-def _written_later(one: Checkpoint, chosen: Checkpoint) -> bool:
-    return one.entry.time > chosen.entry.time
-
-
-def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
-    """Refuse to pass over what may be whole.
-
-    Args:
-        newer: Those that are newer than *chosen* and not complete.
-        chosen: The newest complete one; None: there is none.
-    """
-    found = next((one for one in newer if one.candidate.state == NOT_UNDERSTOOD), None)
-    if found:
-        name = f", or name `{chosen.entry.path}`, the newest complete one" if chosen else ""
-        raise UnsupportedError(
-            "the newest checkpoint is not understood",
-            where=str(found.entry.path),
-            why=found.candidate.problem,
-            hint=f"move it away if it is none{name}; {command('ls', found.entry.path.parent)} "
-            "lists what is there",
-        )
-
-
-def _none_complete(root: Path, skipped: Sequence[Checkpoint]) -> SourceNotFoundError:
-    newest = max(skipped, key=lambda one: one.entry.time)
-    more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
-    return SourceNotFoundError(
-        "no checkpoint here is complete",
-        where=str(root),
-        why=f"{newest.candidate.name}: {newest.candidate.problem}{more}",
-        hint=f"{command('verify', newest.entry.path)} says what it lacks",
-    )
 
 
 def members(root: Path, found: Iterable[Checkpoint]) -> Members:
@@ -367,13 +206,13 @@ def _holder(entry: Entry) -> str | None:
     return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None
 
 
-def _company(found: Sequence[Entry]) -> Company:
+def company_of(found: Sequence[Entry]) -> Company:
     """Return what most checkpoints have: links do not count, nor what Lightning saves last."""
     own = (one for one in found if not one.staging and not one.exempt)
     return Company({one.path: one.named.series for one in own})
 
 
-def _accompanied(found: Checkpoint, company: Company) -> Checkpoint:
+def accompanied(found: Checkpoint, company: Company) -> Checkpoint:
     """Note of a complete one which file it lacks that the others of its series have."""
     if not found.complete:
         return found

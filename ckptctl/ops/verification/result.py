@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptctl.catalog import Finding, Severity
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.findings import of_error as of_error
 
 Level = Literal["fast", "headers", "full"]
@@ -61,6 +62,15 @@ class Verification:
     def whole(self) -> bool:
         """Return whether all that was looked at is understood and right; warnings do not count."""
         return self.verdict == "whole"
+
+    @property
+    def exit_code(self) -> int:
+        """Return what a command ends with that has nothing else to say of the checkpoint."""
+        return {
+            "whole": 0,
+            "torn": DamagedError.exit_code,
+            "not understood": UnsupportedError.exit_code,
+        }[self.verdict]
 
     @property
     def errors(self) -> tuple[Finding, ...]:

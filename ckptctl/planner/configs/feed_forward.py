@@ -13,10 +13,20 @@ _FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
 
 
 def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Return the feed-forward size that Meta's formula gives."""
-    hidden = int(2 * (4 * dim) / 3)
-    if multiplier is not None:
-        hidden = int(multiplier * hidden)
+    """Return the feed-forward size that Meta's formula gives.
+
+    Raises:
+        MappingError: It is larger than a float can be.
+    """
+    try:
+        hidden = int(2 * (4 * dim) / 3)
+        if multiplier is not None:
+            hidden = int(multiplier * hidden)
+    except OverflowError as error:
+        raise MappingError(
+            "the feed-forward size is larger than a float can be",
+            why=f"`ffn_dim_multiplier` is {multiplier!r}",
+        ) from error
     return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
 
 

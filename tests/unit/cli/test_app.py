@@ -148,7 +148,9 @@ def test_usage_error_in_json(run, args):
     [k for k in vars(errors).values() if isinstance(k, type) and k.__module__ == errors.__name__],
 )
 def test_exit_code_of_every_error(run, monkeypatch, kind):
-    failing(monkeypatch, kind("something"))
+    error = kind.__new__(kind)
+    errors.CkptError.__init__(error, "something")
+    failing(monkeypatch, error)
     assert run("inspect", "x").exit_code == kind.exit_code
 
 

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ckptctl.errors import RefusedError
 from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.runs import links, trainer_state
-from ckptctl.ops.runs.listing import newest_complete, read_run
+from ckptctl.ops.runs.listing import read_run
+from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.pointers import metrics, protections
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
@@ -323,7 +324,7 @@ def test_folders_that_nest_deeply(run: Path, depth: int) -> None:
     nest(run / "step-1", depth)
     nest(run, depth)
     os.utime(run / "step-1", (START, START))
-    assert newest_complete(run)[0].candidate.name == "step-4"
+    assert newest(run).chosen.candidate.name == "step-4"
     assert len(read_run(run).checkpoints) == 4
     assert run_prune(plan_prune(run, LAST, now=START * 2)).done == ("step-1", "step-2", "step-3")
     assert sorted(item.name for item in run.iterdir()) == ["deep", "step-4"]

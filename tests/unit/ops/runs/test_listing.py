@@ -16,7 +16,8 @@ from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError
 from ckptctl.ops.retention.prune import plan_prune
 from ckptctl.ops.runs import completeness as run_completeness
 from ckptctl.ops.runs.callbacks import stated_step
-from ckptctl.ops.runs.listing import newest, newest_complete, read_run
+from ckptctl.ops.runs.listing import read_run
+from ckptctl.ops.runs.newest import newest
 from ckptctl.planner.retention import Policy
 from tests.runs import START, age, save_step, tear
 
@@ -37,7 +38,7 @@ def test_by_step_not_by_text(tmp_path):
     for step in (10, 9, 100, 1):
         save_step(tmp_path / f"step-{step}")
     assert list(states(tmp_path)) == ["step-1", "step-9", "step-10", "step-100"]
-    assert newest_complete(tmp_path)[0].entry.path.name == "step-100"
+    assert newest(tmp_path).chosen.entry.path.name == "step-100"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +121,9 @@ def test_what_lacks_a_file_of_the_others_is_complete_and_said_to_lack_it(tmp_pat
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
             age(tmp_path / f"checkpoint-{step}", START + 60 * step)
     assert states(tmp_path)["checkpoint-3"] == "complete"
-    found, skipped = newest_complete(tmp_path)
-    assert (found.entry.path.name, skipped) == ("checkpoint-3", [])
+    seen = newest(tmp_path)
+    found, skipped = seen.chosen, seen.skipped
+    assert (found.entry.path.name, skipped) == ("checkpoint-3", ())
     assert found.candidate.lacks == "trainer_state.json"
     plan = plan_prune(tmp_path, Policy(last=1, incomplete=True))
     assert {one.name: one.action for one in plan.verdicts} == {
@@ -137,7 +139,7 @@ def test_accelerates_last_file_too(tmp_path):
         if step != 3:
             (path / "random_states_0.pkl").write_bytes(b"x")
             age(path, START + 60 * step)
-    assert newest_complete(tmp_path)[0].candidate.lacks == "random_states_0.pkl"
+    assert newest(tmp_path).chosen.candidate.lacks == "random_states_0.pkl"
 
 
 def test_work_grows_with_the_run_and_not_with_its_square(tmp_path, monkeypatch):
@@ -219,7 +221,7 @@ def test_what_cannot_be_read_is_not_understood(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_file", refuse(is_file))
     assert states(tmp_path) == {"step-1": "complete", "step-2": "not understood"}
     with pytest.raises(UnsupportedError) as caught:
-        newest_complete(tmp_path)
+        newest(tmp_path)
     assert caught.value.where == str(tmp_path / "step-2")
     assert "EACCES" in caught.value.why
     assert f"`{tmp_path / 'step-1'}`, the newest complete one" in caught.value.hint
@@ -348,7 +350,8 @@ def test_the_newest_complete_one(tmp_path):
     for step in (1, 2, 3):
         save_step(tmp_path / f"step-{step}", files=2)
     sorted((tmp_path / "step-3").glob("*.safetensors"))[1].unlink()
-    found, skipped = newest_complete(tmp_path)
+    seen = newest(tmp_path)
+    found, skipped = seen.chosen, seen.skipped
     assert found.entry.path == tmp_path / "step-2"
     assert [one.candidate.name for one in skipped] == ["step-3"]
 
@@ -356,13 +359,13 @@ def test_the_newest_complete_one(tmp_path):
 def test_of_two_series_the_one_that_was_written_last(tmp_path):
     save_step(tmp_path / "epoch_1", START + 99_999)
     save_step(tmp_path / "step-500")
-    assert newest_complete(tmp_path)[0].entry.path.name == "epoch_1"
+    assert newest(tmp_path).chosen.entry.path.name == "epoch_1"
 
 
 def test_none_is_complete(tmp_path):
     tear(save_step(tmp_path / "step-1"))
     with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete") as caught:
-        newest_complete(tmp_path)
+        newest(tmp_path)
     assert "step-1" in caught.value.why
 
 
@@ -370,7 +373,7 @@ def test_why_the_newest_is_not_complete(tmp_path):
     for step in (1, 2):
         tear(save_step(tmp_path / "a run" / f"step-{step}"))
     with pytest.raises(SourceNotFoundError) as caught:
-        newest_complete(tmp_path / "a run")
+        newest(tmp_path / "a run")
     assert caught.value.why.startswith("step-2: ") and caught.value.why.endswith("(and 1 more)")
     assert caught.value.hint.startswith(f"`ckptctl verify '{tmp_path}/a run/step-2'`")
 
@@ -388,7 +391,7 @@ def test_links_are_listed_and_may_be_the_newest(tmp_path):
     assert (link.to_json()["link"], link.protection) == ("../other/step-300", ("a symbolic link",))
     assert read_run(root).others == ("step-400", "step-500")
     assert read_run(root).newest == {"step-100"}
-    assert newest_complete(root)[0].entry.path == root / "step-300"
+    assert newest(root).chosen.entry.path == root / "step-300"
 
 
 def test_a_link_to_what_lacks_a_file_of_the_others(tmp_path):
@@ -397,7 +400,7 @@ def test_a_link_to_what_lacks_a_file_of_the_others(tmp_path):
         (save_step(root / f"checkpoint-{step}") / "trainer_state.json").write_text("{}")
     save_step(tmp_path / "checkpoint-3")
     (root / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
-    assert newest_complete(root)[0].candidate.lacks == "trainer_state.json"
+    assert newest(root).chosen.candidate.lacks == "trainer_state.json"
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "last-v1.ckpt"])
@@ -423,10 +426,10 @@ def test_the_numbered_name_of_what_lightning_saved_last(tmp_path, numbered):
 
 def test_what_lightning_saved_last_alone(tmp_path):
     lightning(tmp_path / "last.ckpt", 5, "", None, None)
-    assert newest_complete(tmp_path)[0].entry.path.name == "last.ckpt"
+    assert newest(tmp_path).chosen.entry.path.name == "last.ckpt"
     (tmp_path / "last.ckpt").write_bytes(b"torn")
     with pytest.raises(FormatError) as caught:
-        newest_complete(tmp_path)
+        newest(tmp_path)
     assert "`last.ckpt` does not say at which step" in caught.value.why
 
 
@@ -511,17 +514,17 @@ def test_what_is_not_understood_is_not_passed_over_as_if_it_were_being_written(t
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
     assert [*states(tmp_path).values()] == ["complete", "not understood"]
     with pytest.raises(UnsupportedError, match="newest checkpoint is not understood"):
-        newest_complete(tmp_path)
+        newest(tmp_path)
     (tmp_path / "epoch=0-step=1.ckpt").unlink()
     with pytest.raises(UnsupportedError, match="newest checkpoint is not understood"):
-        newest_complete(tmp_path)
+        newest(tmp_path)
 
 
 def test_older_ones_that_are_not_understood_do_not_matter(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, Own()), (2, 3)):
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
-    assert newest_complete(tmp_path)[0].entry.path.name == "epoch=0-step=2.ckpt"
+    assert newest(tmp_path).chosen.entry.path.name == "epoch=0-step=2.ckpt"
 
 
 def test_a_trainer_may_have_begun_with_what_is_not_recognised_yet(tmp_path):
@@ -529,8 +532,8 @@ def test_a_trainer_may_have_begun_with_what_is_not_recognised_yet(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "config.json").write_text("{}")
     assert states(tmp_path)["checkpoint-2"] == "writing"
-    assert newest_complete(tmp_path)[0].entry.path.name == "checkpoint-1"
+    assert newest(tmp_path).chosen.entry.path.name == "checkpoint-1"
     age(tmp_path / "checkpoint-2", START + 120)
     assert states(tmp_path)["checkpoint-2"] == "not understood"
     with pytest.raises(UnsupportedError):
-        newest_complete(tmp_path)
+        newest(tmp_path)

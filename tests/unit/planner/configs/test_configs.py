@@ -2,7 +2,7 @@ import contextlib
 import copy
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptctl.errors import MappingError
@@ -309,6 +309,7 @@ def only_mapping_errors(call, *arguments):
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES | NESTED, max_size=3))
+@example({"ffn_dim_multiplier": 1e308})
 def test_nonsense_is_a_mapping_error(change):
     llama, sizes = family("llama3"), {"v": 96, "f": 96}
     for file in (change, CONFIG | change, L31_8B | change):

@@ -1,0 +1,171 @@
+"""Which checkpoint of a run is the newest complete one, and why it is not another."""
+
+from __future__ import annotations
+
+import time as clock
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl.errors import SourceNotFoundError, UnsupportedError, command, listed
+from ckptctl.ops.runs.callbacks import stated_step
+from ckptctl.ops.runs.entries import Entry, entries
+from ckptctl.ops.runs.listing import (
+    Checkpoint,
+    accompanied,
+    company_of,
+    examine,
+    left_in,
+    rfc3339,
+)
+from ckptctl.ops.runs.names import is_last
+from ckptctl.ops.runs.run_record import lineage_of
+from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier
+from ckptctl.storage.remote.path import path_of
+
+LIGHTNING = ".ckpt"
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest complete checkpoint of a run, and what else might have been.
+
+    Attributes:
+        chosen: The checkpoint.
+        skipped: Those that are newer and not complete.
+        others: The newest complete ones of other series, among which it was chosen.
+        doubts: Where the highest step is not the last save: both, and which of them was chosen.
+    """
+
+    chosen: Checkpoint
+    skipped: tuple[Checkpoint, ...] = ()
+    others: tuple[Checkpoint, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+
+def newest(root: Path, now: float | None = None) -> Newest:
+    """Return the newest complete checkpoint of a run.
+
+    Of a run that went on from an earlier checkpoint what it left behind does not count, as long as
+    there is another. Of several series the one that was written last counts; what Lightning saves
+    last is compared with its numbered ones by the step, and named where none of them has it. Older
+    checkpoints are not looked at, but for what was saved later than a higher step.
+
+    Raises:
+        SourceNotFoundError: There is none.
+        UnsupportedError: A newer one is not understood: it may be whole.
+        FormatError: No entry is named as checkpoints of a run are.
+    """
+    now, root = clock.time() if now is None else now, path_of(root)
+    skipped: list[Checkpoint] = []
+    found: list[Checkpoint] = []
+    waiting = sorted(entries(root), key=lambda one: (one.named.order, one.time), reverse=True)
+    company, left = company_of(waiting), left_in(waiting)
+    for one in sorted(waiting, key=lambda one: one.path.name in left):
+        if any(one.named.series == other.entry.named.series for other in found):
+            continue
+        seen = accompanied(examine(one, now), company)
+        (found if seen.complete else skipped).append(seen)
+    if not found:
+        _require_understood(skipped)
+        raise _none_complete(root, skipped)
+    furthest = _furthest(found)
+    chosen = max(furthest, key=lambda one: one.entry.time)
+    skipped = [one for one in skipped if _newer(one, chosen)]
+    _require_understood(skipped, chosen)
+    others = (one for one in found if one in furthest or _written_later(one, chosen))
+    return Newest(
+        chosen,
+        tuple(skipped),
+        tuple(one for one in others if one is not chosen and not _same(one, chosen)),
+        tuple(_doubts(chosen, waiting, left, now)),
+    )
+
+
+def _doubts(
+    chosen: Checkpoint, entries: Sequence[Entry], left: Mapping[str, int], now: float
+) -> Iterator[str]:
+    """Yield why one might think that another checkpoint than *chosen* is the newest."""
+    own = [one for one in entries if one.named.series == chosen.candidate.series and not one.exempt]
+    name, order = chosen.candidate.name, chosen.entry.named.order
+    higher = [one.path.name for one in own if one.path.name in left and one.named.order > order]
+    if higher and name not in left:
+        yield (
+            f"{listed(higher)} has a higher step than `{name}` and is left out: the run went on "
+            f"from step {left[higher[0]]}, and `{name}` was saved after that"
+        )
+    lower = (one for one in own if one.named.order < order and one.path.name not in left)
+    seen = (examine(one, now) for one in lower if _may_be_later(one, chosen))
+    later = [one for one in seen if one.complete and earlier(chosen.candidate, one.candidate)]
+    if later:
+        last = max(later, key=lambda one: (one.candidate.lineage.save, one.entry.time))
+        times = rfc3339(chosen.entry.time), rfc3339(last.entry.time)
+        yield (
+            f"`{name}` has the highest step, and `{last.candidate.name}` was saved later "
+            f"({times[0]} and {times[1]}): are these two runs in one folder?"
+        )
+
+
+def _may_be_later(entry: Entry, chosen: Checkpoint) -> bool:
+    own, other = lineage_of(entry.path).save, chosen.candidate.lineage.save
+    return own > other if own and other else entry.time > chosen.entry.time
+
+
+def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+    """Leave out what Lightning saved last, or the numbered ones that are not as far as that."""
+    last = next((one for one in found if is_last(one.candidate.name)), None)
+    numbered = [one for one in found if one is not last and one.entry.path.suffix == LIGHTNING]
+    if last is None or not numbered:
+        return found
+    step = last.candidate.step
+    behind = [one for one in numbered if _saved_at(one) < step]
+    return [one for one in found if one not in (behind if behind == numbered else [last])]
+
+
+def _saved_at(one: Checkpoint) -> int:
+    """Return the step at which it was saved, which a name with an epoch alone does not tell."""
+    stated = stated_step(one.entry.path)
+    return one.candidate.step if stated is None else stated
+
+
+def _same(one: Checkpoint, chosen: Checkpoint) -> bool:
+    """Return whether it is what Lightning saved last, under its other name."""
+    return is_last(one.candidate.name) and _saved_at(one) == _saved_at(chosen)
+
+
+def _newer(one: Checkpoint, chosen: Checkpoint) -> bool:
+    return one.candidate.series == chosen.candidate.series or _written_later(one, chosen)
+
+
+def _written_later(one: Checkpoint, chosen: Checkpoint) -> bool:
+    return one.entry.time > chosen.entry.time
+
+
+def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
+    """Refuse to pass over what may be whole.
+
+    Args:
+        newer: Those that are newer than *chosen* and not complete.
+        chosen: The newest complete one; None: there is none.
+    """
+    found = next((one for one in newer if one.candidate.state == NOT_UNDERSTOOD), None)
+    if found:
+        name = f", or name `{chosen.entry.path}`, the newest complete one" if chosen else ""
+        raise UnsupportedError(
+            "the newest checkpoint is not understood",
+            where=str(found.entry.path),
+            why=found.candidate.problem,
+            hint=f"move it away if it is none{name}; {command('ls', found.entry.path.parent)} "
+            "lists what is there",
+        )
+
+
+def _none_complete(root: Path, skipped: Sequence[Checkpoint]) -> SourceNotFoundError:
+    newest = max(skipped, key=lambda one: one.entry.time)
+    more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
+    return SourceNotFoundError(
+        "no checkpoint here is complete",
+        where=str(root),
+        why=f"{newest.candidate.name}: {newest.candidate.problem}{more}",
+        hint=f"{command('verify', newest.entry.path)} says what it lacks",
+    )
