@@ -276,7 +276,7 @@ def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
         assert ckptctl.inspect(source).lacks == lacks
 
 
-def test_what_lacks_has_two_names(tmp_path: Path) -> None:
+def test_what_lacks_has_two_names(tmp_path):
     """Nothing else tells two layouts apart: it is missed all the same."""
     shapes = tiny(FAMILIES["gpt_neox"], "hf")
     state = {key: torch.zeros(shape) for key, shape in shapes.items() if key != "embed_out.weight"}

@@ -23,7 +23,6 @@ import ckptctl
 from ckptctl.errors import (
     ChangedError,
     CkptError,
-    DamagedError,
     RefusedError,
     StorageError,
     UsageError,
@@ -203,7 +202,7 @@ def test_a_source_that_changes(tiny: str, tmp_path: Path) -> None:
     plan = ckptctl.plan_conversion(tiny, tmp_path / "out", to="torch")
     name = f"/{tiny.removeprefix('memory://')}/model-00002-of-00003.safetensors"
     MEMORY.pipe_file(name, MEMORY.cat_file(name))
-    with pytest.raises(DamagedError, match="changed"):
+    with pytest.raises(ChangedError, match="changed"):
         run_conversion(plan)
     assert not (tmp_path / "out").exists()
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl.errors import (
+    ChangedError,
     CkptError,
     SourceNotFoundError,
     StorageError,
@@ -165,7 +166,7 @@ class Mount:
             self._known = {n: self._store.complete(n, one) for n, one in self._known.items()}
 
     def _note(self, error: CkptError) -> None:
-        if isinstance(error, StorageError):
+        if isinstance(error, StorageError) and not isinstance(error, ChangedError):
             self.failure = error
 
     def _listed(self, folder: str) -> dict[str, Stored]:
