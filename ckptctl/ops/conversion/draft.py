@@ -36,10 +36,11 @@ from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
 from ckptctl.ops.destinations import free_bytes_at
 from ckptctl.ops.located import located
+from ckptctl.ops.recognition.doubts import require_one_model, root_hint
 from ckptctl.ops.recognition.lacking import lacks
 from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
 from ckptctl.ops.recognition.made import made
-from ckptctl.ops.recognition.recognise import Recognition, require_one_model, root_hint
+from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.selection import Selection, chosen, select
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.mapping.adapters import is_adapter

@@ -230,4 +230,4 @@ def _first(found: Verification, path: Path) -> str:
     first, more = wrong[0], len(wrong) - 1
     told = first.where in ("", str(path.absolute())) or first.where in first.what
     where = "" if told else f" ({first.where})"
-    return f"{first.what}{where}" + (f" (and {more:,} more)" if more else "")
+    return f"{first.what}{where}" + (f"; and {more:,} more" if more else "")
