@@ -67,7 +67,8 @@ def executable(
     contents = {**beside.contents, "__metadata__": repr(sorted(laid.metadata.items())).encode()}
     digest = digest_of(checksum, files, output.records, copies, raw, contents, computed, checks)
     if checksum and not laid.single_file:
-        carried = {file.path: file.size for file in beside.files if kind_of(file.path) is None}
+        others = (file for file in beside.files if file.path not in beside.contents)
+        carried = {file.path: file.size for file in others if kind_of(file.path) is None}
         head = {"source": provenance, "plan": digest, **({"carried": carried} if carried else {})}
         files = (*files, manifest(head, laid.tensors, output.boxes, output.records))
     return Plan(
