@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import io
 import json
 import pickle
+import re
+import shutil
 import types
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 import ckptctl
 from ckptctl.errors import RefusedError, UnsupportedError
+from ckptctl.ops.runs.completeness import health
 from tests.checkpoints import save_dcp
+from tests.contract.samples import SAMPLES
 
 Make = Callable[[], Any]
 WEIGHT = torch.arange(24.0).reshape(6, 4)
@@ -190,3 +196,52 @@ def test_an_unknown_dtype_in_dcp(tmp_path: Path) -> None:
     assert [t.name for t in ckptctl.inspect(source).tensors if t.unsupported] == ["model.odd"]
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["*odd"])
     assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], WEIGHT)
+
+
+def rewritten(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """A file of ``torch.save`` with another pickle, as stock torch writes it."""
+    with zipfile.ZipFile(io.BytesIO(content)) as held:
+        records = {name.partition("/")[2]: held.read(name) for name in held.namelist()}
+    made = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(made)
+    for name, data in records.items():
+        if name not in ("version", ".data/serialization_id"):
+            data = change(data) if name == "data.pkl" else data
+            writer.write_record(name, data, len(data))
+    writer.write_end_of_file()
+    return made.getvalue()
+
+
+SET_AS_KEY = b"}cbuiltins\nfrozenset\n]\x85R"
+OF_LATER: tuple[Callable[[bytes], bytes], ...] = (
+    lambda data: data.replace(b"collections\nOrderedDict\n", b"collections\nLaterDict00\n"),
+    lambda data: data.replace(b"FloatStorage\n", b"LaterStorage\n"),
+    lambda data: data.replace(b"_rebuild_tensor_v2\n", b"_rebuild_tensor_v9\n"),
+    lambda data: data[:2] + SET_AS_KEY + data[2:-1] + b"s.",
+)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_a_later_writer_may_write(tmp_path: Path, data: Path, name: str) -> None:
+    """Files that are whole, but in which something is not known."""
+    sample = SAMPLES[name]
+    shutil.copytree(data / sample.folder / "ckpt", tmp_path / "ckpt", symlinks=True)
+    source = sample.within(tmp_path / "ckpt")
+    if health(source).verdict == "torn":
+        return
+    files = [one for one in (source, *sorted(source.rglob("*"))) if one.is_file()]
+    named = {re.sub(r"\d+", "#", one.name): one for one in reversed(files)}
+    kinds = {key: one for key, one in named.items() if one.suffix != ".distcp"}
+    for file in kinds.values():
+        content = file.read_bytes()
+        if content[:2] == b"PK":
+            changed = [rewritten(content, change) for change in OF_LATER]
+        elif file.suffix == ".json":
+            known = json.loads(content)
+            changed = [json.dumps({**known, key: None}).encode() for key in known]
+        else:
+            continue
+        for new in changed:
+            file.write_bytes(new)
+            assert health(source).verdict != "torn", (file.name, health(source).problem)
+        file.write_bytes(content)

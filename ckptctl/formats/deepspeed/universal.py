@@ -142,7 +142,8 @@ class UniversalSave:
         lost = [*(first.module.keys() - found.keys() - kept - first.shared.keys())]
         if lost and self.partial:
             for name in lost:
-                self.faults.nowhere(name, "it is divided among the model states, and not whole")
+                why = "it is divided among the model states, and not whole"
+                self.faults.nowhere(name, why, self.file(name, FP32))
         elif lost:
             raise DamagedError(
                 f"{len(lost)} tensors are whole nowhere",

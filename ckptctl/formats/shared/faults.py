@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from ckptctl.catalog import Box, Finding, TensorEntry
+from ckptctl.catalog import Box, Finding, Severity, TensorEntry
 from ckptctl.errors import (
     CkptError,
     DamagedError,
@@ -57,8 +57,13 @@ class Faults:
             raise errors[0]
 
     def nowhere(self, name: str, why: str, file: str | None = None) -> None:
-        """Note a tensor of which nothing but its name is known."""
-        self.findings.append(Finding("a tensor is missing", why, file=file, tensor=name))
+        """Note a tensor of which nothing but its name is known.
+
+        That is evidence of damage where *file* is the file that should hold it; of files that
+        are all there it may be in a place that is not known.
+        """
+        severity: Severity = "error" if file else "unknown"
+        self.findings.append(Finding("a tensor is missing", why, severity, file, name))
 
     def read(self, names: Sequence[str], reader: Callable[[str], T]) -> list[T | None]:
         """Return what *reader* makes of each file; None for those that cannot be used.

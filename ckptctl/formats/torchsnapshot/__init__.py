@@ -118,7 +118,7 @@ def _add(reader: _Reader, merger: RankMerger, entry: Entry, lost: Lost | None) -
     except UNUSABLE as error:
         if lost is None:
             raise
-        lost.miss(entry, None, ": ".join(filter(None, (error.what, error.why))))
+        lost.unread(entry, error)
         return
     for file, path, leaf in leaves:
         merger.add(entry.rank, file, [(path, leaf)])

@@ -37,13 +37,17 @@ class Lost:
         file = next((s.file for s in _stored(entry) if s.file in self.unfit), None)
         if file is None:
             return entry
-        self.miss(entry, file, f"it lies in `{file}`, which cannot be used")
+        self._miss(entry, file)
         return None
 
-    def miss(self, entry: Entry, file: str | None, why: str | None) -> None:
-        """Note that nothing is left of *entry*."""
-        kind = "value" if entry.fields["type"] == "object" else "tensor"
-        what = f"a {kind} is missing"
+    def unread(self, entry: Entry, error: CkptError) -> None:
+        """Note that *error* was raised about *entry*, of which nothing is left."""
+        self.findings.append(of_error(error, tensor=join(entry.path)))
+
+    def _miss(self, entry: Entry, file: str) -> None:
+        """Note that *entry* lies in a file that cannot be used."""
+        what = "a value is missing" if entry.fields["type"] == "object" else "a tensor is missing"
+        why = f"it lies in `{file}`, which cannot be used"
         self.findings.append(Finding(what, why, "error", file, join(entry.path)))
 
     def _shards(self, entry: Entry) -> Entry | None:
@@ -52,7 +56,7 @@ class Lost:
         if not gone:
             return entry
         if len(gone) == len(shards):
-            self.miss(entry, gone[0][1], f"it lies in `{gone[0][1]}`, which cannot be used")
+            self._miss(entry, gone[0][1])
             return None
         self.boxes[join(entry.path)] = tuple(gone)
         key = "shards" if "shards" in entry.fields else "chunks"
