@@ -149,8 +149,8 @@ def test_the_rotary_base_is_always_written(tmp_path: Path) -> None:
 def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool) -> None:
     state, config = model()
     if biased:
-        names = [name for name in state if name.endswith("q_proj.weight")]
-        state |= {name.replace("weight", "bias"): torch.zeros(64) for name in names}
+        held = {name: len(value) for name, value in state.items() if ".self_attn." in name}
+        state |= {name.replace("weight", "bias"): torch.zeros(n) for name, n in held.items()}
     source = save_hf(tmp_path / "in", state, config | {"attention_bias": not biased})
     with pytest.raises(MappingError) as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
