@@ -256,7 +256,9 @@ def test_without_a_configuration(tmp_path: Path, name: str) -> None:
         assert gone in message(caught.value)
 
 
-@pytest.mark.parametrize("part", ["*self_attn*", "*.layers.1.self*", "*norm*"])
+@pytest.mark.parametrize(
+    "part", ["*self_attn*", "*.layers.1.self*", "*norm*", "lm_head*", "*.layers.*"]
+)
 def test_a_part_of_a_model_is_no_model(tmp_path: Path, part: str) -> None:
     """Trained parameters alone, say: nothing shows that there should be more, and it is said."""
     kept = {key: value for key, value in STATE.items() if fnmatch(key, part)}

@@ -142,4 +142,10 @@ def _certain(
     if known.asked or known.config is not None or known.params is not None:
         return True
     most = len(lacking) <= sum(len(group.keys) for group in matched.groups)
-    return most and all(one.shown for one in lacking)
+    return most and _has_ends(family, matched) and all(one.shown for one in lacking)
+
+
+def _has_ends(family: Family, matched: Matched) -> bool:
+    """Whether there are layers, and something before or after them: a head alone is no model."""
+    there = {bool(tensor.indices) for tensor in family.tensors.values() if matched.number(tensor)}
+    return there == {bool(tensor.indices) for tensor in family.tensors.values()}
