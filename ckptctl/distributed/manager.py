@@ -403,8 +403,8 @@ class CheckpointManager(Closing):
             self._keeper.discard_after(step)
         elif later:
             _log.warning(
-                "%s: later than that, and left behind: %s; no rule counts them from now on, "
-                "`discard_newer=True` removes them",
+                "%s: later than that, and left behind: %s; no rule counts them from the next save "
+                "on, `discard_newer=True` removes them",
                 self.root,
                 listed(later),
             )

@@ -52,8 +52,11 @@ class Keeper:
             path: The checkpoint.
             step: Its step.
         """
-        self._lineage = lineage_of(path).going_on(step, self._newest_save())
+        found = lineage_of(path)
+        self._lineage = found.going_on(step, self._newest_save())
         self._resumed = path.name
+        if self._lineage.resumed[-1].leaves:
+            self._note(path, metrics(path), members(found._replace(left=self._lineage.save)))
 
     def beside(self, rated: Mapping[str, float]) -> Mapping[str, bytes]:
         """Return what the checkpoint says of itself that is about to be published.
@@ -77,16 +80,17 @@ class Keeper:
 
     def rate(self, path: Path, rated: Mapping[str, float]) -> None:
         """Add metrics to those of a checkpoint."""
-        if not rated:
-            return
-        whole = encoded({**metrics(path), **rated}, record(path))
+        if rated:
+            self._note(path, {**metrics(path), **rated}, record(path))
+
+    def _note(self, path: Path, rated: Mapping[str, float], known: Mapping[str, object]) -> None:
         part = path / f".{SIDECAR}.tmp"
         try:
             trash.remove(part)
-            add_file(part, [whole], sync=self._sync)
+            add_file(part, [encoded(rated, known)], sync=self._sync)
             part.replace(path / SIDECAR)
         except (CkptError, OSError) as error:
-            _log.error("the metrics of %s were not written: %s", path, error)
+            _log.error("`%s` of %s was not written: %s", SIDECAR, path, error)
 
     def call_hooks(self, path: Path) -> None:
         """Call every hook with *path*; what one raises is logged."""

@@ -36,10 +36,12 @@ class Lineage(NamedTuple):
     Attributes:
         save: It is this one of the saves into its folder, from 1 on; 0: it does not say.
         resumed: What its run went on from on the way, where something was left, and the last time.
+        left: The newest save there was when a run went on from this one and left others; 0: none.
     """
 
     save: int = 0
     resumed: tuple[Resume, ...] = ()
+    left: int = 0
 
     def going_on(self, step: int, newest: int) -> Lineage:
         """Return what a run is that goes on from this checkpoint.
@@ -57,6 +59,16 @@ class Lineage(NamedTuple):
 
 
 UNKNOWN = Lineage()
+
+
+def went_on_unsaved(lineages: Mapping[str, Lineage]) -> list[str]:
+    """Return the checkpoints that a run went on from after the last save, and saved nothing since.
+
+    Args:
+        lineages: Of the checkpoints of one series, by name.
+    """
+    newest = max((one.save for one in lineages.values()), default=0)
+    return [name for name, one in lineages.items() if 0 < newest <= one.left]
 
 
 def left_behind(lineages: Mapping[str, Lineage]) -> dict[str, int]:

@@ -53,3 +53,27 @@ def test_the_commands_know_branches(tmp_path: Path) -> None:
     code, said = command("prune", str(root), "--keep-last", "1", "--yes")
     assert code == 0, said
     assert sorted(one.name for one in root.iterdir()) == ["step-22", "step-30"]
+
+
+def test_a_run_that_ends_before_its_first_save_on_a_branch(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with ckptctl.CheckpointManager(root, sync=False) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, {"w": torch.full((2,), float(step))}, {"loss": float(step)})
+        manager.load({"w": torch.zeros(2)}, 20)
+    doubt = "a run went on from `step-20` and has saved nothing since: `step-30` was there before"
+    code, said = command("latest", str(root))
+    assert code == 0 and doubt in " ".join(said.split())
+    with ckptctl.CheckpointManager(root, sync=False) as manager:
+        resumed = manager.load_latest({"w": torch.zeros(2)})
+        assert resumed is not None and resumed.step == 30
+        assert [one for one in resumed.doubts if doubt in one]
+        listed = json.loads(command("ls", str(root), "--json")[1])["checkpoints"]
+        assert [one["metrics"] for one in listed] == [
+            {"loss": 10.0},
+            {"loss": 20.0},
+            {"loss": 30.0},
+        ]
+        manager.save(40, {"w": torch.zeros(2)}).result()
+        resumed = manager.load_latest({"w": torch.zeros(2)})
+        assert resumed is not None and resumed.step == 40 and not resumed.doubts

@@ -20,6 +20,7 @@ from ckptctl.ops.runs.listing import (
 )
 from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.run_record import lineage_of
+from ckptctl.planner.branches import went_on_unsaved
 from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier
 from ckptctl.storage.remote.path import path_of
 
@@ -93,6 +94,12 @@ def _doubts(
         yield (
             f"{listed(higher)} has a higher step than `{name}` and is left out: the run went on "
             f"from step {left[higher[0]]}, and `{name}` was saved after that"
+        )
+    back = went_on_unsaved({one.path.name: lineage_of(one.path) for one in own})
+    if back and name not in back:
+        yield (
+            f"a run went on from {listed(back)} and has saved nothing since: `{name}` was there "
+            "before, and training went back behind it"
         )
     lower = (one for one in own if one.named.order < order and one.path.name not in left)
     seen = (examine(one, now) for one in lower if _may_be_later(one, chosen))

@@ -37,7 +37,9 @@ def lineage_of(folder: Path) -> Lineage:
     numbers = [[one.get(name) for name in Resume._fields] for one in found]
     if len(found) < len(resumed) or not all(_is_count(n) for some in numbers for n in some):
         return UNKNOWN
-    return Lineage(int(str(save)), tuple(Resume(*(int(str(n)) for n in some)) for some in numbers))
+    before = tuple(Resume(*(int(str(n)) for n in some)) for some in numbers)
+    left = said.get("left")
+    return Lineage(int(str(save)), before, int(str(left)) if _is_count(left) else 0)
 
 
 def encoded(metrics: Mapping[str, float], known: Mapping[str, object]) -> bytes:
@@ -53,7 +55,8 @@ def encoded(metrics: Mapping[str, float], known: Mapping[str, object]) -> bytes:
 
 def members(lineage: Lineage) -> Mapping[str, object]:
     """Return what says which save of its run a checkpoint is."""
-    return {"save": lineage.save, "resumed": [one._asdict() for one in lineage.resumed]}
+    left = {"left": lineage.left} if lineage.left else {}
+    return {"save": lineage.save, "resumed": [one._asdict() for one in lineage.resumed], **left}
 
 
 def _is_count(value: object) -> bool:
