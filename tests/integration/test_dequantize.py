@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckptctl
 from ckptctl.api import conversion_options
-from ckptctl.errors import DamagedError, UsageError
+from ckptctl.errors import ChangedError, UsageError
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import differences, load_any_reference, save_hf
@@ -147,7 +147,7 @@ def test_a_source_that_changes_is_an_error(tmp_path: Path) -> None:
     options = conversion_options("hf", dequantize="bf16")
     plan = plan_conversion(tmp_path / "source", tmp_path / "out", options)
     os.utime(next((tmp_path / "source").glob("*.safetensors")), ns=(1, 1))
-    with pytest.raises(DamagedError, match="changed"):
+    with pytest.raises(ChangedError, match="changed"):
         run_conversion(plan)
     assert not (tmp_path / "out").exists()
 
