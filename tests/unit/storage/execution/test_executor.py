@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckptctl import dtypes
-from ckptctl.errors import DamagedError, StorageError
+from ckptctl.errors import ChangedError, DamagedError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.copying import copies, tiling
 from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
@@ -282,17 +282,17 @@ def test_a_source_that_changes_is_noticed(case, monkeypatch):
         return real(descriptor, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(DamagedError):
+    with pytest.raises(ChangedError):
         case.run(plan, checksum=False)
 
 
 def test_a_source_that_changed_or_went_since_planning(case):
     plan = case.everything()
     os.utime(case.source / "s3", ns=(1, 1))
-    with pytest.raises(DamagedError, match="`s3` changed"):
+    with pytest.raises(ChangedError, match="`s3` changed"):
         case.run(plan)
     (case.source / "s3").unlink()
-    with pytest.raises(DamagedError, match="`s3` changed"):
+    with pytest.raises(ChangedError, match="`s3` changed"):
         case.run(plan)
 
 
@@ -304,7 +304,7 @@ def test_a_side_file_that_changed_or_went_since_planning(case, content):
         (case.source / "config.json").unlink()
     else:
         (case.source / "config.json").write_bytes(content)
-    with pytest.raises(DamagedError, match=r"`config\.json` changed"):
+    with pytest.raises(ChangedError, match=r"`config\.json` changed"):
         case.run(plan)
     assert not list(case.out.iterdir())
 
@@ -332,7 +332,7 @@ def test_a_source_that_was_replaced_while_it_was_read(case, monkeypatch):
         return real(descriptor, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(DamagedError, match="changed"):
+    with pytest.raises(ChangedError, match="changed"):
         case.run(plan)
 
 
