@@ -278,6 +278,21 @@ def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
         assert ckptctl.inspect(source).lacks == lacks
 
 
+def test_who_reads_another_layout_expects_a_head(tmp_path: Path) -> None:
+    state = {key: value for key, value in STATE.items() if key != "lm_head.weight"}
+    config = CONFIG | {"architectures": ["LlamaModel"], "tie_word_embeddings": False}
+    source = save_hf(tmp_path / "in", state, config)
+    for to in ("hf", "dcp", "torch"):
+        assert ckptctl.plan_conversion(source, tmp_path / "out", to=to).tensors == len(state)
+    for options in ({"to": "meta"}, {"to": "dcp", "to_layout": "torchtune"}):
+        with refused(source, tmp_path / "out", 6) as caught:
+            ckptctl.convert(source, tmp_path / "out", **options)
+        assert "`lm_head.weight`" in message(caught.value)
+        plan = ckptctl.plan_conversion(source, tmp_path / "out", allow_missing=True, **options)
+        assert plan.missing.keys() == {"lm_head.weight"}
+        ckptctl.plan_conversion(source, tmp_path / "out", exclude="lm_head.weight", **options)
+
+
 def test_what_lacks_has_two_names(tmp_path):
     """Nothing else tells two layouts apart: it is missed all the same."""
     shapes = tiny(FAMILIES["gpt_neox"], "hf")

@@ -200,7 +200,9 @@ class Draft:
             )
             self.left_out |= dict.fromkeys(selection.rest, reason)
         options = self.options
-        found = lacks(self.known, present(self.catalog, selection, self.gone), options.sizes)
+        there = present(self.catalog, selection, self.gone)
+        layout = options.to_layout or self.target.layout
+        found = lacks(self.known, there, options.sizes, layout)
         selection, unwanted = chosen(
             selection, options.include, options.exclude, self.keep_root, found.names
         )

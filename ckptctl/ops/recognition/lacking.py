@@ -14,6 +14,9 @@ from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.completeness import Absent, lacking, require_whole
 from ckptctl.planner.mapping.matching import Matched, match
 
+TRANSFORMERS = "hf"
+"""How the layouts of transformers begin."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lacks:
@@ -84,7 +87,10 @@ def described(known: Recognition, names: Collection[str]) -> Lacks:
 
 
 def lacks(
-    known: Recognition, names: Collection[str], given: Mapping[str, int] | None = None
+    known: Recognition,
+    names: Collection[str],
+    given: Mapping[str, int] | None = None,
+    target: str | None = None,
 ) -> Lacks:
     """Return what a model lacks.
 
@@ -92,6 +98,8 @@ def lacks(
         known: What it was recognised as; where several families fit, what all of them have.
         names: Names of its tensors in the model; none: it is not asked.
         given: Axis sizes that the user states.
+        target: The layout that is to be written; None: that of the model. Transformers has classes
+            without a head; who reads another layout expects one.
 
     Raises:
         MappingError: A configuration states what is no size.
@@ -105,7 +113,8 @@ def lacks(
     for name, layout in known.pairs:
         family = families.family(name)
         matched = match(family, family.layout(layout), names)
-        lacking = _lacking(family, layout, matched, known, given)
+        headless = target in (None, layout) or str(target).startswith(TRANSFORMERS)
+        lacking = _lacking(family, layout, matched, known, given, headless)
         keys = [one.key for one in lacking]
         strange = strange or tuple(matched.unmatched)
         found = keys if found is None else [key for key in found if key in set(keys)]
@@ -119,6 +128,7 @@ def _lacking(
     matched: Matched,
     known: Recognition,
     given: Mapping[str, int] | None,
+    headless: bool,
 ) -> list[Absent]:
     return lacking(
         family,
@@ -126,7 +136,7 @@ def _lacking(
         matched,
         read_sizes(family, known.config, known.params, given, implied=False),
         tied=is_tied(family, known.config, known.params),
-        without=does_without(family, known.config),
+        without=does_without(family, known.config) if headless else (),
     )
 
 
