@@ -284,7 +284,8 @@ def test_who_reads_another_layout_expects_a_head(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", state, config)
     for to in ("hf", "dcp", "torch"):
         assert ckptctl.plan_conversion(source, tmp_path / "out", to=to).tensors == len(state)
-    for options in ({"to": "meta"}, {"to": "dcp", "to_layout": "torchtune"}):
+    targets: list[dict[str, Any]] = [{"to": "meta"}, {"to": "dcp", "to_layout": "torchtune"}]
+    for options in targets:
         with refused(source, tmp_path / "out", 6) as caught:
             ckptctl.convert(source, tmp_path / "out", **options)
         assert "`lm_head.weight`" in message(caught.value)
