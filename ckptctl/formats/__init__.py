@@ -22,8 +22,7 @@ from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFo
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.path import path_of
-from ckptctl.storage.remote.unfinished import unfinished
-from ckptctl.storage.remote.writing import NAME
+from ckptctl.storage.remote.writing import NAME, unfinished
 from ckptctl.units import natural_key
 
 LOOKED_AT = 200

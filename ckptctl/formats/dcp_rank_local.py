@@ -27,7 +27,7 @@ from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.own_values import kept_apart
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import ahead
+from ckptctl.storage.read_ahead import ahead
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")

@@ -27,7 +27,7 @@ from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf.shards import read_shard
 from ckptctl.formats.shared.rank_files import in_order, lay_out
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import heads_ahead
+from ckptctl.storage.read_ahead import heads_ahead
 
 
 class DeepSeekFormat(WritableFormat):

@@ -26,7 +26,7 @@ from ckptctl.formats.shared.findings import of_error
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads, read_json
-from ckptctl.storage.remote.read_ahead import heads_ahead
+from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
 
 OFFSETS = "DCP_SHARDING_INFO"

@@ -26,7 +26,7 @@ from ckptctl.formats.base import (
 from ckptctl.formats.mistral.params import is_mistral
 from ckptctl.formats.shared.rank_files import in_order, lay_out
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import zips_ahead
+from ckptctl.storage.read_ahead import zips_ahead
 
 LAYOUT = "meta"
 _SHARD = torch_file.META_SHARD

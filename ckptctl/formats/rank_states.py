@@ -23,7 +23,7 @@ from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.torch_file import Contents
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import ahead, zip_ends
+from ckptctl.storage.read_ahead import ahead, zip_ends
 
 _RANK = r"(?P<rank>\d{1,7})"
 PATTERNS = tuple(

@@ -22,9 +22,10 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError
+from ckptctl.ops.conversion import upload
 from ckptctl.ops.runs import listing as runs
 from ckptctl.ops.runs.newest import newest
-from ckptctl.storage.remote import mounts, workroom
+from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.path import path_of
 from tests import s3_server
 from tests.s3_server import Request, Server
@@ -187,13 +188,13 @@ def test_31_an_upload_that_ends_early(
         if process.returncode == 8:
             assert "what was uploaded was removed" in text
     assert not _is_whole(url) and not any(_is_complete_for_readers(url))
-    assert bool(list(tmp_path.glob(f"{workroom.PREFIX}*"))) == (how == "SIGKILL")
+    assert bool(list(tmp_path.glob(f"{upload.PREFIX}*"))) == (how == "SIGKILL")
 
     code, text = _run(source, url, to, tmp_path, "--verify")
     assert code == 0, text
     assert not any("ckptctl-writing" in name for name in _there(url))
     assert server.uploads() == [], "parts that belong to nothing are paid for"
-    assert not list(tmp_path.glob(f"{workroom.PREFIX}*"))
+    assert not list(tmp_path.glob(f"{upload.PREFIX}*"))
     assert _is_whole(url) and all(_is_complete_for_readers(url))
 
 

@@ -15,7 +15,8 @@ import torch
 
 import ckptctl
 from ckptctl.formats.hf import proof
-from ckptctl.storage.remote import blocks, read_ahead
+from ckptctl.storage import read_ahead
+from ckptctl.storage.remote import blocks
 from tests import hub_server
 from tests.hub_server import Hub
 

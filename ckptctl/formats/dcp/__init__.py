@@ -34,7 +34,7 @@ from ckptctl.formats.dcp.partial import Usable, usable
 from ckptctl.formats.shared.structure import join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import Place, ahead, ends
+from ckptctl.storage.read_ahead import Place, ahead, ends
 from ckptctl.storage.zips.reader import read_archive, read_item_tensor
 
 BYTECHECKPOINT = b"bytecheckpoint."

@@ -21,7 +21,7 @@ from ckptctl.formats.deepspeed.partitions import Part, Parts, Segment, Strip, in
 from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
 from ckptctl.formats.shared.faults import Faults
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import zips_ahead
+from ckptctl.storage.read_ahead import zips_ahead
 
 State = TypeVar("State", ModelState, OptimState)
 

@@ -55,7 +55,7 @@ from ckptctl.planner.output_shards import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.remote.read_ahead import heads_ahead
+from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
 
 

@@ -16,7 +16,7 @@ from ckptctl.formats.hf.shards import (
 )
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import heads_ahead
+from ckptctl.storage.read_ahead import heads_ahead
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from ckptctl.formats.hf.files import shards_beside
 from ckptctl.formats.hf.shards import Shard, read_shard
 from ckptctl.storage.digests import is_digest_of
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import heads_ahead
+from ckptctl.storage.read_ahead import heads_ahead
 
 ENDS = ("\n", "")
 Index = dict[str, dict[str, object]]

@@ -23,7 +23,7 @@ from ckptctl.formats.megatron.places import (
 from ckptctl.formats.megatron.state import Local, RankState, read_state
 from ckptctl.formats.shared.faults import UNUSABLE, Faults
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import zips_ahead
+from ckptctl.storage.read_ahead import zips_ahead
 
 
 class Grid(NamedTuple):

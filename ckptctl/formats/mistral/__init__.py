@@ -20,7 +20,7 @@ from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
 from ckptctl.formats.mistral.params import PARAMS, in_todays_words, is_mistral
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import zips_ahead
+from ckptctl.storage.read_ahead import zips_ahead
 
 STEM = "consolidated"
 INDEX = f"{STEM}{hf_files.INDEX}"

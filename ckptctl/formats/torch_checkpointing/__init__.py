@@ -35,7 +35,7 @@ from ckptctl.formats.torch_checkpointing.metadata import (
 from ckptctl.formats.torch_file import Contents, is_stored
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.remote.read_ahead import ahead, zip_ends
+from ckptctl.storage.read_ahead import ahead, zip_ends
 
 NAME = re.compile(
     r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<kind>pt|json|bin|safetensors)", re.ASCII

@@ -1,32 +1,39 @@
-"""Carrying out a plan whose destination is a URL: file by file, by way of a folder for few of them.
+"""Carrying out a plan whose destination is a URL: file by file, by way of a scratch directory.
 
-The folder is in the directory for temporary files (``TMPDIR``). It holds the files in work and at
-most :data:`~ckptctl.storage.remote.outbox.WAITING` complete ones; each is removed when it is
-uploaded.
+It is in the directory for temporary files (``TMPDIR``). It holds the files in work and at most
+:data:`~ckptctl.storage.execution.upload_queue.WAITING` complete ones; each is removed when it is
+uploaded. It is locked as long as its process lives: what a killed one left is removed by the next
+run of the same user.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, UsageError
 from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
+from ckptctl.storage import lock, trash
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.execution.upload_queue import KEPT, WAITING, UploadQueue
 from ckptctl.storage.remote import mounts
-from ckptctl.storage.remote.destination import INDEXES, Asked, Destination
-from ckptctl.storage.remote.outbox import KEPT, WAITING, Outbox
+from ckptctl.storage.remote.destination import INDEXES, Asked, Destination, open_destination
 from ckptctl.storage.remote.path import path_of
 from ckptctl.storage.remote.store import system_of
-from ckptctl.storage.remote.upload import open_destination
 from ckptctl.storage.remote.urls import HUB, is_url, masked, scheme_of
-from ckptctl.storage.remote.workroom import workroom
 from ckptctl.storage.termination import terminable
 
+PREFIX = "ckptctl-upload-"
+"""What the scratch directories begin with."""
 NOT_AT_ONCE = (
     "objects are not published in one step: the index, or the configuration, was uploaded last"
 )
@@ -79,14 +86,14 @@ def upload(
         is_checkpoint=lambda: replaceable(path_of(plan.target)),
     )
     _require_apart(plan)
-    with terminable(), workroom() as root:
+    with terminable(), scratch_directory() as root:
         require_space(root, room_needed(plan))
         target = open_destination(url, asked)
         try:
-            outbox = Outbox(target.put, last)
-            done = execute(plan, root, options, progress, outbox=outbox)
+            uploads = UploadQueue(target.put, last)
+            done = execute(plan, root, options, progress, uploads=uploads)
             written(done)
-            outbox.close(root, target.require_whole)
+            uploads.close(root, target.require_whole)
             target.commit()
             mounts.drop(plan.target)
             proven(done.crcs)
@@ -150,3 +157,33 @@ def _abandon(target: Destination, error: BaseException) -> None:
     outcome = target.abandon()
     if isinstance(error, CkptError):
         error.why = "; ".join(filter(None, (error.why, outcome)))
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Make an empty directory, which is removed in the end with all that is in it."""
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    with lock.held(folder, folder, "using this folder"):
+        try:
+            data = folder / "data"
+            data.mkdir()
+            yield data
+        finally:
+            trash.remove(folder)
+
+
+def _sweep() -> None:
+    """Remove the directories that killed runs left; others, and what cannot be removed, stay."""
+    with suppress(OSError):
+        for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            if _is_own(found) and (found / lock.NAME).is_file():
+                with suppress(CkptError), lock.held(found, found, "using this folder"):
+                    trash.remove(found)
+
+
+def _is_own(path: Path) -> bool:
+    with suppress(OSError):
+        state = path.lstat()
+        return stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
+    return False

@@ -31,8 +31,8 @@ from ckptctl.ops.recognition.quantised import quantised, understood
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.remote.path import path_at, require_answers, shown
-from ckptctl.storage.remote.unfinished import UnfinishedError
 from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.remote.writing import UnfinishedError
 from ckptctl.units import natural
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.read_ahead import Place, ahead
+from ckptctl.storage.read_ahead import Place, ahead
 from ckptctl.units import natural
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})

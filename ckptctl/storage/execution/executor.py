@@ -15,7 +15,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.run import Run
-from ckptctl.storage.remote.outbox import Outbox
+from ckptctl.storage.execution.upload_queue import UploadQueue
 
 
 def execute(
@@ -25,7 +25,7 @@ def execute(
     progress: Advance,
     journal: Path | None = None,
     memory: Mapping[str, memoryview] | None = None,
-    outbox: Outbox | None = None,
+    uploads: UploadQueue | None = None,
 ) -> Execution:
     """Create the output files of *plan* below *root*, fill them and sync them.
 
@@ -38,14 +38,14 @@ def execute(
         journal: The journal's file, outside *root*; None: none is kept.
         memory: What :func:`~ckptctl.catalog.memory_name` of the plan stands for: bytes of tensors,
             which stay as they are while the plan is carried out, or which it fills.
-        outbox: Where complete files go; None: they stay below *root*.
+        uploads: Where complete files go; None: they stay below *root*.
 
     Raises:
         DamagedError: A source changed, ends too early or contradicts its recorded checksum.
         StorageError: A read, write or sync failed.
     """
     with ExitStack() as stack:
-        run = Run(plan, root, options, stack, memory, outbox=outbox)
+        run = Run(plan, root, options, stack, memory, uploads=uploads)
         run.sources.check()
         done = run.prepare(journal)
         run.fill(done, progress)

@@ -13,7 +13,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.ledger import Ledger
 from ckptctl.storage.execution.target_files import open_target, write_all
-from ckptctl.storage.remote.outbox import Outbox
+from ckptctl.storage.execution.upload_queue import UploadQueue
 from ckptctl.storage.sync import begin_writeback
 from ckptctl.storage.termination import daemon
 
@@ -32,7 +32,7 @@ class Finisher:
         ended: Called by each of its threads when it ends; see
             :meth:`~ckptctl.storage.execution.supervisor.Supervisor.ended`.
         sync: Whether files have to be on disk.
-        outbox: Where complete files go; None: they stay.
+        uploads: Where complete files go; None: they stay.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Finisher:
         ended: Callable[[BaseException | None, Callable[[], None]], None],
         *,
         sync: bool = True,
-        outbox: Outbox | None = None,
+        uploads: UploadQueue | None = None,
     ) -> None:
         self._files = {file.path: file for file in plan.files}
         self._root = root
@@ -52,7 +52,7 @@ class Finisher:
         self._journal = journal
         self._ended = ended
         self._sync = sync
-        self._outbox = outbox
+        self._uploads = uploads
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._appending = threading.Lock()
@@ -70,8 +70,8 @@ class Finisher:
 
     def finish(self, path: str) -> None:
         """Write the frame of a file whose records are complete, and sync it."""
-        if self._outbox:
-            self._outbox.announce(path)
+        if self._uploads:
+            self._uploads.announce(path)
         self._tasks.put(lambda: self._finish(path))
 
     def sync(self, path: str) -> None:
@@ -125,8 +125,8 @@ class Finisher:
                 _sync(descriptor, full)
         finally:
             os.close(descriptor)
-        if self._outbox:
-            self._outbox.take(path, full)
+        if self._uploads:
+            self._uploads.take(path, full)
 
     def _early(self, path: str) -> None:
         descriptor = open_target(self._root / path)

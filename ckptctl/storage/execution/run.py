@@ -24,8 +24,8 @@ from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
 from ckptctl.storage.execution.supervisor import Supervisor, join
 from ckptctl.storage.execution.tiles import Tiles
+from ckptctl.storage.execution.upload_queue import UploadQueue
 from ckptctl.storage.execution.worker import Worker
-from ckptctl.storage.remote.outbox import Outbox
 from ckptctl.storage.sources import Sources
 from ckptctl.storage.termination import daemon
 
@@ -46,7 +46,7 @@ class Run:
         stack: Closes everything in the end.
         memory: See there.
         share: What of the plan this process does; None: all of it.
-        outbox: See there.
+        uploads: See there.
 
     Attributes:
         sources: The source files.
@@ -61,10 +61,10 @@ class Run:
         stack: ExitStack,
         memory: Mapping[str, memoryview] | None = None,
         share: Share | None = None,
-        outbox: Outbox | None = None,
+        uploads: UploadQueue | None = None,
     ) -> None:
         self._plan = plan
-        self._outbox = outbox
+        self._uploads = uploads
         self._memory = memory or {}
         self._root = root
         self._options = options
@@ -118,7 +118,7 @@ class Run:
         self._ledger = Ledger(self._plan, every, SYNC_EVERY)
         with self._finishing(progress):
             room = (
-                partial(self._outbox.wait, self._supervisor.stop.is_set) if self._outbox else None
+                partial(self._uploads.wait, self._supervisor.stop.is_set) if self._uploads else None
             )
             work = Lanes([Lane(units) for units in self._units(done)], room)
             threads = [daemon(self._work, work) for _ in range(self._options.threads)]
@@ -176,7 +176,7 @@ class Run:
             self._journal,
             self._supervisor.ended,
             sync=self._options.sync,
-            outbox=self._outbox,
+            uploads=self._uploads,
         )
         try:
             self._finisher.start()

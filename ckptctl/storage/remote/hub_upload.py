@@ -31,7 +31,7 @@ WEIGHTS = re.compile(
 
 
 class HubDestination:
-    """A repository, or a folder in it; see :func:`~ckptctl.storage.remote.upload.open_destination`.
+    """A repository, or a folder in it, to write to.
 
     Args:
         url: Its ``hf://`` URL; a revision is a branch.

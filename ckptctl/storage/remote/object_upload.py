@@ -23,7 +23,7 @@ from ckptctl.storage.remote.writing import BUSY, Sent, Writing
 
 
 class ObjectDestination:
-    """A folder, or a file; see :func:`~ckptctl.storage.remote.upload.open_destination`.
+    """A folder, or a file; see :class:`~ckptctl.storage.remote.destination.Destination`.
 
     Args:
         url: Its URL, with whatever secrets it has.

@@ -1,11 +1,17 @@
-"""What the lock of a place behind a URL says of the run that writes there."""
+"""The content of a lock: which run writes to a place behind a URL, and whether it is done there.
+
+:mod:`~ckptctl.storage.remote.lock` takes the lock; who reads asks :func:`unfinished`.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+from ckptctl.errors import DamagedError
 from ckptctl.storage import processes
 
 BUSY = "another run writes to the same place"
@@ -92,3 +98,54 @@ def is_dead(found: Writing, age: Callable[[], float | None]) -> bool:
     alive = bool(own.system) and found.process.system == own.system
     seconds = age()
     return seconds is not None and seconds > (SILENCE_OF_THE_LIVING if alive else SILENCE)
+
+
+class UnfinishedError(DamagedError):
+    """What lies there is not to be read yet, not even in parts."""
+
+
+def unfinished(folder: Path) -> UnfinishedError | None:
+    """Return why what lies in *folder* is not to be read; None: nobody is writing it.
+
+    A lock that a dead run has left is of no account where all files are there: it ended between the
+    last one and the removal of its lock, or before it removed what it was going to replace.
+
+    Args:
+        folder: A folder behind a URL, or one that was fetched from there; of a file nothing is
+            said, which appears at once.
+    """
+    lock = folder / NAME
+    try:
+        if not lock.is_file():
+            return None
+        with lock.open("rb") as file:
+            content = file.read()
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return None  # it has just been removed
+    except OSError as error:
+        return _problem(folder, "it may be being written", f"`{NAME}` cannot be read: {error}")
+    return _said(folder, content, age)
+
+
+def _said(folder: Path, content: bytes, age: float) -> UnfinishedError | None:
+    said = parse(content)
+    process = said and said.process
+    who = f"by process {process.number} on {process.host}" if process else "by another run"
+    if said is None or not is_dead(said, lambda: age):
+        return _problem(folder, "it is being written", f"{who}, as `{NAME}` there says")
+    if all(_exists(folder / name) for name in said.names):
+        return None
+    return _problem(folder, "its upload did not finish", f"`{NAME}` was left there {who}")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _problem(folder: Path, what: str, why: str) -> UnfinishedError:
+    hint = "wait for it, or run again what was writing it"
+    return UnfinishedError(what, where=str(folder), why=why, hint=hint)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.storage.remote import workroom
+from ckptctl.ops.conversion import upload
 
 CODE = """
 import sys, tempfile
-from ckptctl.storage.remote.workroom import workroom
+from ckptctl.ops.conversion.upload import scratch_directory
 tempfile.tempdir = sys.argv[1]
-with workroom() as data:
+with scratch_directory() as data:
     (data / "shard").write_bytes(bytes(1000))
     print(data, flush=True)
     sys.stdin.read()
@@ -40,10 +40,10 @@ def _other(tmp_path: Path) -> tuple[subprocess.Popen[str], Path]:
 
 
 def test_it_is_removed(tmp_path: Path) -> None:
-    with workroom.workroom() as data:
+    with upload.scratch_directory() as data:
         (data / "x").write_text("y")
         assert data.parent.parent == tmp_path and data.parent.stat().st_mode & 0o77 == 0
-    with pytest.raises(ValueError), workroom.workroom():
+    with pytest.raises(ValueError), upload.scratch_directory():
         raise ValueError
     assert not list(tmp_path.iterdir())
 
@@ -55,12 +55,12 @@ def test_what_a_killed_one_left(tmp_path: Path) -> None:
         dead.send_signal(signal.SIGKILL)
         dead.communicate()
         assert (left / "shard").exists()
-        foreign = tmp_path / f"{workroom.PREFIX}foreign"
+        foreign = tmp_path / f"{upload.PREFIX}foreign"
         foreign.mkdir()
         (foreign / "x").write_text("of somebody who makes no lock")
-        link = tmp_path / f"{workroom.PREFIX}link"
+        link = tmp_path / f"{upload.PREFIX}link"
         link.symlink_to(used.parent)
-        with workroom.workroom():
+        with upload.scratch_directory():
             assert not left.parent.exists()
             assert (used / "shard").exists() and (foreign / "x").exists() and link.is_symlink()
     finally:

@@ -20,7 +20,7 @@ Put = Callable[[str, Path], None]
 """Takes a file's name in the output and where it is now."""
 
 
-class Outbox:
+class UploadQueue:
     """Between those who fill files and the place that they go to.
 
     Args:
