@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from ckptctl.distributed.background.saver import AsyncSaver, Mode, SaveKeywords,
 from ckptctl.distributed.closing import Closing
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper
+from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper, Start
 from ckptctl.distributed.saving.final import save_converted
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
@@ -28,9 +27,6 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.retention.safety import parse_best
-from ckptctl.ops.runs.entries import entries, is_run
-from ckptctl.ops.runs.listing import Checkpoint, examine
-from ckptctl.ops.runs.newest import newest
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.remote.urls import local_path
@@ -123,7 +119,7 @@ class CheckpointManager(Closing):
         self._save_every = save_every
         self._final = (final_format or "hf", model_type)
         self._options = options
-        self._keeper = Keeper(self.root, policy, hooks, sync=options.get("sync", True))
+        self.keeper = Keeper(self.root, policy, hooks, sync=options.get("sync", True))
         how = AsyncSaver(process_group, mode=mode, when_busy=when_busy)
         self._saver = how if async_ else None
         self._closed = False
@@ -154,8 +150,8 @@ class CheckpointManager(Closing):
         path = self.root / f"{SERIES}{step}"
         ranks = coordinator(self._group)
         rated = together(ranks, lambda: _rated(metrics or {}))
-        told = self._keeper.published if ranks.rank == 0 else None
-        beside = partial(self._keeper.beside, rated)
+        told = self.keeper.published if ranks.rank == 0 else None
+        beside = partial(self.keeper.beside, rated)
         if self._saver is not None:
             saver, options = self._saver, self._options
             return saver.save(state, path, on_published=told, beside=beside, **options)
@@ -187,7 +183,7 @@ class CheckpointManager(Closing):
         path = self.root / f"{SERIES}{step}"
         if not ranks.broadcast(on_first(ranks, path.is_dir)):
             raise self._missing(step)
-        on_first(ranks, lambda: self._keeper.rate(path, _rated(metrics)))
+        on_first(ranks, lambda: self.keeper.rate(path, _rated(metrics)))
 
     def load_latest(self, state: MutableMapping[str, Any], **options: Any) -> Resumed | None:
         """Fill *state* from the newest complete checkpoint of the run, whoever wrote it.
@@ -212,14 +208,8 @@ class CheckpointManager(Closing):
         self._require_open()
         self.wait()
         ranks = coordinator(self._group)
-        found = ranks.broadcast(on_first(ranks, self._newest))
-        if found is None:
-            return None
-        for name, problem in found.skipped.items() if ranks.rank == 0 else ():
-            _log.warning("passed over %s: %s", self.root / name, problem)
-        for doubt in found.doubts if ranks.rank == 0 else ():
-            _log.warning("%s: %s", self.root, doubt)
-        return self._go_on(ranks, state, found, options)
+        found = ranks.broadcast(on_first(ranks, self.keeper.newest))
+        return self._go_on(ranks, state, found, options) if found else None
 
     def load(
         self,
@@ -253,7 +243,7 @@ class CheckpointManager(Closing):
             raise UsageError(f"{step!r} is not the number of a step")
         self.wait()
         ranks = coordinator(self._group)
-        found = ranks.broadcast(on_first(ranks, lambda: self._of_step(step)))
+        found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
         if found is None:
             raise self._missing(step)
         resumed = self._go_on(ranks, state, found, options)
@@ -329,7 +319,7 @@ class CheckpointManager(Closing):
             if self._saver is not None:
                 self._saver.wait()
         finally:
-            self._keeper.wait()
+            self.keeper.wait()
 
     def close(self) -> None:
         """Wait likewise, and give memory and threads back.
@@ -344,7 +334,7 @@ class CheckpointManager(Closing):
             if self._saver is not None:
                 self._saver.close()
         finally:
-            self._keeper.wait()
+            self.keeper.wait()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -357,50 +347,21 @@ class CheckpointManager(Closing):
             why="it was not saved, or removed since",
         )
 
-    def _newest(self) -> _Found | None:
-        if not is_run(self.root):
-            return None
-        looked = newest(self.root)
-        found = looked.chosen
-        if found.candidate.lacks:
-            lacks = found.candidate.lacks
-            _log.warning("%s lacks `%s`, which most have", found.entry.path, lacks)
-        passed = {one.candidate.name: one.candidate.problem for one in looked.skipped}
-        entry, step = found.entry.path, found.candidate.step
-        return _Found(entry, _loaded(found), step, passed, looked.doubts)
-
-    def _of_step(self, step: int) -> _Found | None:
-        own = self.root / f"{SERIES}{step}"
-        there = [] if not is_run(self.root) else entries(self.root)
-        found = [one for one in there if one.named.order[0] == step and not one.exempt]
-        found = [one for one in found if one.path == own] or found
-        if not found:
-            return None
-        if len(found) > 1:
-            raise RefusedError(
-                f"{len(found)} checkpoints are of step {step}",
-                where=str(self.root),
-                why=listed([one.path.name for one in found]),
-                hint="load the one that you mean with `ckptctl.load`",
-            )
-        seen = examine(found[0], time.time())
-        return _Found(found[0].path, _loaded(seen), step, {}, ())
-
     def _go_on(
         self,
         ranks: Coordinator,
         state: MutableMapping[str, Any],
-        found: _Found,
+        found: Start,
         options: Mapping[str, Any],
     ) -> Resumed:
         report = load(state, found.path, process_group=self._group, **options)
-        on_first(ranks, lambda: self._keeper.went_on_from(found.entry, found.step))
+        on_first(ranks, lambda: self.keeper.went_on_from(found.entry, found.step))
         return Resumed(found.path, found.step, found.skipped, report, found.doubts)
 
     def _leave(self, step: int, *, discard: bool) -> None:
-        later = self._keeper.later_than(step)
+        later = self.keeper.later_than(step)
         if later and discard:
-            self._keeper.discard_after(step)
+            self.keeper.discard_after(step)
         elif later:
             _log.warning(
                 "%s: later than that, and left behind: %s; no rule counts them from the next save "
@@ -410,24 +371,9 @@ class CheckpointManager(Closing):
             )
 
     def _finished(self, target: Path) -> None:
-        self._keeper.call_hooks(target)
-        if self._keeper.policy.last == 0:
-            self._keeper.replaced()
-
-
-def _loaded(found: Checkpoint) -> Path:
-    """Return what of a checkpoint is loaded: itself, or the one part that it consists of."""
-    return found.parts[0] if len(found.parts) == 1 else found.entry.path
-
-
-class _Found(NamedTuple):
-    """What is loaded: the checkpoint, what of it, its step; what was passed over, and doubts."""
-
-    entry: Path
-    path: Path
-    step: int
-    skipped: Mapping[str, str]
-    doubts: tuple[str, ...]
+        self.keeper.call_hooks(target)
+        if self.keeper.policy.last == 0:
+            self.keeper.replaced()
 
 
 def _rated(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -1,17 +1,21 @@
-"""What rank 0 does for a run after a checkpoint is published: metrics, hooks, removals."""
+"""The folder of a run as rank 0 looks after it: what to go on from, branches, hooks, removals."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.retention.discard import plan_discard
 from ckptctl.ops.retention.prune import PruneResult, plan_prune, run_prune
-from ckptctl.ops.runs.entries import entries
+from ckptctl.ops.runs.entries import entries, is_run
+from ckptctl.ops.runs.listing import Checkpoint, examine
+from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.pointers import metrics
 from ckptctl.ops.runs.run_record import encoded, lineage_of, members, record
 from ckptctl.planner.branches import Lineage
@@ -24,6 +28,24 @@ Hook = Callable[[Path], object]
 SERIES = "step-"
 
 _log = logging.getLogger("ckptctl")
+
+
+class Start(NamedTuple):
+    """A checkpoint that training may go on from.
+
+    Attributes:
+        entry: The checkpoint.
+        path: What of it is loaded: itself, or the one part that it consists of.
+        step: The number in its name.
+        skipped: Newer ones that are not complete, with the reason.
+        doubts: Why another one might be the newest.
+    """
+
+    entry: Path
+    path: Path
+    step: int
+    skipped: Mapping[str, str] = {}
+    doubts: tuple[str, ...] = ()
 
 
 class Keeper:
@@ -44,6 +66,52 @@ class Keeper:
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
         self._resumed, self._saved = "", ""
+
+    def newest(self, series: str | None = None) -> Start | None:
+        """Return the newest complete checkpoint; None: there is none yet.
+
+        What is passed over, and what may be doubted, is logged.
+
+        Args:
+            series: The one that counts; None: all.
+
+        Raises:
+            SourceNotFoundError: There are some, and none is complete.
+            UnsupportedError: The newest is not understood: it may be whole.
+        """
+        there = entries(self.root) if is_run(self.root) else []
+        if not any(series in (None, one.named.series) for one in there):
+            return None
+        looked = newest(self.root, series=series)
+        found = looked.chosen
+        if found.candidate.lacks:
+            _log.warning("%s lacks `%s`, which most have", found.entry.path, found.candidate.lacks)
+        skipped = {one.candidate.name: one.candidate.problem for one in looked.skipped}
+        for name, problem in skipped.items():
+            _log.warning("passed over %s: %s", self.root / name, problem)
+        for doubt in looked.doubts:
+            _log.warning("%s: %s", self.root, doubt)
+        return Start(found.entry.path, _loaded(found), found.candidate.step, skipped, looked.doubts)
+
+    def of_step(self, step: int) -> Start | None:
+        """Return the checkpoint of *step*, ``step-N`` before others; None: there is none.
+
+        Raises:
+            RefusedError: There are several, in series of their own.
+        """
+        there = entries(self.root) if is_run(self.root) else []
+        found = [one for one in there if one.named.order[0] == step and not one.exempt]
+        found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
+        if len(found) > 1:
+            raise RefusedError(
+                f"{len(found)} checkpoints are of step {step}",
+                where=str(self.root),
+                why=listed([one.path.name for one in found]),
+                hint="load the one that you mean with `ckptctl.load`",
+            )
+        return (
+            Start(found[0].path, _loaded(examine(found[0], time.time())), step) if found else None
+        )
 
     def went_on_from(self, path: Path, step: int) -> None:
         """Take note of the checkpoint from which training goes on.
@@ -173,6 +241,10 @@ class Keeper:
             _log.info("removed %s", self.root / name)
         for name, failure in result.failed.items():
             _log.warning("%s was not removed: %s", self.root / name, _said(failure))
+
+
+def _loaded(found: Checkpoint) -> Path:
+    return found.parts[0] if len(found.parts) == 1 else found.entry.path
 
 
 def _said(error: Exception) -> str:

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.integrations.alone import own_group
-from ckptctl.integrations.beside import save_beside
 from ckptctl.integrations.lightning_folder import (
     META,
     MODEL,
@@ -33,8 +31,9 @@ from ckptctl.integrations.lightning_folder import (
     pickled,
     read_rest,
     require_none,
+    save_beside,
 )
-from ckptctl.integrations.whole import whole, with_numbers
+from ckptctl.integrations.whole import own_group, whole, with_numbers
 from ckptctl.storage import trash
 from ckptctl.storage.contained import real_path
 

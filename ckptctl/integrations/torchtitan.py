@@ -1,14 +1,15 @@
 """torchtitan: its checkpoint manager, saving and loading with ``ckptctl``.
 
-Only what touches bytes is replaced: ``dcp_save``, ``dcp_load`` and the removal of old checkpoints
-(``torchtitan/components/checkpointer/dcp.py``, 0.3.0). Names (``step-N``), what is saved when, and
-the options stay torchtitan's.
+Only what touches bytes is replaced: ``dcp_save``, ``dcp_load``, the choice of the newest checkpoint
+and the removal of old ones (``torchtitan/components/checkpointer/dcp.py``, 0.3.0). Names
+(``step-N``), what is saved when, and the options stay torchtitan's.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
 
 from ckptctl.distributed.background.saver import AsyncSaver
+from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.run_keeper import Keeper
-from ckptctl.distributed.saving.save import save
+from ckptctl.distributed.run_keeper import SERIES, Keeper
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.save import write
+from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy
+from ckptctl.storage.remote.path import named
 
 
 class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
@@ -71,13 +76,14 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
             return None
-        path = Path(checkpoint_id)
+        path, beside = Path(checkpoint_id), partial(self._keeper.beside, {})
         future: Future[Any] | None = None
         if async_mode == dcp.AsyncMode.DISABLED:
-            save(state_dict, path)
+            write(state_dict, named(path), coordinator(), SaveOptions(beside=beside))
             self._published(path)
         else:
-            future = self._saver.save(state_dict, path, on_published=self._published)
+            told = self._published
+            future = self._saver.save(state_dict, path, on_published=told, beside=beside)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return future
@@ -100,6 +106,23 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         load(state_dict, checkpoint_id, cast=from_hf, dequantize=dequantize)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
+        path = Path(checkpoint_id)
+        if path.parent == Path(self.folder):
+            step = int(path.name.removeprefix(SERIES))
+            on_first(coordinator(), lambda: self._keeper.went_on_from(path, step))
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """Return the step of the newest complete checkpoint that no later save left behind.
+
+        Raises:
+            UnsupportedError: The newest is not understood; on every rank.
+        """
+        found: int = super()._find_load_step(folder)
+        if folder or found < 0:
+            return found
+        ranks = coordinator()
+        newest = ranks.broadcast(on_first(ranks, lambda: self._keeper.newest(SERIES)))
+        return newest.step if newest else found
 
     def _published(self, path: Path) -> None:
         if dist.get_rank() == 0:

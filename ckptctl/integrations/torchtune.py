@@ -6,18 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torchtune import training
+from torchtune.training.checkpointing import ModelType
 
+from ckptctl import families
 from ckptctl.distributed.manager import CheckpointManager
-from ckptctl.integrations.alone import own_group
-from ckptctl.integrations.torchtune_state import (
-    LAYOUT,
-    family,
-    intermediate,
-    newest_state,
-    save_adapter,
-)
-from ckptctl.integrations.whole import whole_model
+from ckptctl.distributed.run_keeper import SERIES
+from ckptctl.distributed.saving.final import save_converted
+from ckptctl.errors import SourceNotFoundError, UsageError
+from ckptctl.integrations.whole import own_group, whole, whole_model, with_numbers
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.planner.mapping.adapters import SUFFIX
+
+LAYOUT = "torchtune"
+RECIPE = "recipe"
+TENSORS = (training.MODEL_KEY, training.ADAPTER_KEY, training.OPT_KEY)
 
 
 class Checkpointer:
@@ -75,7 +79,7 @@ class Checkpointer:
             CkptError: It cannot be read.
         """
         self.wait()
-        found = newest_state(self._output_dir) if self._resume else {}
+        found = self._newest_state() if self._resume else {}
         if training.MODEL_KEY not in found:
             found[training.MODEL_KEY] = whole_model(
                 self._checkpoint_dir, LAYOUT, self._family, own_group()
@@ -126,6 +130,17 @@ class Checkpointer:
         if self._manager:
             self._manager.wait()
 
+    def _newest_state(self) -> dict[str, Any]:
+        """Return what the newest complete checkpoint of the run holds, under torchtune's keys."""
+        keeper = self._saver().keeper
+        found = keeper.newest(SERIES)
+        if found is None:
+            raise SourceNotFoundError("there is nothing to go on from", where=str(keeper.root))
+        state: dict[str, Any] = with_numbers(whole(found.path, process_group=own_group()))
+        if not dist.is_initialized() or dist.get_rank() == 0:  # the one that saves
+            keeper.went_on_from(found.entry, found.step)
+        return {**state.pop(RECIPE)[0], **state}
+
     def _saver(self) -> CheckpointManager:
         if self._manager is None:
             self._manager = CheckpointManager(
@@ -137,3 +152,45 @@ class Checkpointer:
                 overwrite=True,
             )
         return self._manager
+
+
+def family(model_type: str) -> str:
+    """Return what a model type of torchtune is called here.
+
+    Raises:
+        UsageError: torchtune has no such model type, or it is not known here.
+    """
+    if model_type not in ModelType.__members__:
+        raise UsageError(
+            f"torchtune has no model type {model_type!r}",
+            hint=f"it has {', '.join(ModelType.__members__)}",
+        )
+    return families.family(str(ModelType[model_type].value)).name
+
+
+def intermediate(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is saved: tensors under torchtune's keys, the rest as one leaf."""
+    left_out = {training.MODEL_KEY} if training.ADAPTER_KEY in state else set()
+    kept = {key: state[key] for key in TENSORS if key in state and key not in left_out}
+    rest = {key: one for key, one in state.items() if key not in TENSORS}
+    # A tuple is a leaf to DCP: what is in it keeps its keys and its empty containers.
+    return {**kept, RECIPE: (rest,)}
+
+
+def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: Path) -> None:
+    """Save the adapter in *state* as PEFT has it.
+
+    Args:
+        state: Under torchtune's keys.
+        out: Where it will appear.
+        model_type: The family of the model that it is for.
+        assets: That model's directory.
+
+    Raises:
+        CkptError: Nothing was published.
+    """
+    alpha = state.get(training.ADAPTER_CONFIG, {}).get("lora_alpha")
+    how = ConversionOptions(
+        to="peft", model_type=model_type + SUFFIX, lora_alpha=alpha, assets=assets
+    )
+    save_converted(dict(state[training.ADAPTER_KEY]), out, how, own_group())

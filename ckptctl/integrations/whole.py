@@ -1,4 +1,4 @@
-"""Reading a checkpoint of which nobody holds a copy to be filled."""
+"""What integrations share: checkpoints read without a state to fill, and one rank by itself."""
 
 from __future__ import annotations
 
@@ -18,6 +18,23 @@ from ckptctl.distributed.loading.load import load
 from ckptctl.formats import open_checkpoint
 
 RANKS_OWN = re.compile(r"rank_\d+\.")
+_own: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def own_group() -> dist.ProcessGroup | None:
+    """Return a group with this rank alone, made without the others; None: there are no others.
+
+    It is for trainers that let one rank save or load everything.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    default = dist.group.WORLD
+    assert default
+    if default not in _own:
+        _own.clear()
+        rank = dist.get_rank()
+        _own[default] = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+    return _own[default]
 
 
 def whole(path: Path, *, process_group: dist.ProcessGroup | None = None) -> dict[str, Any]:

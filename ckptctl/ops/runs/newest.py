@@ -44,13 +44,18 @@ class Newest:
     doubts: tuple[str, ...] = ()
 
 
-def newest(root: Path, now: float | None = None) -> Newest:
+def newest(root: Path, now: float | None = None, series: str | None = None) -> Newest:
     """Return the newest complete checkpoint of a run.
 
     Of a run that went on from an earlier checkpoint what it left behind does not count, as long as
     there is another. Of several series the one that was written last counts; what Lightning saves
     last is compared with its numbered ones by the step, and named where none of them has it. Older
     checkpoints are not looked at, but for what was saved later than a higher step.
+
+    Args:
+        root: The run.
+        now: Seconds since the epoch; None: the clock's.
+        series: The one that counts, of which there has to be a checkpoint; None: all.
 
     Raises:
         SourceNotFoundError: There is none.
@@ -60,7 +65,8 @@ def newest(root: Path, now: float | None = None) -> Newest:
     now, root = clock.time() if now is None else now, path_of(root)
     skipped: list[Checkpoint] = []
     found: list[Checkpoint] = []
-    waiting = sorted(entries(root), key=lambda one: (one.named.order, one.time), reverse=True)
+    there = [one for one in entries(root) if series in (None, one.named.series)]
+    waiting = sorted(there, key=lambda one: (one.named.order, one.time), reverse=True)
     company, left = company_of(waiting), left_in(waiting)
     for one in sorted(waiting, key=lambda one: one.path.name in left):
         if any(one.named.series == other.entry.named.series for other in found):

@@ -25,3 +25,7 @@ def test_resume(tmp_path: Path) -> None:
 
 def test_the_model_alone(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "model_only", (2,), str(tmp_path))
+
+
+def test_branches(tmp_path: Path) -> None:
+    run_on_ranks(JOBS + "branches", (2,), str(tmp_path))

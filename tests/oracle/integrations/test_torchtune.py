@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -190,6 +191,33 @@ def test_an_adapter_goes_on_as_with_the_stock_checkpointer(tmp_path: Path, base:
     found = load_file(ours / "adapter_epoch_1" / "adapter_model.safetensors")
     expected = load_file(theirs / "adapter_model.safetensors")
     assert not differences(found, expected)
+
+
+def test_a_run_that_goes_back_says_so(tmp_path: Path, base: Path) -> None:
+    from torchtune import training
+
+    from ckptctl.integrations.torchtune import Checkpointer
+
+    def begun(**how: Any) -> Checkpointer:
+        return Checkpointer(str(base), str(tmp_path / "out"), "LLAMA3", **how)
+
+    def state(value: float) -> dict[str, Any]:
+        return {training.MODEL_KEY: {"w": torch.full((2,), value)}, "epochs_run": int(value)}
+
+    first = begun()
+    for epoch in range(3):
+        first.save_checkpoint(state(epoch), epoch, intermediate_checkpoint=True)
+    first.wait()
+    (tmp_path / "out" / "step-2").rename(tmp_path / "step-2")
+    second = begun(should_load_recipe_state=True)
+    assert second.load_checkpoint()["epochs_run"] == 1
+    (tmp_path / "step-2").rename(tmp_path / "out" / "step-2")
+    second.save_checkpoint(state(5), 1, intermediate_checkpoint=True)
+    second.wait()
+    third = begun(should_load_recipe_state=True).load_checkpoint()
+    assert third["epochs_run"] in (2, 5)
+    said = json.loads((tmp_path / "out" / "step-1" / "ckptctl.run.json").read_text())
+    assert said["resumed"][-1]["step"] == 1
 
 
 @pytest.mark.parametrize("write", [save_hf, save_meta])

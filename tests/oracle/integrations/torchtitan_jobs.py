@@ -131,3 +131,26 @@ def model_only(rank: int, world: int, folder: str) -> None:
     excluding = Training(CheckpointManager, root, 1, exclude_from_loading=["optimizer"])
     assert excluding.manager.load(1)
     assert excluding.progress.step == 1
+
+
+def branches(rank: int, world: int, folder: str) -> None:
+    """A run that went back goes on from what it saved since, and nothing of either is removed."""
+    root = Path(folder) / f"branches-{world}"
+    run = Training(CheckpointManager, root, 0, keep_latest_k=0)
+    run.train(3)
+    run.manager.close()
+    back = Training(CheckpointManager, root, 1, keep_latest_k=2)
+    assert back.manager.load(1)
+    (root / "checkpoint" / "step-2").rename(root / "step-2") if rank == 0 else None
+    dist.barrier()
+    expected = back.train(2)
+    back.manager.close()
+    dist.barrier()
+    names = sorted(item.name for item in (root / "checkpoint").iterdir())
+    assert names == ["step-1", "step-2", "step-3"], names
+    again = Training(CheckpointManager, root, 2, keep_latest_k=0)
+    assert again.manager.load()
+    assert again.progress.step == 2
+    found = full(again.model.state_dict())
+    assert not differences(found, {name: expected[name] for name in found})
+    again.manager.close()
