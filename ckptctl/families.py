@@ -1,5 +1,7 @@
-"""Finds model families: ``converters/``, entry points of other packages, files that a user names.
+"""Finds model families: ours, entry points of other packages, files that a user names.
 
+Ours are the modules of :data:`PACKAGE`. A wheel has it inside ``ckptctl/``; in the repository its
+folder is ``converters/``, beside ``ckptctl/``.
 A third party adds a family with an entry point in the group ``ckptctl.converters`` whose name is
 the model type and whose object is a :class:`~ckptctl.planner.layouts.Family`. A family in a file of
 its own is known within :func:`using` alone.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,32 +20,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import installed
-from ckptctl.errors import CkptError, UsageError, nearest
+from ckptctl.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from ckptctl.planner.layouts import Family
 
-PACKAGE = "converters"
+PACKAGE = "ckptctl.converters"
 GROUP = "ckptctl.converters"
 
 _USER: ContextVar[Family | None] = ContextVar("user", default=None)
 
 
 @cache
-def _built_in() -> tuple[str, ...]:
-    """Return the names of the modules in ``converters/``."""
-    package = importlib.import_module(PACKAGE)
-    if getattr(package, "__ckptctl__", None) is not True:
-        raise CkptError(
-            "the model families that ship with ckptctl are hidden by another package",
-            where=getattr(package, "__file__", None),
-            why=f"it is called `{PACKAGE}` as well and comes first on sys.path",
-            hint="run from another directory, or remove that package from the environment",
-        )
-    files = (file for path in package.__path__ for file in Path(path).glob("[!_]*.py"))
-    return tuple(sorted(file.stem for file in files))
+def built_in() -> tuple[str, ...]:
+    """Return the model types that ship with ckptctl, having imported the package they lie in."""
+    home = Path(__file__).parent
+    inside, beside = home / "converters", home.parent / "converters"
+    folder = inside if inside.is_dir() else beside
+    spec = importlib.util.spec_from_file_location(
+        PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[PACKAGE] = module
+    return tuple(sorted(file.stem for file in folder.glob("[!_]*.py")))
 
 
 @cache
@@ -62,13 +66,13 @@ def _load(name: str) -> Family:
     from ckptctl.planner.layouts import Family
 
     try:
-        if name in _built_in():
+        if name in built_in():
             found = importlib.import_module(f"{PACKAGE}.{name}").FAMILY
         else:
             found = _entry_points()[name].load()
         if not isinstance(found, Family):
             raise TypeError(f"{found!r} is not a Family")
-        if name not in _built_in():
+        if name not in built_in():
             _require_sound(found)
     except Exception as error:
         raise UsageError(
@@ -131,19 +135,10 @@ def _require_new(found: Family, file: Path) -> None:
             )
 
 
-def built_in() -> tuple[str, ...]:
-    """Return the model types that ship with ckptctl.
-
-    Raises:
-        CkptError: Another package hides them.
-    """
-    return _built_in()
-
-
 def names() -> tuple[str, ...]:
     """Return the known model types, without loading any."""
     user = _USER.get()
-    return tuple(sorted({*_built_in(), *_entry_points(), *([user.name] if user else [])}))
+    return tuple(sorted({*built_in(), *_entry_points(), *([user.name] if user else [])}))
 
 
 def _named(name: str) -> Family:
@@ -183,7 +178,7 @@ def family(name: str) -> Family:
         return adapter_family(family(name.removesuffix(SUFFIX)))
     plain = name.strip().lower().replace("-", "_").replace(".", "_")
     for exact in (name, plain):
-        if exact in _built_in():
+        if exact in built_in():
             return _load(exact)
     known = families()
     for spelling in (name, plain):

@@ -1,3 +1,1 @@
-"""Model families, one file each: tables only, no code."""
-
-__ckptctl__ = True
+"""Model families, one file each: tables only, no code; in a wheel ``ckptctl.converters``."""

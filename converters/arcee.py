@@ -6,7 +6,8 @@ Source: transformers' ``modeling_arcee.py``.
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import granite
+
+from . import granite
 
 NO_GATE = """
 logical  hf: model.layers.{i}.

@@ -9,7 +9,8 @@ the layers that predict further tokens; on disk those repeat the embedding and t
 from dataclasses import replace
 
 from ckptctl.planner.layouts import BLOCK_AXES, Companion, Drop, Family, Shift, Tie
-from converters import deepseek_v2
+
+from . import deepseek_v2
 
 BEFORE = """
 logical  deepseek      torchtitan@0.2, torchtitan@0.3

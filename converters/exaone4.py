@@ -6,7 +6,8 @@ Queries and keys of each head have norms. Source: transformers' ``modeling_exaon
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import granite
+
+from . import granite
 
 NORMS = """
 logical      axes  hf: model.layers.{i}.

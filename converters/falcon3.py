@@ -6,7 +6,8 @@ Source: the config.json of ``tiiuae/Falcon3-7B-Base``; transformers runs it as `
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import llama2
+
+from . import llama2
 
 THETA = {"rope_theta": 1000042}
 

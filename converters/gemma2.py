@@ -8,7 +8,8 @@ exchanges the two norms of the feed-forward: github.com/meta-pytorch/torchtune/i
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import gemma
+
+from . import gemma
 
 NORMS = """
 norm_1_post  d  post_attention_layernorm.weight    sa_scale.scale

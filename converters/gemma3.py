@@ -15,7 +15,8 @@ Sources: transformers' ``modeling_gemma3.py``, ``modeling_siglip.py`` and ``conv
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
-from converters import gemma3_text
+
+from . import gemma3_text
 
 VISION_EMBED = """
 vision_patch           vd vc ph pw  embeddings.patch_embedding.weight

@@ -6,7 +6,8 @@ Source: transformers' ``modeling_glm.py``.
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import glm4
+
+from . import glm4
 
 TWO_NORMS = """
 logical      hf: model.layers.{i}.

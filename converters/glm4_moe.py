@@ -6,7 +6,8 @@ the head.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
-from converters import deepseek_v2, deepseek_v3
+
+from . import deepseek_v2, deepseek_v3
 
 BEFORE = """
 logical  axes  hf, hf-v5

@@ -6,7 +6,8 @@ Source: transformers' ``modeling_granite.py``.
 from dataclasses import replace
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
-from converters import llama2
+
+from . import llama2
 
 FAMILY: Family = replace(
     llama2.FAMILY,

@@ -6,7 +6,8 @@ Source: transformers' ``modeling_hunyuan_v1_dense.py``.
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import granite
+
+from . import granite
 
 NORMS = """
 logical  axes  hf: model.layers.{i}.

@@ -7,7 +7,8 @@ Sources: ``llama_models/llama3/model.py`` and ``checkpoint.py``, transformers'
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import llama2
+
+from . import llama2
 
 EMBED_BY_ROWS = """
 logical  axes

@@ -7,7 +7,8 @@ Sources: ``llama_models/llama3``, transformers' ``convert_llama_weights_to_hf.py
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import llama3
+
+from . import llama3
 
 FAMILY: Family = replace(
     llama3.FAMILY,

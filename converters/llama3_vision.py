@@ -10,7 +10,8 @@ transformers 5 holds in memory), ``llama_models/llama3/multimodal/model.py``, to
 """
 
 from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Same, Shift, Tie, Tiles
-from converters import llama3
+
+from . import llama3
 
 EMBED = """
 embed        v* d   embed_tokens.weight#0

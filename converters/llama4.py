@@ -10,7 +10,8 @@ Sources: as for ``llama4_text``; ``llama_models/llama4/vision``; torchtune's
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Drop, Family, Tie
-from converters import llama4_text
+
+from . import llama4_text
 
 VISION = """
 logical            axes              hf: vision_model.             meta: vision_embeddings.vision_encoder.  torchtune: encoders.vision.clip.

@@ -7,7 +7,8 @@ Sources: transformers' ``modeling_ministral3.py``, ``configuration_ministral3.py
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Tie
-from converters import mistral
+
+from . import mistral
 
 TEXT = (
     replace(mistral.NORM, default=1e-5),

@@ -7,7 +7,8 @@ Sources: transformers' ``modeling_mistral3.py``, ``modeling_ministral3.py`` and
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle
-from converters import ministral3, mistral3
+
+from . import ministral3, mistral3
 
 STYLE: ParamsStyle = replace(
     mistral3.STYLE,

@@ -9,7 +9,8 @@ complex rotations that Meta's have, but are never divided among ranks.
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Rule, Same, Tie
-from converters import llama2
+
+from . import llama2
 
 SILU = Rule("hidden_act", ("silu", "swish"), "Mistral's is always silu")
 UNSCALED = Rule("rope.rope_type", ("default",), "nothing is scaled in it", written=False)

@@ -8,7 +8,8 @@ Sources: transformers' ``modeling_mistral3.py`` and ``convert_mistral3_weights_t
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Tie
-from converters import mistral, pixtral
+
+from . import mistral, pixtral
 
 MERGER = """
 logical      axes  hf: multi_modal_projector.         hf-v5: model.multi_modal_projector.  mistral

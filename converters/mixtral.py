@@ -9,7 +9,8 @@ mistral-inference's ``moe.py`` and ``transformer_layers.py``.
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Same, Tie
-from converters import mistral
+
+from . import mistral
 
 BEFORE = """
 logical  axes  hf                         mistral

@@ -6,7 +6,8 @@ The norms multiply with ``1 + w``. Source: transformers' ``modeling_nemotron.py`
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import arcee
+
+from . import arcee
 
 NORMS = """
 logical      axes  hf: model.layers.{i}.

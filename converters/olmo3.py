@@ -7,7 +7,8 @@ Sources: transformers' ``modeling_olmo3.py`` and ``convert_olmo3_weights_to_hf.p
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import olmo2
+
+from . import olmo2
 
 FAMILY: Family = replace(
     olmo2.FAMILY,

@@ -7,7 +7,8 @@ megablocks' experts, rows of all of them one after another, ``w2`` transposed); 
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
-from converters import deepseek_v2
+
+from . import deepseek_v2
 
 BEFORE = """
 logical  axes  hf, hf-v5                  olmo

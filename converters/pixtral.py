@@ -9,7 +9,8 @@ tower are in the order of complex rotations in Mistral's files, too.
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Tie
-from converters import mistral
+
+from . import mistral
 
 BEFORE = """
 logical  axes  hf                                        hf-v5                                     mistral

@@ -8,7 +8,8 @@ Sources: transformers' ``modeling_qwen3.py``, torchtitan's ``models/qwen3/state_
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
-from converters import qwen2
+
+from . import qwen2
 
 NORMS = """
 q_norm      e      self_attn.q_norm.weight  attn.q_norm.scale

@@ -10,7 +10,8 @@ Sources: transformers' ``modeling_qwen3_moe.py`` and ``conversion_mapping.py``, 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Drop, Family, Tie
-from converters import qwen2_moe, qwen3
+
+from . import qwen2_moe, qwen3
 
 ATTENTION = """
 o_bias?  d  self_attn.o_proj.bias

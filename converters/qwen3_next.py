@@ -11,7 +11,8 @@ Sources: transformers' ``modeling_qwen3_next.py`` and ``conversion_mapping.py``;
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import qwen2_moe
+
+from . import qwen2_moe
 
 LINEAR = """
 logical                axes          hf: model.layers.{i}.

@@ -7,7 +7,8 @@ Sources: transformers' ``modeling_layers.py`` (``GenericForSequenceClassificatio
 from dataclasses import replace
 
 from ckptctl.planner.layouts import SIZES, Drop, Family
-from converters import llama2, mistral
+
+from . import llama2, mistral
 
 SCORE = """
 logical  axes  hf            torchtune

@@ -6,7 +6,8 @@ Source: transformers' ``modeling_smollm3.py``.
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
-from converters import granite
+
+from . import granite
 
 FAMILY: Family = replace(
     granite.FAMILY,

@@ -49,7 +49,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 CACHES = (
-    *(families._built_in, families._entry_points, families._load),
+    *(families._entry_points, families._load),
     *(plugins.entry_points, plugins.load),
 )
 

@@ -23,7 +23,6 @@ from tests.hub_server import Hub
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SITE = Path(os.environ.get("CKPTCTL_INSTALLED", "")).absolute()
-PACKAGES = ("ckptctl", "converters")
 REMOTE = """
 import ckptctl, sys
 ckptctl.convert(sys.argv[1], "memory://there", to="dcp", verify=True)
@@ -32,15 +31,14 @@ assert not ckptctl.diff("memory://there", sys.argv[1]).tensors
 """
 EVERYTHING = """
 import importlib, pkgutil, sys
-import ckptctl, converters
+import ckptctl
 for name in ckptctl.__all__:
     getattr(ckptctl, name)
-for package in (ckptctl, converters):
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.startswith("ckptctl.integrations."):  # which import the trainers
-            importlib.import_module(module.name)
+for module in pkgutil.walk_packages(ckptctl.__path__, "ckptctl."):
+    if not module.name.startswith("ckptctl.integrations."):  # which import the trainers
+        importlib.import_module(module.name)
 print(*sorted({module.__file__ for name, module in sys.modules.items()
-    if name.partition(".")[0] in ("ckptctl", "converters")}), sep="\\n")
+    if name.partition(".")[0] == "ckptctl"}), sep="\\n")
 """
 
 pytestmark = pytest.mark.skipif(
@@ -85,19 +83,29 @@ def test_every_module_is_there(tmp_path: Path) -> None:
     done = python(tmp_path, "-W", "ignore", "-c", EVERYTHING)
     assert done.returncode == 0, done.stderr
     files = [Path(line) for line in done.stdout.splitlines()]
-    assert len(files) > 300
+    assert len(files) >= sum(1 for file in CHECKOUT.glob("ckptctl/[!i]*/**/*.py"))
     assert not [file for file in files if not file.is_relative_to(SITE)]
 
 
 def test_every_file_of_the_checkout_is_installed() -> None:
     """Pages, styles, scripts and markers are no modules, and easily left out."""
 
-    def files(root: Path) -> set[str]:
-        found = (path for name in PACKAGES for path in (root / name).rglob("*"))
-        return {str(p.relative_to(root)) for p in found if p.is_file() and p.suffix != ".pyc"}
+    def files(root: Path) -> set[Path]:
+        found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        return {path for path in found if path.suffix != ".pyc"}
 
-    assert files(SITE) == files(CHECKOUT)
-    assert not (SITE / "tests").exists(), "the tests are not for users"
+    families = {Path("converters") / path for path in files(CHECKOUT / "converters")}
+    assert files(SITE / "ckptctl") == files(CHECKOUT / "ckptctl") | families
+    beside = {path.name for path in SITE.iterdir() if not path.name.endswith(".dist-info")}
+    assert beside == {"ckptctl", "bin"}
+
+
+def test_a_foreign_folder_called_converters(places: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "converters").mkdir()
+    for name in ("__init__.py", "llama3.py"):
+        (tmp_path / "converters" / name).write_text("raise SystemExit('foreign')\n")
+    done = command(tmp_path, "inspect", places["hf"], "--json")
+    assert json.loads(done.stdout)["model_type"] == "llama3", done.stderr
 
 
 @pytest.mark.parametrize(("name", "line"), FIRST)

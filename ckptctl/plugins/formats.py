@@ -1,0 +1,84 @@
+"""Everything a format in another package is made of, read and written.
+
+========================  ==========================================================================
+the format                :class:`Format`, :class:`WritableFormat`, :class:`Sniff`
+reading                   :class:`ReadOptions`, :class:`SourceFiles`, :func:`read_json`,
+                          :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
+                          :func:`beside` (the files that travel with the weights)
+what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
+                          :class:`Checksum`, :class:`Blob`, :class:`Finding`, :data:`DTYPES`
+writing                   :class:`OutputRequest`, :class:`OutputTensor`, :class:`Output`,
+                          :class:`OutputFile`, :class:`Record`, :class:`Place`, :class:`RawCopy`,
+                          :func:`constant`, :func:`document`, :func:`copied`
+errors                    :class:`DamagedError` needs evidence; what is merely not understood is an
+                          :class:`UnsupportedError`
+========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from ckptctl.catalog import Blob, Box, Catalog, Checksum, Extent, Finding, TensorEntry
+from ckptctl.dtypes import BY_NAME as DTYPES
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    RefusedError,
+    SourceNotFoundError,
+    UnsupportedError,
+)
+from ckptctl.formats.assets import beside
+from ckptctl.formats.base import (
+    AS_IT_IS,
+    Format,
+    Output,
+    OutputRequest,
+    OutputTensor,
+    Place,
+    ReadOptions,
+    Sniff,
+    WritableFormat,
+    constant,
+    copied,
+    document,
+)
+from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.zips.reader import read_archive
+
+__all__ = [
+    "AS_IT_IS",
+    "DTYPES",
+    "Blob",
+    "Box",
+    "Catalog",
+    "Checksum",
+    "CkptError",
+    "CrcOf",
+    "DamagedError",
+    "Extent",
+    "Finding",
+    "Format",
+    "Frame",
+    "Output",
+    "OutputFile",
+    "OutputRequest",
+    "OutputTensor",
+    "Place",
+    "RawCopy",
+    "ReadOptions",
+    "Record",
+    "RefusedError",
+    "Sniff",
+    "SourceFiles",
+    "SourceNotFoundError",
+    "TensorEntry",
+    "UnsupportedError",
+    "WritableFormat",
+    "beside",
+    "constant",
+    "copied",
+    "document",
+    "read_archive",
+    "read_json",
+]
