@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptctl import dtypes
+from ckptctl.file_identity import FileIdentity
 
 Codec = Literal["raw", "torch"]
 Severity = Literal["error", "unknown", "warning"]
@@ -322,6 +323,7 @@ class Catalog:
         lost: For each tensor the boxes in files that cannot be used, and those files; likewise.
         save_id: What no other save has, nor any part of one; empty: it does not say so.
         world: How many ranks saved it; 0: it does not say so.
+        opened: The path that was opened, and its identity before anything of it was read.
     """
 
     root: str
@@ -342,6 +344,7 @@ class Catalog:
     lost: Mapping[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
     save_id: str = ""
     world: int = 0
+    opened: tuple[str, FileIdentity] | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,7 @@ from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.path import path_of
 from ckptctl.storage.remote.writing import NAME, unfinished
+from ckptctl.storage.sources import identity_of, unreplaced
 from ckptctl.units import natural_key
 
 LOOKED_AT = 200
@@ -157,16 +158,24 @@ def open_checkpoint(
 
     Raises:
         UsageError: The format knows no such choice.
+        ChangedError: Another checkpoint took its place meanwhile.
         CkptError: It is missing, not recognised, damaged or hostile.
     """
     path = existing(path)
+    opened = str(path), identity_of(path)
+    with unreplaced(opened):
+        asked = ReadOptions(model_type, weights, tag, rules, partial, replicas)
+        return replace(_read(path, format, asked, manifest), opened=opened)
+
+
+def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool) -> Catalog:
     inside = None if format or sniff(path) else only_inside(path)
     problem = unfinished(path)
-    if problem and not partial:
+    if problem and not asked.partial:
         raise problem
     path = inside or path
     known = get(format) if format else detect(path)
-    chosen = {"weights": weights, "tag": tag, "rules": rules}
+    chosen = {"weights": asked.weights, "tag": asked.tag, "rules": asked.rules}
     strange = [name for name, value in chosen.items() if value and name not in known.choices]
     if strange:
         raise UsageError(
@@ -174,7 +183,6 @@ def open_checkpoint(
             where=str(path),
             hint=f"`ckptctl formats {known.name}` shows what can be chosen",
         )
-    asked = ReadOptions(model_type, weights, tag, rules, partial, replicas)
     found = known.read(path, asked)
     if manifest:
         found = checksums.attach(found)
@@ -190,7 +198,8 @@ def open_checkpoint(
 
 def resolve(catalog: Catalog) -> Catalog:
     """Return *catalog* with every extent pointing at plain element bytes."""
-    return get(catalog.format).resolve(catalog)
+    with unreplaced(catalog.opened):
+        return get(catalog.format).resolve(catalog)
 
 
 def list_run(path: Path) -> list[Path]:

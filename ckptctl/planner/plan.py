@@ -196,6 +196,7 @@ class Plan:
         inputs: By ``(root, file)`` what virtual files are made of under other roots, as it was when
             the plan was made.
         checks: Checksums of sources that no transfer takes alone on its way.
+        opened: The path of the source, and its identity before anything of it was read.
     """
 
     source_root: str
@@ -210,6 +211,7 @@ class Plan:
     computed: Mapping[str, Computed] = field(default_factory=dict)
     inputs: Mapping[tuple[str, str], FileIdentity] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
+    opened: tuple[str, FileIdentity] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
+from pathlib import Path
 
 from ckptctl.catalog import made_of
-from ckptctl.errors import ChangedError, SourceNotFoundError
+from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.remote.path import path_at
 
 
 class Sources:
@@ -42,8 +45,9 @@ class Sources:
         """Compare every source file with what it was when it was first looked at.
 
         Raises:
-            DamagedError: One of them is gone, or another one.
+            ChangedError: One of them is gone or was written to, or the whole source was replaced.
         """
+        require_unreplaced(self._plan.opened)
         sizes = {file.path: file.size for file in self._plan.files}
         for files in self._open.values():
             files.forget()
@@ -60,6 +64,19 @@ class Sources:
             if found != identity:
                 raise ChangedError(*key, _difference(identity, found))
 
+    @contextmanager
+    def unreplaced(self) -> Iterator[None]:
+        """Blame an error within on a change of the source files, where they changed meanwhile.
+
+        Raises:
+            ChangedError: What failed read a file that was written to or replaced.
+        """
+        try:
+            yield
+        except CkptError:
+            self.check()
+            raise
+
     def _identity(self, root: str, name: str) -> FileIdentity:
         # By path, not by the open descriptor: a replaced file must not pass as the old one.
         try:
@@ -67,6 +84,51 @@ class Sources:
         except (SourceNotFoundError, FileNotFoundError):
             raise ChangedError(root, name, "it is gone") from None
         return FileIdentity.of(found)
+
+
+def identity_of(path: Path) -> FileIdentity:
+    """Return the identity of the file or folder at *path*.
+
+    Raises:
+        StorageError: It cannot be looked at.
+    """
+    try:
+        return FileIdentity.of(path.stat())
+    except OSError as error:
+        raise StorageError.from_os_error(error, "look at", str(path)) from error
+
+
+def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:
+    """Make sure that what was opened still lies under its path.
+
+    Raises:
+        ChangedError: Another file or folder has taken its place.
+    """
+    if opened is None:
+        return
+    path, before = path_at(opened[0]), opened[1]
+    try:
+        if before.one_with(FileIdentity.of(path.stat())):
+            return
+    except FileNotFoundError:
+        pass
+    except (OSError, CkptError):
+        return  # It cannot be looked at, which proves nothing.
+    raise ChangedError(str(path.parent), path.name, "another one has taken its place")
+
+
+@contextmanager
+def unreplaced(opened: tuple[str, FileIdentity] | None) -> Iterator[None]:
+    """Blame an error within on the source's replacement, where it was replaced meanwhile.
+
+    Raises:
+        ChangedError: Parts of two checkpoints were read.
+    """
+    try:
+        yield
+    except CkptError:
+        require_unreplaced(opened)
+        raise
 
 
 def _difference(was: FileIdentity, now: FileIdentity) -> str:

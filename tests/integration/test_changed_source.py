@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptctl
+from ckptctl.catalog import Catalog
 from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.file_identity import FileIdentity
+from ckptctl.formats import checksums
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.options import ExecutionOptions
@@ -121,3 +123,36 @@ def test_checksums_of_the_first_read_count_on_resume(
     else:
         assert ckptctl.convert(source, tmp_path / "out", **options).resumed_bytes
     assert (tmp_path / "out").exists() != written
+
+
+@pytest.mark.parametrize("moment", ["before the manifest is read", "after it is read"])
+@pytest.mark.parametrize("verb", ["convert", "extract", "load", "verify"])
+def test_another_checkpoint_takes_its_place_while_it_is_opened(
+    verb: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest of one save says nothing of the files of another."""
+    path = tmp_path / "latest"
+    for step, value in ((10, 1.0), (20, 2.0)):
+        plain = tmp_path / f"{step}.safetensors"
+        save_file({"w": torch.full((64, 64), value)}, plain)
+        ckptctl.convert(plain, tmp_path / f"step_{step}", to="hf")
+    (tmp_path / "step_10").rename(path)
+    attached = checksums.attach
+
+    def attach(catalog: Catalog) -> Catalog:
+        if moment == "after it is read":
+            catalog = attached(catalog)
+        path.rename(tmp_path / "old")
+        (tmp_path / "step_20").rename(path)
+        return catalog if moment == "after it is read" else attached(catalog)
+
+    monkeypatch.setattr(checksums, "attach", attach)
+    use: dict[str, Callable[[], object]] = {
+        "convert": lambda: ckptctl.convert(path, tmp_path / "out", to="dcp"),
+        "extract": lambda: ckptctl.extract(path, "w", tmp_path / "w.npy"),
+        "load": lambda: ckptctl.load({"w": torch.zeros(64, 64)}, path),
+        "verify": lambda: ckptctl.verify(path),
+    }
+    with pytest.raises(ChangedError, match="`latest` changed while it was being read"):
+        use[verb]()
+    assert not (tmp_path / "out").exists()

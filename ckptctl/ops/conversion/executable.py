@@ -84,6 +84,7 @@ def executable(
         computed=computed,
         inputs=_inputs(catalog.root, computed),
         checks=checks,
+        opened=catalog.opened,
     )
 
 

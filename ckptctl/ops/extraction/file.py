@@ -53,6 +53,7 @@ def plan_file(reading: Reading, taken: Sequence[Taken], target: Path) -> Plan:
         raw_copies=(),
         digest="",
         computed=computed,
+        opened=catalog.opened,
     )
 
 

@@ -81,6 +81,7 @@ class Reading:
             raw_copies=(),
             digest="",
             computed=computed,
+            opened=catalog.opened,
         )
 
     def _chosen(self, wanted: Mapping[str, Wanted]) -> tuple[list[MappedTensor], dict[str, Wanted]]:
@@ -103,6 +104,7 @@ class Reading:
             notes=catalog.notes,
             save_id=catalog.save_id,
             world=catalog.world,
+            opened=catalog.opened,
         )
         return replace(self, mapping=replace(self.mapping, catalog=moved))
 

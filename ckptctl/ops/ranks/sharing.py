@@ -110,7 +110,7 @@ def execute_together(
         everybody = alarm.watching(lambda nbytes: progress(nbytes * ranks.world))
 
         def fill() -> Books | None:
-            with alarm:
+            with alarm, run.sources.unreplaced():
                 run.fill({}, everybody)
                 run.sources.check()
             return None if alarm.heard else run.books()

@@ -96,6 +96,7 @@ def read_data(
     listed = {name: catalog.files[name] for _, _, r in parts for name in r if name in catalog.files}
     after = _identities(catalog, anew=True)
     changed = [name for name, identity in before.items() if after.get(name) != identity]
+    found = [finding for finding in found if finding.file not in changed]
     found += [
         Finding("a file changed meanwhile", severity="unknown", file=name) for name in changed
     ]

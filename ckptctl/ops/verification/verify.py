@@ -23,6 +23,7 @@ from ckptctl.ops.verification.surroundings import surroundings
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.remote.path import path_at, require_answers, shown
 from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.sources import require_unreplaced
 
 UNUSED = f"{MANIFEST} describes other tensors"
 
@@ -60,6 +61,7 @@ def verify(
         SourceNotFoundError: There is no such path.
         FormatError: It is not a checkpoint that ckptctl reads.
         RefusedError: There is a list of SHA-256 sums already, and one was asked for.
+        ChangedError: Another checkpoint took its place meanwhile.
         StorageError: What is behind a URL did not answer.
     """
     return examine(path, options or VerifyOptions(), progress, ranks)[0]
@@ -99,6 +101,7 @@ def examine(
 
         state.findings += lacking(state.catalog, options.model_type)
     require_answers(state.path)
+    together(ranks, lambda: require_unreplaced(state.catalog and state.catalog.opened))
     if options.manifest:
         _add_list(state, options.jobs, progress, ranks)
     return _result(shown(path), state, options, time.monotonic() - start), state.catalog

@@ -41,14 +41,16 @@ def execute(
         uploads: Where complete files go; None: they stay below *root*.
 
     Raises:
-        DamagedError: A source changed, ends too early or contradicts its recorded checksum.
+        ChangedError: A source changed.
+        DamagedError: A source ends too early or contradicts its recorded checksum.
         StorageError: A read, write or sync failed.
     """
     with ExitStack() as stack:
         run = Run(plan, root, options, stack, memory, uploads=uploads)
         run.sources.check()
         done = run.prepare(journal)
-        run.fill(done, progress)
+        with run.sources.unreplaced():
+            run.fill(done, progress)
         run.sources.check()
         run.output.sync_directories()
         return run.result()
