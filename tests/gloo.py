@@ -1,15 +1,17 @@
-"""Run a function on several gloo ranks for the price of one start of Python.
+"""Run a function on several gloo ranks, without a start of Python and torch for each of them.
 
-One child process imports torch once, with a single thread, and forks the ranks of every world
-size from there; so four ranks cost what one does, and the test process is never forked.
+One server per test process imports torch once, with a single thread. It forks a process for each
+job, which forks the ranks of one world size after another; the test process is never forked.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -18,13 +20,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 STUCK = 25
 """Seconds after which a rank says where it is."""
 
 REPOSITORY = Path(__file__).parent.parent
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
 class RankFailure(AssertionError):
@@ -52,44 +56,95 @@ def run_on_ranks(
     if not isinstance(function, str):
         function = f"{function.__module__}:{function.__qualname__}"
     with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job.pickle"
-        job.write_bytes(pickle.dumps((*function.split(":"), list(worlds), arguments)))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.gloo", str(job)],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            output, _ = child.communicate()
-            raise RankFailure(f"no end after {timeout} s\n{output}") from None
-    if child.returncode:
+        content = (function.split(":"), list(worlds), arguments, {**os.environ, **ENVIRONMENT})
+        Path(folder, "job.pickle").write_bytes(pickle.dumps(content))
+        in_time, code = _run(folder, timeout)
+        output = Path(folder, "output").read_text(errors="replace")
+    if not in_time:
+        raise RankFailure(f"no end after {timeout} s\n{output}")
+    if code:
         raise RankFailure(output)
 
 
-def _main(job: str) -> int:
+def _run(folder: str, timeout: float) -> tuple[bool, int]:
+    """Have the job in *folder* run; return whether it ended in time, and its exit code."""
+    server = _server()
+    assert server.stdin and server.stdout
+    server.stdin.write(f"{folder}\n".encode())
+    job = int(server.stdout.readline())
+    in_time = bool(select.select([server.stdout], [], [], timeout)[0])
+    if not in_time:
+        os.killpg(job, signal.SIGKILL)
+    return in_time, int(server.stdout.readline())
+
+
+@cache
+def _server() -> subprocess.Popen[bytes]:
+    """Start the server of this process, which ends when its standard input is closed."""
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.gloo"],
+        cwd=REPOSITORY,
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+    )
+    atexit.register(server.__exit__, None, None, None)
+    return server
+
+
+def _serve() -> None:
+    """Fork a process for each folder that standard input names; print its id and its exit code."""
     import torch
 
-    # Before the fork, so that the ranks share what takes seconds; DTensor imports _dynamo late.
+    # Before the fork, so that all ranks share what takes seconds; DTensor imports _dynamo late.
     for needed in ("distributed.checkpoint", "distributed.tensor", "_dynamo"):
         importlib.import_module(f"torch.{needed}")
-    module, name, worlds, arguments = pickle.loads(Path(job).read_bytes())
+    import ckptctl
+
+    for name in ckptctl.__all__:
+        getattr(ckptctl, name)
     torch.set_num_threads(1)
-    function = getattr(importlib.import_module(module), name)
-    for world in worlds:
-        port = _free_port()
-        children = [_fork(function, rank, world, port, arguments) for rank in range(world)]
-        if not _all_succeed(set(children)):
-            print(f"world size {world} failed", file=sys.stderr)
-            return 1
-    return 0
+    for line in sys.stdin:
+        job = os.fork()
+        if not job:
+            _job(Path(line.rstrip("\n")))
+        print(job, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]), flush=True)
+
+
+def _job(folder: Path) -> NoReturn:
+    """Run the job in *folder*, whose output becomes a file there, in a session of its own."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    code = 1
+    try:
+        (module, name), worlds, arguments, environment = pickle.loads(
+            (folder / "job.pickle").read_bytes()
+        )
+        os.environ.clear()
+        os.environ.update(environment)
+        function = getattr(importlib.import_module(module), name)
+        code = int(not all(_world_succeeds(function, world, arguments) for world in worlds))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _world_succeeds(function: Callable[..., None], world: int, arguments: tuple[Any, ...]) -> bool:
+    port = _free_port()
+    children = [_fork(function, rank, world, port, arguments) for rank in range(world)]
+    if not _all_succeed(set(children)):
+        print(f"world size {world} failed", file=sys.stderr)
+        return False
+    return True
 
 
 def _all_succeed(running: set[int]) -> bool:
@@ -137,4 +192,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    _serve()
