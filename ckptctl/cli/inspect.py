@@ -174,13 +174,13 @@ def _inspected(
         run = _run_at(path) if found.checkpoints else None
         if run is None:
             return found, None
-    from ckptctl.ops.runs.overview import overview
+    from ckptctl.ops.runs.listing import overview
 
     return overview(path, run), run
 
 
 def _run_at(path: Path) -> Run | None:
-    from ckptctl.ops.runs.overview import run_at
+    from ckptctl.ops.runs.listing import run_at
 
     return run_at(path)
 

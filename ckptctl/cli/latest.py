@@ -48,18 +48,18 @@ def latest(
         rest = [one.to_json() for one in found.skipped]
         output.document(SCHEMA, {**chosen.to_json(), "skipped": rest})
         return
-    if chosen.candidate.lacks:
-        output.note(f"{chosen.candidate.name} {LACKS.format(chosen.candidate.lacks)}")
+    if chosen.lacks:
+        output.note(f"{chosen.name} {LACKS.format(chosen.lacks)}")
     for one in found.skipped:
-        output.note(f"passed over {one.candidate.name}: {one.candidate.problem}")
-    for name in unstated(chosen.entry.path.parent):
+        output.note(f"passed over {one.name}: {one.problem}")
+    for name in unstated(chosen.path.parent):
         output.note(WITHOUT_STEP.format(name))
     for one in found.others:
         times = f"written {rfc3339(one.entry.time)}, this one {rfc3339(chosen.entry.time)}"
-        output.note(f"passed over {one.candidate.name}, which is counted apart: {times}")
+        output.note(f"passed over {one.name}, which is counted apart: {times}")
     for doubt in found.doubts:
         output.note(doubt)
-    output.line(str(chosen.entry.path))
+    output.line(str(chosen.path))
 
 
 def register(app: typer.Typer) -> None:

@@ -52,7 +52,7 @@ def ls(
         output.document(SCHEMA, _document(run))
     elif output.mode == "quiet":
         for one in run.checkpoints:
-            output.line(str(one.entry.path))
+            output.line(str(one.path))
     else:
         print_run(output, run)
         if output.mode == "human":
@@ -63,7 +63,7 @@ def ls(
 
 def _count_others(output: Output, run: Run) -> None:
     """Say how much else lies there, other than pointers, that is named as no checkpoint is."""
-    from ckptctl.ops.runs.pointers import POINTERS
+    from ckptctl.ops.runs.protections import POINTERS
 
     others = [name for name in run.others if name not in POINTERS]
     if others:
@@ -76,7 +76,7 @@ def _document(run: Run) -> dict[str, object]:
         "root": str(run.root),
         "series": list(run.series),
         "checkpoints": [
-            {**one.to_json(), "newest": one.candidate.name in run.newest} for one in run.checkpoints
+            {**one.to_json(), "newest": one.name in run.newest} for one in run.checkpoints
         ],
         "others": list(run.others),
     }
@@ -86,19 +86,19 @@ def print_run(output: Output, run: Run) -> None:
     """Print the checkpoints of a run as a table."""
     head = [HEADER] if output.mode == "human" else []
     newest = run.newest
-    rows = [_row(output, one, one.candidate.name in newest) for one in run.checkpoints]
+    rows = [_row(output, one, one.name in newest) for one in run.checkpoints]
     output.table([*head, *rows], right=(1, 3), wrap=(5,))
 
 
 def _row(output: Output, one: Checkpoint, newest: bool) -> tuple[str, ...]:
     from ckptctl.ops.runs.listing import rfc3339
 
-    found, nbytes = one.candidate, one.entry.nbytes
-    state = found.state + (f": {found.problem}" if found.problem else "")
-    state += f", but {LACKS.format(found.lacks)}" if found.lacks else ""
+    nbytes = one.entry.nbytes
+    state = one.state + (f": {one.problem}" if one.problem else "")
+    state += f", but {LACKS.format(one.lacks)}" if one.lacks else ""
     return (
-        found.name,
-        str(found.step),
+        one.name,
+        str(one.step),
         rfc3339(one.entry.time),
         format_bytes(nbytes) if output.mode == "human" else str(nbytes),
         one.format or "-",

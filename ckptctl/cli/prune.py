@@ -18,7 +18,7 @@ from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, 
 from ckptctl.units import format_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from ckptctl.ops.retention.prune import PrunePlan, PruneResult, Verdict
+    from ckptctl.ops.runs.removal import PruneDecision, PrunePlan, PruneResult
     from ckptctl.planner.retention import Policy
 
 SCHEMA = "ckptctl.prune/1"
@@ -131,8 +131,8 @@ def prune(
     The options are joined by or. Only complete checkpoints count and are removed; the newest
     complete one stays always, as does what a pointer such as latest names.
     """
-    from ckptctl.ops.retention import prune as op
-    from ckptctl.ops.retention.safety import parse_best
+    from ckptctl.ops.runs import removal as op
+    from ckptctl.ops.runs.refusals import parse_best
     from ckptctl.planner.retention import Policy
 
     output = Output(json, quiet)
@@ -196,10 +196,10 @@ def _print_table(output: Output, plan: PrunePlan) -> None:
         return
     if output.mode == "human":
         output.line(f"{plan.root}   {_headline(plan)}", "bold")
-    rows = [(*_row(output, one), "; ".join(one.reasons)) for one in plan.verdicts]
+    rows = [(*_row(output, one), "; ".join(one.reasons)) for one in plan.decisions]
     output.table(rows, right=(2,), wrap=(3,))
-    for one in plan.verdicts:
-        lacks = one.checkpoint.candidate.lacks
+    for one in plan.decisions:
+        lacks = one.candidate.lacks
         if lacks and output.mode == "human":
             said = f"{one.name} {LACKS.format(lacks)}"
             output.note(f"{said}: as many others are kept as if it were not there")
@@ -207,8 +207,8 @@ def _print_table(output: Output, plan: PrunePlan) -> None:
         output.note(f"left over from an earlier run, to be removed: {listed(plan.leftovers)}")
 
 
-def _row(output: Output, one: Verdict) -> tuple[str, ...]:
-    size = one.checkpoint.entry.nbytes
+def _row(output: Output, one: PruneDecision) -> tuple[str, ...]:
+    size = one.candidate.entry.nbytes
     shown = format_bytes(size) if output.mode == "human" else str(size)
     action = "thin" if one.thinning else one.action
     return action.upper() if output.mode == "human" else action, one.name, shown
@@ -217,9 +217,9 @@ def _row(output: Output, one: Verdict) -> tuple[str, ...]:
 def _headline(plan: PrunePlan) -> str:
     from ckptctl.planner.retention import NOT_UNDERSTOOD
 
-    counted = [one for one in plan.run.checkpoints if not one.candidate.exempt]
+    counted = [one for one in plan.run.checkpoints if not one.aside]
     whole = sum(one.complete for one in counted)
-    unknown = sum(one.candidate.state == NOT_UNDERSTOOD for one in counted)
+    unknown = sum(one.state == NOT_UNDERSTOOD for one in counted)
     states = {"incomplete": len(counted) - whole - unknown, NOT_UNDERSTOOD: unknown}
     others = [f"{count:,} {state}" for state, count in states.items() if count]
     parts = [
@@ -261,7 +261,7 @@ def _verb(plan: PrunePlan) -> str:
 
 
 def _amount(plan: PrunePlan) -> str:
-    return f"{len(plan.of('remove')):,} of {counted(len(plan.verdicts), 'checkpoint')}"
+    return f"{len(plan.of('remove')):,} of {counted(len(plan.decisions), 'checkpoint')}"
 
 
 def _print_names(output: Output, plan: PrunePlan, names: list[str]) -> None:

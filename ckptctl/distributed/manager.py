@@ -26,7 +26,7 @@ from ckptctl.ops import option_checks
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
-from ckptctl.ops.retention.safety import parse_best
+from ckptctl.ops.runs.refusals import parse_best
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.remote.urls import local_path

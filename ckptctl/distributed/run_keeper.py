@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.assets import SIDECAR
-from ckptctl.ops.retention.discard import plan_discard
-from ckptctl.ops.retention.prune import PruneResult, plan_prune, run_prune
 from ckptctl.ops.runs.entries import entries, is_run
 from ckptctl.ops.runs.listing import Checkpoint, examine
 from ckptctl.ops.runs.newest import newest
-from ckptctl.ops.runs.pointers import metrics
-from ckptctl.ops.runs.run_record import encoded, lineage_of, members, record
+from ckptctl.ops.runs.notes import encoded, metrics, run_record
+from ckptctl.ops.runs.removal import PruneResult, plan_discard, plan_prune, run_prune
 from ckptctl.planner.branches import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
@@ -84,14 +82,14 @@ class Keeper:
             return None
         looked = newest(self.root, series=series)
         found = looked.chosen
-        if found.candidate.lacks:
-            _log.warning("%s lacks `%s`, which most have", found.entry.path, found.candidate.lacks)
-        skipped = {one.candidate.name: one.candidate.problem for one in looked.skipped}
+        if found.lacks:
+            _log.warning("%s lacks `%s`, which most have", found.path, found.lacks)
+        skipped = {one.name: one.problem for one in looked.skipped}
         for name, problem in skipped.items():
             _log.warning("passed over %s: %s", self.root / name, problem)
         for doubt in looked.doubts:
             _log.warning("%s: %s", self.root, doubt)
-        return Start(found.entry.path, _loaded(found), found.candidate.step, skipped, looked.doubts)
+        return Start(found.path, _loaded(found), found.step, skipped, looked.doubts)
 
     def of_step(self, step: int) -> Start | None:
         """Return the checkpoint of *step*, ``step-N`` before others; None: there is none.
@@ -100,7 +98,7 @@ class Keeper:
             RefusedError: There are several, in series of their own.
         """
         there = entries(self.root) if is_run(self.root) else []
-        found = [one for one in there if one.named.order[0] == step and not one.exempt]
+        found = [one for one in there if one.named.order[0] == step and one.counts]
         found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
         if len(found) > 1:
             raise RefusedError(
@@ -120,11 +118,11 @@ class Keeper:
             path: The checkpoint.
             step: Its step.
         """
-        found = lineage_of(path)
+        found = run_record(path).lineage
         self._lineage = found.going_on(step, self._newest_save())
         self._resumed = path.name
         if self._lineage.resumed[-1].leaves:
-            self._note(path, metrics(path), members(found._replace(left=self._lineage.save)))
+            self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
     def beside(self, rated: Mapping[str, float]) -> Mapping[str, bytes]:
         """Return what the checkpoint says of itself that is about to be published.
@@ -133,7 +131,7 @@ class Keeper:
             rated: Its metrics.
         """
         self._lineage = (self._lineage or Lineage(self._newest_save())).next()
-        return {SIDECAR: encoded(rated, members(self._lineage))}
+        return {SIDECAR: encoded(rated, self._lineage)}
 
     def published(self, path: Path) -> None:
         """Call the hooks for a new checkpoint, and begin to remove what is too old.
@@ -149,13 +147,16 @@ class Keeper:
     def rate(self, path: Path, rated: Mapping[str, float]) -> None:
         """Add metrics to those of a checkpoint."""
         if rated:
-            self._note(path, {**metrics(path), **rated}, record(path))
+            self._note(path, {**metrics(path), **rated}, run_record(path).lineage)
 
-    def _note(self, path: Path, rated: Mapping[str, float], known: Mapping[str, object]) -> None:
-        part = path / f".{SIDECAR}.tmp"
+    def _note(self, path: Path, rated: Mapping[str, float], lineage: Lineage) -> None:
+        """Write the record of a checkpoint; one that cannot be read stays as it is."""
+        known, part = run_record(path), path / f".{SIDECAR}.tmp"
         try:
+            if known.problem:
+                raise CkptError(f"the one that is there cannot be read: {known.problem}")
             trash.remove(part)
-            add_file(part, [encoded(rated, known)], sync=self._sync)
+            add_file(part, [encoded(rated, lineage, known.members)], sync=self._sync)
             part.replace(path / SIDECAR)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", SIDECAR, path, error)
@@ -221,20 +222,20 @@ class Keeper:
         """
         plan = plan_discard(real_path(self.root), SERIES, step)
         for one in plan.of("skip"):
-            if one.checkpoint.candidate.step > step:
+            if one.candidate.step > step:
                 reasons = "; ".join(filter(None, one.reasons))
-                _log.warning("%s stays: %s", one.checkpoint.entry.path, reasons)
+                _log.warning("%s stays: %s", one.candidate.path, reasons)
         self._tell(run_prune(plan))
 
     def later_than(self, step: int) -> list[str]:
         """Return the names of the checkpoints of later steps."""
         found = (one for one in entries(self.root) if one.named.series == SERIES)
-        return [one.path.name for one in found if one.named.order[0] > step and not one.exempt]
+        return [one.path.name for one in found if one.named.order[0] > step and one.counts]
 
     def _newest_save(self) -> int:
         """Return how many saves into the run are known of."""
         known = self._lineage.save if self._lineage else 0
-        return max([known, *(lineage_of(one).save for one in self.root.glob(f"{SERIES}*"))])
+        return max([known, *(run_record(one).lineage.save for one in self.root.glob(f"{SERIES}*"))])
 
     def _tell(self, result: PruneResult) -> None:
         for name in result.done:
@@ -244,7 +245,7 @@ class Keeper:
 
 
 def _loaded(found: Checkpoint) -> Path:
-    return found.parts[0] if len(found.parts) == 1 else found.entry.path
+    return found.parts[0] if len(found.parts) == 1 else found.path
 
 
 def _said(error: Exception) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from ckptctl.planner.branches import UNKNOWN, Lineage
 
@@ -41,7 +41,8 @@ class Candidate:
             go on from it. Where it counts, others are kept as if it did not.
         pinned: What else names it, and so keeps it.
         metrics: What it was rated with.
-        exempt: Why it is left alone whatever is asked, and does not count; empty: it is not.
+        exempt: Why it is left alone whatever is asked, and does not count; empty: it is not. The
+            same as *state* where that says so.
         lineage: Which save of its run it is, as far as it says so.
     """
 
@@ -63,9 +64,27 @@ class Candidate:
         return self.state == "complete" and not self.exempt
 
     @property
+    def complete(self) -> bool:
+        """Return whether nothing is missing."""
+        return self.state == "complete"
+
+    @property
+    def aside(self) -> str:
+        """Return why it is left alone, if its state does not say so already."""
+        return "" if self.exempt == self.state else self.exempt
+
+    @property
+    def protection(self) -> tuple[str, ...]:
+        """Return what keeps it from being removed beside its state and all rules."""
+        return (*self.pinned, *([self.aside] if self.aside else ()))
+
+    @property
     def step(self) -> int:
         """Return what it is counted by."""
         return self.order[0]
+
+
+C = TypeVar("C", bound=Candidate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +137,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Generic[C]):
     """What becomes of one checkpoint.
 
     Attributes:
@@ -127,14 +146,14 @@ class Decision:
         reasons: Why.
     """
 
-    candidate: Candidate
+    candidate: C
     action: Action
     reasons: tuple[str, ...]
 
 
 def decide(
-    candidates: Iterable[Candidate], policy: Policy, now: float, *, replaced: bool = False
-) -> tuple[Decision, ...]:
+    candidates: Iterable[C], policy: Policy, now: float, *, replaced: bool = False
+) -> tuple[Decision[C], ...]:
     """Return what becomes of each checkpoint, series by series, in their order.
 
     Args:
@@ -145,7 +164,7 @@ def decide(
             is not kept for its own sake.
     """
     found = ordered(candidates)
-    decisions: list[Decision] = []
+    decisions: list[Decision[C]] = []
     for name in dict.fromkeys(one.series for one in found):
         series = [one for one in found if one.series == name]
         whole = [one for one in series if one.counts]
@@ -160,18 +179,18 @@ def decide(
     return tuple(decisions)
 
 
-def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
+def ordered(candidates: Iterable[C]) -> list[C]:
     """Return *candidates* by series, then by step, those of one step by time."""
     return sorted(candidates, key=lambda one: (one.series, one.order, one.time, one.name))
 
 
-def disorder(candidates: Iterable[Candidate]) -> tuple[Candidate, Candidate] | None:
+def disorder(candidates: Iterable[C]) -> tuple[C, C] | None:
     """Return two complete checkpoints of a series: the one that was saved later has a lower step.
 
     Two runs that were saved into one folder look like that: then the highest step is not the
     newest checkpoint. None: there are none.
     """
-    newest: Candidate | None = None
+    newest: C | None = None
     for one in ordered(candidates):
         if not one.counts:
             continue
@@ -232,29 +251,19 @@ def _best(whole: Sequence[Candidate], best: Best) -> Iterator[tuple[Candidate, s
         yield one, f"{end} {best.metric} ({one.metrics[best.metric]:g})"
 
 
-def _not_counted(one: Candidate, policy: Policy, now: float, others: bool) -> Decision:
-    """Decide on what is not complete, or exempt.
-
-    Args:
-        one: The checkpoint.
-        policy: What is to be kept.
-        now: Seconds since the epoch.
-        others: Whether its series has complete ones.
-    """
+def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C]:
+    """Decide on what is not complete, or exempt; *others*: its series has complete ones."""
     problem = (f"{one.state}: {one.problem}",) if one.problem else ()
-    stays = tuple(_staying(one, policy, now, others))
-    if stays or one.state != "incomplete" or not policy.incomplete:
+    named = (f"named by {pin}" for pin in one.pinned)
+    stays = (*([one.aside] if one.aside else ()), *named)
+    if one.exempt or one.state != "incomplete" or not policy.incomplete:
         return Decision(one, "skip", (*problem, *stays))
-    return Decision(one, "remove", problem)
+    stays += tuple(_staying(one, policy, now, others))
+    return Decision(one, "skip" if stays else "remove", (*problem, *stays))
 
 
 def _staying(one: Candidate, policy: Policy, now: float, others: bool) -> Iterator[str]:
-    """Yield why a checkpoint stays that does not count."""
-    if one.exempt:
-        yield one.exempt
-    yield from (f"named by {pin}" for pin in one.pinned)
-    if one.exempt or one.state != "incomplete" or not policy.incomplete:
-        return
+    """Yield why an incomplete checkpoint stays although incomplete ones are to go."""
     yield from (f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
     if not others:
         yield "no other one of its series is complete"

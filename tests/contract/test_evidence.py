@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 import ckptctl
 from ckptctl.errors import RefusedError, UnsupportedError
-from ckptctl.ops.runs.completeness import health
+from ckptctl.ops.runs.health import health
 from tests.checkpoints import save_dcp
 from tests.contract.samples import SAMPLES
 

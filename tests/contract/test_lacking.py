@@ -18,7 +18,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError
-from ckptctl.ops.runs.completeness import health
+from ckptctl.ops.runs.health import health
 from ckptctl.planner.mapping.completeness import lacking
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import map_tensors

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ckptctl.errors import RefusedError
-from ckptctl.ops.retention.prune import plan_prune, run_prune
+from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
-from ckptctl.storage.retirement import TRASH, retiring
+from ckptctl.storage.two_phase_delete import TRASH, deleting
 from tests import ext4
 from tests.runs import START, age, save_step
 
@@ -112,7 +112,7 @@ def test_two_at_once_on_it(disk: Path) -> None:
     saved(run, "step-{}")
     fill(disk)
     plan = plan_prune(run, Policy(last=2))
-    with retiring(run), pytest.raises(RefusedError, match="another run is removing"):
+    with deleting(run), pytest.raises(RefusedError, match="another run is removing"):
         run_prune(plan)
     assert len(run_prune(plan).done) == 2
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
-from ckptctl.ops.retention.prune import plan_prune, run_prune
-from ckptctl.ops.runs.completeness import health
+from ckptctl.ops.runs.health import health
+from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import Policy
-from ckptctl.storage.retirement import TRASH
+from ckptctl.storage.two_phase_delete import TRASH
 from tests.integration.test_kill import MEMORY, Bomb, forked
 from tests.runs import START, age, save_step
 

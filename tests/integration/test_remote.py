@@ -240,7 +240,7 @@ def test_runs(tmp_path: Path) -> None:
 
 def test_what_changes_a_checkpoint_is_refused(tiny: str, url: str) -> None:
     from ckptctl.ops.consolidate_metadata import plan_metadata
-    from ckptctl.ops.retention.prune import plan_prune
+    from ckptctl.ops.runs.removal import plan_prune
     from ckptctl.planner.retention import Policy
 
     with pytest.raises(RefusedError, match="URL"):

@@ -66,8 +66,8 @@ def test_one_that_is_being_written(root: str) -> None:
     assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
     seen = newest(path_of(root))
     assert seen.chosen.entry.path.name == "step-1"
-    assert [one.candidate.state for one in seen.skipped] == ["writing"]
-    assert "it is being written (by process 77" in seen.skipped[0].candidate.problem
+    assert [one.state for one in seen.skipped] == ["writing"]
+    assert "it is being written (by process 77" in seen.skipped[0].problem
     listed = runs.read_run(path_of(root)).checkpoints
     assert [one.complete for one in listed] == [True, False] and listed[1].format == "hf"
 
@@ -78,7 +78,7 @@ def test_one_that_was_interrupted(root: str) -> None:
     with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
         newest(path_of(root))
     later = runs.read_run(path_of(root), now=time.time() + 10_000).checkpoints
-    assert [one.candidate.state for one in later] == ["incomplete"]
+    assert [one.state for one in later] == ["incomplete"]
     MEMORY.rm_file(f"{_place(url)}/{NAME}")
     assert ckptctl.inspect(url).parameters == 127296
 
@@ -90,7 +90,7 @@ def test_shards_alone_are_not_unknown(root: str) -> None:
         ckptctl.inspect(url)
     with pytest.raises(DamagedError, match="it is being written"):
         ckptctl.verify(url)
-    assert runs.read_run(path_of(root)).checkpoints[0].candidate.state == "writing"
+    assert runs.read_run(path_of(root)).checkpoints[0].state == "writing"
 
 
 @pytest.mark.parametrize("said", [WRITING, replace(WRITING, names=(".metadata",)), b"", b"[]"])

@@ -14,8 +14,8 @@ from ckptctl import formats
 from ckptctl.errors import FormatError, SourceNotFoundError, listed
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import SIDECAR
-from ckptctl.ops.runs.callbacks import stated_step
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
+from ckptctl.ops.runs.notes import stated_step
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.writing import NAME as LOCK
@@ -63,11 +63,9 @@ class Entry:
     link: str = ""
 
     @property
-    def exempt(self) -> str:
-        """Return why it is never removed, and does not count; empty: it may be."""
-        if self.link:
-            return "a symbolic link"
-        return "the newest, by its trainer" if is_last(self.path.name) else ""
+    def counts(self) -> bool:
+        """Return whether rules may apply to it: it is no link, and not Lightning's last one."""
+        return not self.link and not is_last(self.path.name)
 
     def same(self, other: Entry) -> bool:
         """Return whether nothing was written, added or taken away between the two looks."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which are complete, what else names them.
+"""The checkpoints of a run: which there are, which are complete, what protects them.
 
 A run is a folder whose entries are checkpoints with steps in their names. Whether one is complete
 is what ``verify --level fast`` says; nothing is written, and torch is not imported.
@@ -8,72 +8,73 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptctl.ops.runs.completeness import Company, Health, health
-from ckptctl.ops.runs.entries import Entry, entries
-from ckptctl.ops.runs.pointers import Members, Pins, metrics, pins
-from ckptctl.ops.runs.run_record import lineage_of
-from ckptctl.planner.branches import Lineage, left_behind
-from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, State, ordered
+from ckptctl import formats
+from ckptctl.errors import CkptError
+from ckptctl.ops.inspection.result import Inspection, Member
+from ckptctl.ops.runs.entries import Entry, entries, is_run
+from ckptctl.ops.runs.health import Health, health
+from ckptctl.ops.runs.notes import metrics, run_record
+from ckptctl.ops.runs.protections import Protected, RunView, protect
+from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, ordered
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.remote.path import path_of
+from ckptctl.storage.remote.path import path_of, shown
 
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
 
 LATEST = 253_402_300_799.0
 
+COMPANIONS = (
+    "trainer_state.json",
+    "meta.pt",
+    "recipe_state.pt",
+    "recipe_state/recipe_state.pt",
+    "common.pt",
+    "random_states_0.pkl",
+)
+"""What trainers write beside the weights, and after them: transformers, Lightning, torchtune,
+Megatron, accelerate."""
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Candidate):
     """One checkpoint of a run.
 
     Attributes:
         entry: Where it is.
-        candidate: What retention knows of it.
         format: Its format; None: none is known.
         parts: What it consists of: itself, or checkpoints inside of it.
     """
 
     entry: Entry
-    candidate: Candidate
-    format: str | None
-    parts: tuple[Path, ...]
+    format: str | None = None
+    parts: tuple[Path, ...] = ()
 
     @property
-    def complete(self) -> bool:
-        """Return whether nothing is missing."""
-        return self.candidate.state == "complete"
-
-    @property
-    def counts(self) -> bool:
-        """Return whether it is complete and rules apply to it: it is no link, for one."""
-        return self.candidate.counts
-
-    @property
-    def protection(self) -> tuple[str, ...]:
-        """Return what keeps it from being pruned: what names it, and what it is."""
-        one = self.candidate
-        return (*one.pinned, *([one.exempt] if one.exempt else ()))
+    def path(self) -> Path:
+        """Return where it is."""
+        return self.entry.path
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
-        one = self.candidate
         return {
-            "path": str(self.entry.path),
-            "step": one.step,
+            "path": str(self.path),
+            "step": self.step,
             "time": rfc3339(self.entry.time),
             "bytes": self.entry.nbytes,
             "format": self.format,
-            "state": one.state,
-            "problem": one.problem or None,
-            "lacks": one.lacks or None,
+            "state": self.state,
+            "problem": self.problem or None,
+            "lacks": self.lacks or None,
             "protected_by": list(self.protection),
-            "metrics": {name: _finite(value) for name, value in sorted(one.metrics.items())},
+            "metrics": {name: _finite(value) for name, value in sorted(self.metrics.items())},
             "link": self.entry.link or None,
         }
 
@@ -90,18 +91,17 @@ class Run:
 
     root: Path
     checkpoints: tuple[Checkpoint, ...]
-    others: tuple[str, ...] = field(default=())
+    others: tuple[str, ...] = ()
 
     @property
     def series(self) -> tuple[str, ...]:
         """Return the series that it has."""
-        return tuple(dict.fromkeys(one.candidate.series for one in self.checkpoints))
+        return tuple(dict.fromkeys(one.series for one in self.checkpoints))
 
     @property
     def newest(self) -> frozenset[str]:
         """Return the names of the newest complete one of each series, which are always kept."""
-        found = {one.candidate.series: one.candidate for one in self.checkpoints if one.counts}
-        return frozenset(one.name for one in found.values())
+        return frozenset({one.series: one.name for one in self.checkpoints if one.counts}.values())
 
 
 def rfc3339(seconds: float) -> str:
@@ -114,13 +114,22 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_run(root: Path, now: float | None = None, series: str | None = None) -> Run:
+def read_run(
+    root: Path,
+    now: float | None = None,
+    series: str | None = None,
+    *,
+    in_use: Collection[str] = (),
+    branches: bool = True,
+) -> Run:
     """Return the checkpoints in *root*.
 
     Args:
         root: A directory.
         now: Seconds since the epoch; None: what the clock says.
         series: Only those whose names have this in common; None: all.
+        in_use: Names of those with which a training is at work.
+        branches: Whether what the run left behind is left alone.
 
     Raises:
         SourceNotFoundError: There is no such directory.
@@ -128,40 +137,28 @@ def read_run(root: Path, now: float | None = None, series: str | None = None) ->
     """
     now, root = clock.time() if now is None else now, path_of(root)
     found = [one for one in entries(root) if series in (None, one.named.series)]
-    company = company_of(found)
-    examined = [accompanied(examine(one, now), company) for one in found]
-    pinned = pins(members(root, examined))
+    company = Company(found)
+    examined = [company.compared(examine(one, now)) for one in found]
+    protected = protect(view_of(root, examined, in_use=in_use, branches=branches))
     known = {one.path.name for one in found}
-    others = tuple(sorted(i.name for i in root.iterdir() if i.name not in known))
-    left = left_in(found)
-    checkpoints = _by_order([_protected(one, pinned, left) for one in examined])
-    return Run(root, checkpoints, tuple(name for name in others if not name.startswith(".")))
+    others = sorted(item.name for item in root.iterdir() if item.name not in known)
+    checkpoints = (
+        replace(one, **protected.get(one.name, Protected())._asdict()) for one in examined
+    )
+    return Run(root, tuple(ordered(checkpoints)), tuple(n for n in others if not n.startswith(".")))
 
 
-def left_in(found: Sequence[Entry]) -> dict[str, int]:
-    """Return for what a run left behind the step from which it went on instead."""
-    series: dict[str, dict[str, Lineage]] = {}
-    for one in found:
-        if not one.link:
-            series.setdefault(one.named.series, {})[one.path.name] = lineage_of(one.path)
-    return {name: step for some in series.values() for name, step in left_behind(some).items()}
-
-
-def members(root: Path, found: Iterable[Checkpoint]) -> Members:
-    """Return which of *found*, in *root*, may name others as the best, and be named."""
-    own = [one for one in found if not one.entry.link]
-    names = [one.entry.path.name for one in own if not one.entry.staging]
-    whole = {one.entry.path.name for one in own if one.complete}
-    unclear = {one.entry.path.name for one in own if one.candidate.state == NOT_UNDERSTOOD}
-    return Members(root, names, (whole, whole | unclear))
-
-
-def _protected(found: Checkpoint, pinned: Pins, left: Mapping[str, int]) -> Checkpoint:
-    one = found.candidate
-    step, exempt = left.get(one.name), one.exempt
-    if step is not None:
-        exempt = f"left behind: the run went on from step {step}"
-    return replace(found, candidate=replace(one, pinned=pinned.get(one.name, ()), exempt=exempt))
+def view_of(
+    root: Path,
+    found: Iterable[Checkpoint],
+    *,
+    in_use: Collection[str] = (),
+    branches: bool = True,
+) -> RunView:
+    """Return what protections see of *found*, in *root*."""
+    known = list(found)
+    states = {one.name: one.state for one in known}
+    return RunView(root, [one.entry for one in known], states, in_use, branches)
 
 
 def examine(entry: Entry, now: float) -> Checkpoint:
@@ -173,53 +170,104 @@ def examine(entry: Entry, now: float) -> Checkpoint:
     """
     unfinished = Health(None, (), "torn", "it is not finished")
     seen = unfinished if entry.staging else health(entry.path)
-    one = Candidate(
+    found = Checkpoint(
         name=entry.path.name,
         series=entry.named.series,
         order=entry.named.order,
         time=entry.time,
         metrics={**entry.named.metrics, **metrics(entry.path)},
-        exempt=entry.exempt,
-        lineage=lineage_of(entry.path),
+        lineage=run_record(entry.path).lineage,
+        entry=entry,
+        format=seen.format,
+        parts=seen.parts,
     )
-    found = Checkpoint(entry, one, seen.format, seen.parts)
-    return found if seen.verdict == "whole" else _not_whole(found, seen, now)
-
-
-def _not_whole(found: Checkpoint, seen: Health, now: float) -> Checkpoint:
-    entry, torn = found.entry, seen.verdict == "torn"
-    holder, problem = _holder(entry), seen.problem
-    state: State = "incomplete" if torn else NOT_UNDERSTOOD
-    if holder:
-        state, problem = "writing", f"process {holder} is writing it"
-    elif (torn or seen.begun) and now - entry.touched < AT_WORK:
-        minutes = max(0, int((now - entry.touched) / 60))
-        state, problem = "writing", f"{problem}; written {minutes} min ago"
+    if seen.verdict == "whole":
+        return found
     # Its age counts from the last change of anything in it.
-    one = replace(found.candidate, state=state, problem=problem, time=entry.touched)
-    return replace(found, candidate=one)
+    found = replace(found, time=entry.touched, problem=seen.problem)
+    torn, minutes = seen.verdict == "torn", max(0, int((now - entry.touched) / 60))
+    writer = _writer(entry)
+    if writer:
+        return replace(found, state="writing", problem=f"process {writer} is writing it")
+    if (torn or seen.begun) and now - entry.touched < AT_WORK:
+        problem = f"{seen.problem}; written {minutes} min ago"
+        return replace(found, state="writing", problem=problem)
+    return replace(found, state="incomplete" if torn else NOT_UNDERSTOOD)
 
 
-def _holder(entry: Entry) -> str | None:
+def _writer(entry: Entry) -> str | None:
     """Return the process that is making this checkpoint, as far as its lock says."""
     folder = entry.path if entry.staging else staging_directory(entry.path)
     return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None
 
 
-def company_of(found: Sequence[Entry]) -> Company:
-    """Return what most checkpoints have: links do not count, nor what Lightning saves last."""
-    own = (one for one in found if not one.staging and not one.exempt)
-    return Company({one.path: one.named.series for one in own})
+class Company:
+    """Which of the files that trainers write last the checkpoints of a series have.
+
+    Whoever lacks one may be unfinished, or saved in another way: that is a guess, no evidence.
+
+    Args:
+        found: The checkpoints; links do not count, nor what Lightning saves last.
+    """
+
+    def __init__(self, found: Sequence[Entry]) -> None:
+        own = {one.path: one.named.series for one in found if one.counts and not one.staging}
+        self._have = {path: [name for name in COMPANIONS if _has(path, name)] for path in own}
+        self._count = Counter(own.values())
+        self._having = Counter((own[p], name) for p, names in self._have.items() for name in names)
+
+    def compared(self, found: Checkpoint) -> Checkpoint:
+        """Note of a complete one which file it lacks that most others of its series have."""
+        if not found.complete:
+            return found
+        member = found.path in self._have
+        have = self._have[found.path] if member else [n for n in COMPANIONS if _has(found.path, n)]
+        others = self._count[found.series] - member
+        lacks = (
+            name
+            for name in COMPANIONS
+            if name not in have and self._having[found.series, name] * 2 > others
+        )
+        return replace(found, lacks=next(lacks, ""))
 
 
-def accompanied(found: Checkpoint, company: Company) -> Checkpoint:
-    """Note of a complete one which file it lacks that the others of its series have."""
-    if not found.complete:
-        return found
-    lacks = company.lacking(found.entry.path, found.candidate.series)
-    return replace(found, candidate=replace(found.candidate, lacks=lacks))
+def _has(folder: Path, name: str) -> bool:
+    try:
+        return (folder / name).exists()
+    except OSError:
+        return False
 
 
-def _by_order(found: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
-    by_name = {one.candidate.name: one for one in found}
-    return tuple(by_name[one.name] for one in ordered(one.candidate for one in found))
+def run_at(path: str | Path) -> Run | None:
+    """Return the run that *path* is; None: it is a checkpoint, or none is named as in a run."""
+    root = path_of(path)
+    return read_run(root) if is_run(root) and not formats.sniff(root) else None
+
+
+def overview(path: str | Path, run: Run) -> Inspection:
+    """Describe a run as ``inspect`` does.
+
+    Args:
+        path: As it was named.
+        run: What :func:`run_at` returns.
+    """
+    torn = tuple(one for one in run.checkpoints if not one.complete)
+    problems = tuple(f"`{one.path}`: {one.problem}" for one in torn)
+    members = tuple(map(_member, run.checkpoints))
+    return Inspection(
+        shown(path),
+        "run",
+        problems=problems,
+        torn=any(member.torn for member in members),
+        checkpoints=members,
+    )
+
+
+def _member(one: Checkpoint) -> Member:
+    problems = () if one.complete else (one.problem,)
+    torn = not one.complete and one.state != NOT_UNDERSTOOD
+    size = 0, 0
+    with suppress(CkptError, OSError):
+        catalog = formats.open_checkpoint(one.path)
+        size = len(catalog.tensors), catalog.nbytes
+    return Member(str(one.path), one.format, *size, problems, torn)

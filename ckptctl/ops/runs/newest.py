@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import SourceNotFoundError, UnsupportedError, command, listed
-from ckptctl.ops.runs.callbacks import stated_step
+from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.entries import Entry, entries
-from ckptctl.ops.runs.listing import (
-    Checkpoint,
-    accompanied,
-    company_of,
-    examine,
-    left_in,
-    rfc3339,
-)
+from ckptctl.ops.runs.listing import Checkpoint, Company, examine, rfc3339
 from ckptctl.ops.runs.names import is_last
-from ckptctl.ops.runs.run_record import lineage_of
+from ckptctl.ops.runs.notes import RunRecord, run_record, stated_step
+from ckptctl.ops.runs.protections import left_in
 from ckptctl.planner.branches import went_on_unsaved
 from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier
 from ckptctl.storage.remote.path import path_of
@@ -67,18 +61,18 @@ def newest(root: Path, now: float | None = None, series: str | None = None) -> N
     found: list[Checkpoint] = []
     there = [one for one in entries(root) if series in (None, one.named.series)]
     waiting = sorted(there, key=lambda one: (one.named.order, one.time), reverse=True)
-    company, left = company_of(waiting), left_in(waiting)
+    company, left = Company(waiting), left_in(waiting)
     for one in sorted(waiting, key=lambda one: one.path.name in left):
-        if any(one.named.series == other.entry.named.series for other in found):
+        if any(one.named.series == other.series for other in found):
             continue
-        seen = accompanied(examine(one, now), company)
+        seen = company.compared(examine(one, now))
         (found if seen.complete else skipped).append(seen)
     if not found:
         _require_understood(skipped)
         raise _none_complete(root, skipped)
     furthest = _furthest(found)
     chosen = max(furthest, key=lambda one: one.entry.time)
-    skipped = [one for one in skipped if _newer(one, chosen)]
+    skipped = [one for one in skipped if one.series == chosen.series or _written_later(one, chosen)]
     _require_understood(skipped, chosen)
     others = (one for one in found if one in furthest or _written_later(one, chosen))
     return Newest(
@@ -93,61 +87,64 @@ def _doubts(
     chosen: Checkpoint, entries: Sequence[Entry], left: Mapping[str, int], now: float
 ) -> Iterator[str]:
     """Yield why one might think that another checkpoint than *chosen* is the newest."""
-    own = [one for one in entries if one.named.series == chosen.candidate.series and not one.exempt]
-    name, order = chosen.candidate.name, chosen.entry.named.order
+    own = [one for one in entries if one.named.series == chosen.series and one.counts]
+    records = {one.path.name: run_record(one.path) for one in own}
+    for name, record in records.items():
+        if record.problem:
+            yield (
+                f"`{SIDECAR}` of `{name}` cannot be read ({record.problem}): what it was rated "
+                "with, and whether the run went on from it, is not known"
+            )
+    name, order = chosen.name, chosen.order
     higher = [one.path.name for one in own if one.path.name in left and one.named.order > order]
     if higher and name not in left:
         yield (
             f"{listed(higher)} has a higher step than `{name}` and is left out: the run went on "
             f"from step {left[higher[0]]}, and `{name}` was saved after that"
         )
-    back = went_on_unsaved({one.path.name: lineage_of(one.path) for one in own})
+    back = went_on_unsaved({name: record.lineage for name, record in records.items()})
     if back and name not in back:
         yield (
             f"a run went on from {listed(back)} and has saved nothing since: `{name}` was there "
             "before, and training went back behind it"
         )
     lower = (one for one in own if one.named.order < order and one.path.name not in left)
-    seen = (examine(one, now) for one in lower if _may_be_later(one, chosen))
-    later = [one for one in seen if one.complete and earlier(chosen.candidate, one.candidate)]
+    maybe = (one for one in lower if _may_be_later(one, records[one.path.name], chosen))
+    seen = (examine(one, now) for one in maybe)
+    later = [one for one in seen if one.complete and earlier(chosen, one)]
     if later:
-        last = max(later, key=lambda one: (one.candidate.lineage.save, one.entry.time))
+        last = max(later, key=lambda one: (one.lineage.save, one.entry.time))
         times = rfc3339(chosen.entry.time), rfc3339(last.entry.time)
         yield (
-            f"`{name}` has the highest step, and `{last.candidate.name}` was saved later "
+            f"`{name}` has the highest step, and `{last.name}` was saved later "
             f"({times[0]} and {times[1]}): are these two runs in one folder?"
         )
 
 
-def _may_be_later(entry: Entry, chosen: Checkpoint) -> bool:
-    own, other = lineage_of(entry.path).save, chosen.candidate.lineage.save
+def _may_be_later(entry: Entry, record: RunRecord, chosen: Checkpoint) -> bool:
+    own, other = record.lineage.save, chosen.lineage.save
     return own > other if own and other else entry.time > chosen.entry.time
 
 
 def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     """Leave out what Lightning saved last, or the numbered ones that are not as far as that."""
-    last = next((one for one in found if is_last(one.candidate.name)), None)
-    numbered = [one for one in found if one is not last and one.entry.path.suffix == LIGHTNING]
+    last = next((one for one in found if is_last(one.name)), None)
+    numbered = [one for one in found if one is not last and one.path.suffix == LIGHTNING]
     if last is None or not numbered:
         return found
-    step = last.candidate.step
-    behind = [one for one in numbered if _saved_at(one) < step]
+    behind = [one for one in numbered if _saved_at(one) < last.step]
     return [one for one in found if one not in (behind if behind == numbered else [last])]
 
 
 def _saved_at(one: Checkpoint) -> int:
     """Return the step at which it was saved, which a name with an epoch alone does not tell."""
-    stated = stated_step(one.entry.path)
-    return one.candidate.step if stated is None else stated
+    stated = stated_step(one.path)
+    return one.step if stated is None else stated
 
 
 def _same(one: Checkpoint, chosen: Checkpoint) -> bool:
     """Return whether it is what Lightning saved last, under its other name."""
-    return is_last(one.candidate.name) and _saved_at(one) == _saved_at(chosen)
-
-
-def _newer(one: Checkpoint, chosen: Checkpoint) -> bool:
-    return one.candidate.series == chosen.candidate.series or _written_later(one, chosen)
+    return is_last(one.name) and _saved_at(one) == _saved_at(chosen)
 
 
 def _written_later(one: Checkpoint, chosen: Checkpoint) -> bool:
@@ -161,14 +158,14 @@ def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None =
         newer: Those that are newer than *chosen* and not complete.
         chosen: The newest complete one; None: there is none.
     """
-    found = next((one for one in newer if one.candidate.state == NOT_UNDERSTOOD), None)
+    found = next((one for one in newer if one.state == NOT_UNDERSTOOD), None)
     if found:
-        name = f", or name `{chosen.entry.path}`, the newest complete one" if chosen else ""
+        name = f", or name `{chosen.path}`, the newest complete one" if chosen else ""
         raise UnsupportedError(
             "the newest checkpoint is not understood",
-            where=str(found.entry.path),
-            why=found.candidate.problem,
-            hint=f"move it away if it is none{name}; {command('ls', found.entry.path.parent)} "
+            where=str(found.path),
+            why=found.problem,
+            hint=f"move it away if it is none{name}; {command('ls', found.path.parent)} "
             "lists what is there",
         )
 
@@ -179,6 +176,6 @@ def _none_complete(root: Path, skipped: Sequence[Checkpoint]) -> SourceNotFoundE
     return SourceNotFoundError(
         "no checkpoint here is complete",
         where=str(root),
-        why=f"{newest.candidate.name}: {newest.candidate.problem}{more}",
-        hint=f"{command('verify', newest.entry.path)} says what it lacks",
+        why=f"{newest.name}: {newest.problem}{more}",
+        hint=f"{command('verify', newest.path)} says what it lacks",
     )

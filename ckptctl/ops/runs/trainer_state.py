@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import IO
 
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.remote.urls import is_url
 
 NAME = "trainer_state.json"
@@ -61,122 +61,96 @@ class _CutError(Exception):
 
 def trainer_state(folder: Path) -> TrainerState:
     """Return what the state in *folder* says; nothing where there is none."""
-    if is_url(folder):
-        return _remote(folder)
     path = folder / NAME
     try:
+        if is_url(folder):
+            return _remote(folder) if path.is_file() else TrainerState()
         status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return TrainerState()
+        with SourceFiles(folder) as files:
+            files.path(NAME)
+        return _local(path, FileIdentity.of(status))
     except (FileNotFoundError, NotADirectoryError):
         gone = path.is_symlink()
         return TrainerState(True, problem="it is a link to nothing") if gone else TrainerState()
-    except OSError as error:
-        return TrainerState(True, problem=str(error.strerror or error))
-    if not stat.S_ISREG(status.st_mode):
-        return TrainerState()
-    try:
-        with SourceFiles(folder) as files:
-            files.path(NAME)
     except CkptError as error:
         return TrainerState(True, problem=error.what)
-    try:
-        return _read(path, FileIdentity.of(status))
+    except OSError as error:
+        return TrainerState(True, problem=str(error.strerror or error))
     except _CutError as error:  # it is not remembered: another try may succeed
         return error.state
 
 
 def _remote(folder: Path) -> TrainerState:
-    try:
-        with SourceFiles(folder) as files:
-            found = read_json(files, NAME, constants=True) if (folder / NAME).is_file() else None
-    except (CkptError, OSError) as error:
-        return TrainerState(True, problem=str(error))
-    if not isinstance(found, dict) or not found:
-        return TrainerState()
-    rated: dict[str, object] = {}
-    log = found.get(LOG)
-    for entry in log if isinstance(log, list) else ():
-        if isinstance(entry, dict) and entry.get("step") == found.get(STEP):
-            rated |= entry
-    return TrainerState(True, _text(found.get(BEST)), rated)
+    with SourceFiles(folder) as files:
+        size = files.size(NAME)
+        if size > MAX_VALUE:
+            raise UnsupportedError(f"a state has more than {MAX_VALUE:,} bytes")
+        data = files.read(NAME, 0, size)
+    return _read(lambda: TextIOWrapper(BytesIO(data), encoding="utf-8-sig"))
 
 
 @lru_cache(maxsize=1024)
-def _read(path: Path, _: FileIdentity) -> TrainerState:
-    scan = _Scan()
+def _local(path: Path, _: FileIdentity) -> TrainerState:
+    return _read(lambda: path.open(encoding="utf-8-sig"))
+
+
+def _read(opened: Callable[[], IO[str]]) -> TrainerState:
+    """Read a state; twice, where its log comes before the step that is looked for in it.
+
+    Raises:
+        _CutError: The system refused, or it is no JSON object.
+    """
+    said: dict[str, object] = {}
     try:
-        scan.read(path)
-        if scan.log_was_first:
-            again = _Scan(scan.found)
-            again.read(path)
-            scan = again
+        again, rated = _pass(opened, said)
+        if again:
+            _, rated = _pass(opened, said)
+        return TrainerState(bool(said), _best(said), rated)
     except OSError as error:
-        raise _CutError(scan.cut(str(error.strerror or error), damaged=False)) from error
+        problem, damaged = str(error.strerror or error), False
     except (ValueError, RecursionError) as error:
-        raise _CutError(scan.cut(str(error)[:300], damaged=True)) from error
-    return TrainerState(scan.anything, _text(scan.found.get(BEST)), scan.rated)
+        problem, damaged = str(error)[:300], True
+    raise _CutError(TrainerState(True, _best(said), {}, problem, damaged))
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+def _best(said: Mapping[str, object]) -> str:
+    best = said.get(BEST)
+    return best if isinstance(best, str) else ""
 
 
-class _Scan:
-    """One way through a state.
+def _pass(
+    opened: Callable[[], IO[str]], said: dict[str, object]
+) -> tuple[bool, Mapping[str, object]]:
+    """Read the whole text once.
 
     Args:
-        known: What an earlier one found; None: this is the first.
+        opened: Opens it.
+        said: What is known of the best checkpoint and the step; gets every key that is met.
 
-    Attributes:
-        found: The best checkpoint and the step, as far as they were met.
-        rated: What the log says of that step.
-        anything: Whether the state has a key at all.
-        log_was_first: Whether the log was met while the step was not known.
+    Returns:
+        Whether the log was met while the step was not known, and what it says of that step.
     """
-
-    def __init__(self, known: Mapping[str, object] | None = None) -> None:
-        self.found: dict[str, object] = {}
-        self.rated: dict[str, object] = {}
-        self.anything = False
-        self.log_was_first = False
-        self._known = known
-
-    def read(self, path: Path) -> None:
-        """Read the whole text.
-
-        Raises:
-            OSError: The system refused.
-            ValueError: It is not JSON, or no object.
-            RecursionError: It nests too deeply.
-        """
-        seen: set[str] = set()
-        with path.open(encoding="utf-8-sig") as file:
-            text = _Text(file)
-            for key in text.members():
-                if key in seen:
-                    raise ValueError(f"the key {key[:100]!r} occurs twice")
-                seen.add(key)
-                self._take(key, text)
-            text.end()
-        self.anything = bool(seen)
-
-    def cut(self, problem: str, *, damaged: bool) -> TrainerState:
-        """Return what is known of a state that cannot be read to its end."""
-        return TrainerState(True, _text(self.found.get(BEST)), {}, problem, damaged)
-
-    def _take(self, key: str, text: _Text) -> None:
-        if key == LOG and text.ahead() == "[":
-            self._log(text)
-            return
-        value = text.value()
-        if key in (BEST, STEP):
-            self.found[key] = value
-
-    def _log(self, text: _Text) -> None:
-        said = self.found if self._known is None else self._known
-        self.log_was_first = self._known is None and STEP not in said
-        for entry in text.items():
-            if isinstance(entry, dict) and entry.get("step") == said.get(STEP):
-                self.rated |= entry
+    log_was_first, seen = False, set()
+    rated: dict[str, object] = {}
+    with opened() as file:
+        text = _Text(file)
+        for key in text.members():
+            if key in seen:
+                raise ValueError(f"the key {key[:100]!r} occurs twice")
+            seen.add(key)
+            if key == LOG and text.ahead() == "[":
+                log_was_first = STEP not in said
+                said[LOG] = None
+                for entry in text.items():
+                    if isinstance(entry, dict) and entry.get("step") == said.get(STEP):
+                        rated |= entry
+            else:
+                value = text.value()
+                said[key] = value if key in (BEST, STEP) else None
+        text.end()
+    return log_was_first, rated
 
 
 class _Text:
@@ -193,29 +167,17 @@ class _Text:
 
     def members(self) -> Iterator[str]:
         """Yield the keys of the object that comes; whoever gets one reads its value."""
-        self._one_of("{")
-        more = self.ahead() != "}"
-        while more:
+        for _ in self._between("{", "}"):
             key = self.value()
             if not isinstance(key, str):
                 raise ValueError("a key is no text")
             self._one_of(":")
             yield key
-            more = self.ahead() == ","
-            if more:
-                self._one_of(",")
-        self._one_of("}")
 
     def items(self) -> Iterator[object]:
         """Yield the values of the array that comes."""
-        self._one_of("[")
-        more = self.ahead() != "]"
-        while more:
+        for _ in self._between("[", "]"):
             yield self.value()
-            more = self.ahead() == ","
-            if more:
-                self._one_of(",")
-        self._one_of("]")
 
     def value(self) -> object:
         """Return the value that comes."""
@@ -245,6 +207,17 @@ class _Text:
         """Prove that nothing comes any more."""
         if self.ahead():
             raise ValueError("something follows the JSON text")
+
+    def _between(self, first: str, last: str) -> Iterator[None]:
+        """Yield before each of the things between two brackets, separated by commas."""
+        self._one_of(first)
+        more = self.ahead() != last
+        while more:
+            yield
+            more = self.ahead() == ","
+            if more:
+                self._one_of(",")
+        self._one_of(last)
 
     def _one_of(self, letter: str) -> None:
         if self.ahead() != letter:

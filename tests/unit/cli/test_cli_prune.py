@@ -19,7 +19,7 @@ from ckptctl.cli.retyped import retyped
 from tests.contract.test_docs import documented_fields, fields_of
 from tests.runs import START, age, save_step, tear
 from tests.unit.cli.conftest import environment, program
-from tests.unit.ops.retention.test_prune import snapshot
+from tests.unit.ops.runs.test_prune import snapshot
 
 
 @pytest.fixture

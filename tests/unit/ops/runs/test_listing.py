@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError
-from ckptctl.ops.retention.prune import plan_prune
-from ckptctl.ops.runs import completeness as run_completeness
-from ckptctl.ops.runs.callbacks import stated_step
+from ckptctl.ops.runs import listing
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.newest import newest
+from ckptctl.ops.runs.notes import stated_step
+from ckptctl.ops.runs.removal import plan_prune
 from ckptctl.planner.retention import Policy
 from tests.runs import START, age, save_step, tear
 
@@ -26,12 +26,12 @@ BEST = ("`last.ckpt` as the best", "`epoch=0-step=3.ckpt` as the best")
 
 
 def states(root: Path) -> dict[str, str]:
-    return {one.candidate.name: one.candidate.state for one in read_run(root).checkpoints}
+    return {one.name: one.state for one in read_run(root).checkpoints}
 
 
 def pinned(root: Path) -> dict[str, tuple[str, ...]]:
     found = read_run(root).checkpoints
-    return {one.candidate.name: one.candidate.pinned for one in found if one.candidate.pinned}
+    return {one.name: one.pinned for one in found if one.pinned}
 
 
 def test_by_step_not_by_text(tmp_path):
@@ -56,9 +56,9 @@ def test_by_step_not_by_text(tmp_path):
 )
 def test_what_trainers_wrote(sample, name, format, pins):
     (found,) = (one for one in read_run(DATA / sample / "ckpt").checkpoints if one.counts)
-    assert (found.candidate.name, found.candidate.state) == (name, "complete")
+    assert (found.name, found.state) == (name, "complete")
     assert format in (None, found.format)
-    assert pins in (None, found.candidate.pinned)
+    assert pins in (None, found.pinned)
 
 
 @pytest.mark.parametrize("sample", ["deepspeed/z2_rr", "deepspeed/z3_sub_w3", "megatron/tp2_ep2"])
@@ -98,7 +98,7 @@ def test_staging_folders(tmp_path):
     with (stage / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         age(stage, START)
-        found = read_run(tmp_path).checkpoints[-1].candidate
+        found = read_run(tmp_path).checkpoints[-1]
         assert found.state == "writing"
         assert str(os.getpid()) in found.problem
 
@@ -110,7 +110,7 @@ def test_what_is_no_checkpoint_is_not_one(tmp_path):
     (tmp_path / "step-3").symlink_to("step-1")
     save_step(tmp_path / "step-1-bak")
     run = read_run(tmp_path)
-    assert [one.candidate.name for one in run.checkpoints] == ["step-1"]
+    assert [one.name for one in run.checkpoints] == ["step-1"]
     assert run.others == ("logs", "step-1-bak", "step-2", "step-3")
 
 
@@ -124,9 +124,9 @@ def test_what_lacks_a_file_of_the_others_is_complete_and_said_to_lack_it(tmp_pat
     seen = newest(tmp_path)
     found, skipped = seen.chosen, seen.skipped
     assert (found.entry.path.name, skipped) == ("checkpoint-3", ())
-    assert found.candidate.lacks == "trainer_state.json"
+    assert found.lacks == "trainer_state.json"
     plan = plan_prune(tmp_path, Policy(last=1, incomplete=True))
-    assert {one.name: one.action for one in plan.verdicts} == {
+    assert {one.name: one.action for one in plan.decisions} == {
         "checkpoint-1": "remove",
         "checkpoint-2": "keep",
         "checkpoint-3": "keep",
@@ -139,17 +139,17 @@ def test_accelerates_last_file_too(tmp_path):
         if step != 3:
             (path / "random_states_0.pkl").write_bytes(b"x")
             age(path, START + 60 * step)
-    assert newest(tmp_path).chosen.candidate.lacks == "random_states_0.pkl"
+    assert newest(tmp_path).chosen.lacks == "random_states_0.pkl"
 
 
 def test_work_grows_with_the_run_and_not_with_its_square(tmp_path, monkeypatch):
     looked: list[str] = []
-    has = run_completeness._has
-    monkeypatch.setattr(run_completeness, "_has", lambda *a: looked.append(a[1]) or has(*a))
+    has = listing._has
+    monkeypatch.setattr(listing, "_has", lambda *a: looked.append(a[1]) or has(*a))
     for step in range(30):
         save_step(tmp_path / f"step-{step}")
     read_run(tmp_path)
-    assert len(looked) == 30 * len(run_completeness.COMPANIONS)
+    assert len(looked) == 30 * len(listing.COMPANIONS)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_what_was_killed_before_its_index_is_incomplete(tmp_path):
         "step-2": "incomplete",
         "step-3": "incomplete",
     }
-    problems = [one.candidate.problem for one in read_run(tmp_path).checkpoints]
+    problems = [one.problem for one in read_run(tmp_path).checkpoints]
     assert problems[1:] == ["`.metadata` is missing", "`pytorch_model_fsdp_0/.metadata` is missing"]
 
 
@@ -314,7 +314,7 @@ def test_lightnings_best_and_its_scores(tmp_path):
         lightning(path, step, f"/elsewhere/epoch=0-step={best}.ckpt", score, "val/loss")
     said = ("`epoch=0-step=3.ckpt` as the best",)
     assert pinned(tmp_path) == {"epoch=0-step=2.ckpt": said}
-    rated = [one.candidate.metrics for one in read_run(tmp_path).checkpoints]
+    rated = [one.metrics for one in read_run(tmp_path).checkpoints]
     assert rated == [{"val/loss": 0.5}, {"val/loss": 0.25}, {"val/loss": 0.75}]
 
 
@@ -334,7 +334,7 @@ def test_the_trainer(tmp_path):
     for step, best in ((10, "out/checkpoint-10"), (20, "out/checkpoint-20"), (30, "checkpoint-20")):
         trainer(save_step(tmp_path / f"checkpoint-{step}"), step, best, eval_loss=step / 10)
     assert pinned(tmp_path) == {"checkpoint-20": ("`trainer_state.json` as the best",)}
-    rated = [one.candidate.metrics["eval_loss"] for one in read_run(tmp_path).checkpoints]
+    rated = [one.metrics["eval_loss"] for one in read_run(tmp_path).checkpoints]
     assert rated == [1.0, 2.0, 3.0]
 
 
@@ -353,7 +353,7 @@ def test_the_newest_complete_one(tmp_path):
     seen = newest(tmp_path)
     found, skipped = seen.chosen, seen.skipped
     assert found.entry.path == tmp_path / "step-2"
-    assert [one.candidate.name for one in skipped] == ["step-3"]
+    assert [one.name for one in skipped] == ["step-3"]
 
 
 def test_of_two_series_the_one_that_was_written_last(tmp_path):
@@ -400,7 +400,7 @@ def test_a_link_to_what_lacks_a_file_of_the_others(tmp_path):
         (save_step(root / f"checkpoint-{step}") / "trainer_state.json").write_text("{}")
     save_step(tmp_path / "checkpoint-3")
     (root / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
-    assert newest(root).chosen.candidate.lacks == "trainer_state.json"
+    assert newest(root).chosen.lacks == "trainer_state.json"
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "last-v1.ckpt"])
@@ -409,8 +409,8 @@ def test_what_lightning_saved_last(tmp_path, name):
     lightning(tmp_path / name, 5, "", None, None)
     age(tmp_path / name, START)
     found = newest(tmp_path)
-    assert (found.chosen.entry.path.name, found.chosen.candidate.step) == (name, 5)
-    assert [one.candidate.name for one in found.others] == ["epoch=0-step=3.ckpt"], "a later time"
+    assert (found.chosen.entry.path.name, found.chosen.step) == (name, 5)
+    assert [one.name for one in found.others] == ["epoch=0-step=3.ckpt"], "a later time"
     assert states(tmp_path) == {"epoch=0-step=3.ckpt": "complete", name: "complete"}
 
 
@@ -439,7 +439,7 @@ def test_lightnings_folder_of_deepspeed_states_its_step(tmp_path):
     state = tmp_path / "last.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt"
     torch.save({"global_step": 7, "module": {"w": torch.ones(2)}}, state)
     (found,) = read_run(tmp_path).checkpoints
-    assert found.candidate.step == 7
+    assert found.step == 7
 
 
 @pytest.mark.parametrize("step", [True, -1, 10**18, "7", None])
@@ -452,7 +452,7 @@ def test_steps_that_are_none(tmp_path, step):
 def test_what_megatron_did_not_finish_says_which_file_is_missing():
     run = DATA / "wrappers" / "megatron_crashed" / "ckpt"
     (found,) = read_run(run, now=time.time() + 86_400).checkpoints
-    assert (found.candidate.state, found.candidate.problem) == (
+    assert (found.state, found.problem) == (
         "incomplete",
         "the save was interrupted: `metadata.json` is missing",
     )

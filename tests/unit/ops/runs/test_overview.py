@@ -10,7 +10,7 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.errors import FormatError
-from ckptctl.ops.runs.overview import overview, run_at
+from ckptctl.ops.runs.listing import overview, run_at
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from tests.runs import START, age, save_step, tear

@@ -1,4 +1,4 @@
-"""What Lightning notes in a checkpoint: the step, the best checkpoint, and its own score.
+"""What a checkpoint notes of its run: the callbacks of Lightning, and our ``ckptctl.run.json``.
 
 Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``: it is updated before
 the file is written, so each file says what was known when it was saved, itself included. Nothing
@@ -7,6 +7,7 @@ is unpickled: the tensors of scores are read by position.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,11 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
+from ckptctl.formats.assets import SIDECAR
+from ckptctl.ops.runs.trainer_state import trainer_state
+from ckptctl.planner.branches import UNKNOWN, Lineage, Resume
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 
 LAST = "last.ckpt"
@@ -29,6 +34,89 @@ STEPS = (
 """Where the step is then: with FSDP, and with DeepSpeed."""
 MAX_STEP = 10**18
 SCORES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
+SCHEMA = "ckptctl.run/1"
+
+
+def metrics(folder: Path) -> dict[str, float]:
+    """Return what a checkpoint was rated with, as it says itself."""
+    rated = {**noted(folder).scores, **trainer_state(folder).rated, **run_record(folder).metrics}
+    rated.pop("step", None)
+    return {
+        key: float(value)
+        for key, value in rated.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What ``ckptctl.run.json`` says.
+
+    Attributes:
+        members: All of it.
+        metrics: What the checkpoint was rated with.
+        lineage: Which save of its run it is.
+        problem: Why it cannot be read, or not be understood; empty: it can, or there is none.
+    """
+
+    members: Mapping[str, object] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
+    lineage: Lineage = UNKNOWN
+    problem: str = ""
+
+
+def run_record(folder: Path) -> RunRecord:
+    """Return the record in the checkpoint *folder*; nothing where there is none."""
+    try:
+        if not (folder / SIDECAR).is_file():
+            return RunRecord()
+        with SourceFiles(folder) as files:
+            found = read_json(files, SIDECAR, constants=True)
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+        rated = found.get("metrics", {})
+        if not isinstance(rated, dict):
+            raise ValueError("its `metrics` are no object")
+        return RunRecord(found, rated, _lineage(found))
+    except CkptError as error:
+        return RunRecord(problem=error.what)
+    except OSError as error:
+        return RunRecord(problem=str(error.strerror or error))
+    except ValueError as error:
+        return RunRecord(problem=str(error))
+
+
+def _lineage(said: Mapping[str, object]) -> Lineage:
+    if "save" not in said:
+        return UNKNOWN
+    resumed = said.get("resumed")
+    if not isinstance(resumed, list) or not all(isinstance(one, dict) for one in resumed):
+        raise ValueError("its `resumed` is no list of objects")
+    before = (Resume(*(_count(one.get(name)) for name in Resume._fields)) for one in resumed)
+    return Lineage(_count(said["save"]), tuple(before), _count(said.get("left", 0)))
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]!r} is no number of a save or step")
+    return value
+
+
+def encoded(
+    rated: Mapping[str, float], lineage: Lineage, known: Mapping[str, object] | None = None
+) -> bytes:
+    """Return the content of a record.
+
+    Args:
+        rated: What the checkpoint is rated with.
+        lineage: Which save of its run it is.
+        known: The members of the record that it replaces.
+    """
+    own = {"save": lineage.save, "resumed": [one._asdict() for one in lineage.resumed]}
+    own |= {"left": lineage.left} if lineage.left else {}
+    counted = own if lineage.save else {}
+    whole = {"schema": SCHEMA, **(known or {}), **counted, "metrics": dict(rated)}
+    return json.dumps(whole, indent=2).encode()
 
 
 @dataclass(frozen=True, slots=True)

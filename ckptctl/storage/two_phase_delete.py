@@ -1,4 +1,4 @@
-"""Removing things for good in two steps: a rename into a trash folder, then the removal.
+"""Delete in two phases: rename into a trash folder, then remove what lies there.
 
 Whatever is interrupted leaves every thing whole under its own name, or in
 ``ROOT/.ckptctl-trash/``, which the next run for *ROOT* empties. Its name is none that a trainer
@@ -26,8 +26,8 @@ TRASH = ".ckptctl-trash"
 DOING = "removing checkpoints here"
 
 
-class Retirement:
-    """Removes things from one folder; made by :func:`retiring`.
+class TwoPhaseDelete:
+    """Deletes things from one folder; made by :func:`deleting`.
 
     Args:
         root: The folder, resolved.
@@ -57,7 +57,7 @@ class Retirement:
                 self._stack.enter_context(lock.held_itself(self.root, DOING))
                 self._cramped = True
 
-    def retire(self, name: str, identity: FileIdentity) -> None:
+    def delete(self, name: str, identity: FileIdentity) -> None:
         """Remove the entry *name* of the folder.
 
         Args:
@@ -81,7 +81,7 @@ class Retirement:
             name: What it is called in the trash.
 
         Raises:
-            CkptError: See :meth:`retire`.
+            CkptError: See :meth:`delete`.
         """
         if self._cramped:
             self._take_the_first(path)
@@ -172,12 +172,12 @@ def tidy(root: Path) -> None:
     Where another run is at it, it stays; and where nothing may be written nobody minds it.
     """
     if os.path.lexists(root / TRASH) and not leftovers(root):
-        with suppress(CkptError), retiring(root):
+        with suppress(CkptError), deleting(root):
             pass
 
 
 @contextmanager
-def retiring(root: Path) -> Iterator[Retirement]:
+def deleting(root: Path) -> Iterator[TwoPhaseDelete]:
     """Lock *root* against other runs that remove from it, and empty its trash before and after.
 
     Raises:
@@ -185,7 +185,7 @@ def retiring(root: Path) -> Iterator[Retirement]:
         StorageError: The lock cannot be made.
     """
     with ExitStack() as stack:
-        found = Retirement(root, stack)
+        found = TwoPhaseDelete(root, stack)
         found.lock()
         try:
             found.sweep()

@@ -9,8 +9,8 @@ import pytest
 
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage import rename, retirement, trash
-from ckptctl.storage.retirement import TRASH, leftovers, retiring
+from ckptctl.storage import rename, trash, two_phase_delete
+from ckptctl.storage.two_phase_delete import TRASH, deleting, leftovers
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def names(folder: Path) -> list[str]:
     return sorted(item.name for item in folder.iterdir())
 
 
-def test_what_is_retired_is_gone_and_so_is_the_trash(root: Path) -> None:
-    with retiring(root) as found:
-        found.retire("one", identity(root / "one"))
+def test_what_is_deleted_is_gone_and_so_is_the_trash(root: Path) -> None:
+    with deleting(root) as found:
+        found.delete("one", identity(root / "one"))
         assert names(root) == [TRASH, "two"]
     assert names(root) == ["two"]
 
@@ -40,17 +40,17 @@ def test_what_took_a_name_meanwhile_stays(root: Path) -> None:
     known = identity(root / "one")
     (root / "one").rename(root / "away")
     (root / "two").rename(root / "one")
-    with retiring(root) as found, pytest.raises(RefusedError, match="replaced"):
-        found.retire("one", known)
+    with deleting(root) as found, pytest.raises(RefusedError, match="replaced"):
+        found.delete("one", known)
     assert (root / "one" / "weights").read_text() == "two"
 
 
 def test_what_is_mounted_is_looked_for_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody mounted a file system there after the plan was made."""
     mounted = root / "one" / "data"
-    monkeypatch.setattr(retirement, "mounted_in", lambda path: [mounted])
-    with retiring(root) as found, pytest.raises(RefusedError, match="mounted") as caught:
-        found.retire("one", identity(root / "one"))
+    monkeypatch.setattr(two_phase_delete, "mounted_in", lambda path: [mounted])
+    with deleting(root) as found, pytest.raises(RefusedError, match="mounted") as caught:
+        found.delete("one", identity(root / "one"))
     assert caught.value.where == str(mounted)
     assert (root / "one" / "weights").exists()
 
@@ -61,8 +61,8 @@ def test_trash_in_which_something_is_mounted_is_left(
     for name in ("old", "older"):
         (root / TRASH / name).mkdir(parents=True)
     busy = root / TRASH / "old"
-    monkeypatch.setattr(retirement, "mounted_in", lambda path: [busy] if path == busy else [])
-    with retiring(root) as found:
+    monkeypatch.setattr(two_phase_delete, "mounted_in", lambda path: [busy] if path == busy else [])
+    with deleting(root) as found:
         assert found.left() == ["old"]
     assert "old" in names(root / TRASH)
 
@@ -70,7 +70,7 @@ def test_trash_in_which_something_is_mounted_is_left(
 def test_trash_of_an_earlier_run_goes_before_anything_else(root: Path) -> None:
     """It may be what fills the disk, and a run that fails later has still removed it."""
     (root / TRASH / "old" / "inner").mkdir(parents=True)
-    with pytest.raises(KeyError), retiring(root) as found:
+    with pytest.raises(KeyError), deleting(root) as found:
         assert found.left() == []
         raise KeyError
     assert names(root) == ["one", "two"]
@@ -89,7 +89,7 @@ def test_trash_that_is_no_folder_holds_nothing(root: Path, tmp_path: Path, place
 def test_trash_that_is_a_link_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "precious").mkdir(parents=True)
     (root / TRASH).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RefusedError, match="link"), retiring(root):
+    with pytest.raises(RefusedError, match="link"), deleting(root):
         pass
     assert names(tmp_path / "elsewhere") == ["precious"]
 
@@ -126,11 +126,11 @@ def test_a_removal_is_durable_before_the_first_byte_goes(
         happened.append("remove" if path.exists() else "look")
         remove(path)
 
-    with retiring(root) as found:
+    with deleting(root) as found:
         monkeypatch.setattr(os, "fsync", synced)
         monkeypatch.setattr(rename, "move", moved)
         monkeypatch.setattr(trash, "remove", removed)
-        found.retire("one", identity(root / "one"))
+        found.delete("one", identity(root / "one"))
         monkeypatch.undo()
     assert happened[:2] == ["look", "move"] and happened[-1] == "remove"
     assert sorted(happened[2:-1]) == [f"sync {TRASH}", "sync root"]

@@ -1,21 +1,25 @@
-"""Remove the checkpoints of a run that no rule keeps.
+"""Remove the checkpoints of a run that no rule keeps, or those after the one it goes on from.
 
-:func:`plan_prune` decides and changes nothing; :func:`run_prune` carries out that plan, under a
-lock, and leaves alone what has changed since. The commands and the manager of the training library
-both come here.
+:func:`plan_prune` and :func:`plan_discard` decide and change nothing; :func:`run_prune` carries
+out their plan, under a lock, and leaves alone what has changed since. The commands and the manager
+of the training library both come here.
 """
 
 from __future__ import annotations
 
 import os
 import time as clock
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.ops.retention.safety import (
+from ckptctl.ops.runs.entries import entry_at
+from ckptctl.ops.runs.health import health
+from ckptctl.ops.runs.listing import AT_WORK, Checkpoint, Run, read_run, view_of
+from ckptctl.ops.runs.protections import Protected, protect
+from ckptctl.ops.runs.refusals import (
     require_match,
     require_order,
     require_pointers,
@@ -24,47 +28,35 @@ from ckptctl.ops.retention.safety import (
     require_root,
     with_known_metrics,
 )
-from ckptctl.ops.runs.completeness import health
-from ckptctl.ops.runs.entries import entry_at
-from ckptctl.ops.runs.listing import AT_WORK, Checkpoint, Run, members, read_run
-from ckptctl.ops.runs.pointers import Pins, pins
-from ckptctl.planner.retention import Action, Candidate, Decision, Policy, decide
+from ckptctl.planner.retention import Action, Decision, Policy, decide
 from ckptctl.storage.remote.path import named
-from ckptctl.storage.retirement import Retirement, leftovers, retiring, tidy
+from ckptctl.storage.two_phase_delete import TwoPhaseDelete, deleting, leftovers, tidy
 
 if TYPE_CHECKING:
-    from ckptctl.ops.retention.thin import Thinning
-
-AT_WORK_WITH = "the run that is at work"
+    from ckptctl.ops.runs.thinning import Thinning
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PruneDecision(Decision[Checkpoint]):
     """What becomes of one checkpoint.
 
     Attributes:
-        checkpoint: The checkpoint.
-        action: ``keep``, ``remove``, ``thin``, or ``skip``: it is left alone and does not count.
-        reasons: Why.
         nbytes: Bytes that are freed: those of files that have no other hard link.
-        thinning: What is left out of it, for ``thin``.
+        thinning: What is left out of it, where it loses its optimizer state instead of going.
     """
 
-    checkpoint: Checkpoint
-    action: Action
-    reasons: tuple[str, ...]
     nbytes: int = 0
     thinning: Thinning | None = None
 
     @property
     def name(self) -> str:
         """Return its name in the run."""
-        return self.checkpoint.candidate.name
+        return self.candidate.name
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
         return {
-            **self.checkpoint.to_json(),
+            **self.candidate.to_json(),
             "action": "thin" if self.thinning else self.action,
             "keep": self.action != "remove" or self.thinning is not None,
             "reasons": list(self.reasons),
@@ -81,7 +73,7 @@ class PrunePlan:
         root: The run, resolved.
         policy: What is kept.
         run: What there is.
-        verdicts: What becomes of it, by series and step.
+        decisions: What becomes of it, by series and step.
         thin: Whether checkpoints lose their optimizer state instead of being removed.
         leftovers: What an earlier run has left in the trash.
     """
@@ -89,23 +81,23 @@ class PrunePlan:
     root: Path
     policy: Policy
     run: Run
-    verdicts: tuple[Verdict, ...]
+    decisions: tuple[PruneDecision, ...]
     thin: bool = False
     leftovers: tuple[str, ...] = ()
 
-    def of(self, action: Action) -> tuple[Verdict, ...]:
+    def of(self, action: Action) -> tuple[PruneDecision, ...]:
         """Return those of which *action* becomes."""
-        return tuple(one for one in self.verdicts if one.action == action)
+        return tuple(one for one in self.decisions if one.action == action)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that are freed."""
-        return sum(one.nbytes for one in self.verdicts)
+        return sum(one.nbytes for one in self.decisions)
 
     @property
     def thinned(self) -> int:
         """Return how many of those that are removed keep their weights."""
-        return sum(one.thinning is not None for one in self.verdicts)
+        return sum(one.thinning is not None for one in self.decisions)
 
     @property
     def idle(self) -> bool:
@@ -117,7 +109,7 @@ class PrunePlan:
         return {
             "root": str(self.root),
             "series": list(self.run.series),
-            "decisions": [one.to_json() for one in self.verdicts],
+            "decisions": [one.to_json() for one in self.decisions],
             "kept": len(self.of("keep")),
             "removed": len(self.of("remove")),
             "thinned": self.thinned,
@@ -148,7 +140,7 @@ class PruneResult:
     def thinned(self) -> int:
         """Return how many of what was done kept their weights."""
         done = {*self.done}
-        return sum(one.thinning is not None and one.name in done for one in self.plan.verdicts)
+        return sum(one.thinning is not None and one.name in done for one in self.plan.decisions)
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
@@ -190,37 +182,67 @@ def plan_prune(
         require_policy(policy)
     real = require_root(named(root), force=force)
     require_pointers(real)
-    run = read_run(real, now, series)
-    candidates = [_in_use(one.candidate, in_use) for one in run.checkpoints]
+    run = read_run(real, now, series, in_use=in_use)
     if not force:
         require_order(run.checkpoints)
-    policy = with_known_metrics(policy, candidates)
+    policy = with_known_metrics(policy, run.checkpoints)
     if not replaced:
-        require_match(candidates, policy)
-    decisions = decide(candidates, policy, now, replaced=replaced)
-    by_name = {one.candidate.name: one for one in run.checkpoints}
-    verdicts = tuple(_verdict(by_name[one.candidate.name], one, thin) for one in decisions)
-    plan = PrunePlan(real, policy, run, verdicts, thin, tuple(leftovers(real)))
-    require_removable(one.checkpoint.entry.path for one in plan.of("remove"))
+        require_match(run.checkpoints, policy)
+    decisions = decide(run.checkpoints, policy, now, replaced=replaced)
+    return _plan(real, policy, run, [_priced(one, thin) for one in decisions], thin)
+
+
+def plan_discard(root: Path, series: str, step: int, now: float | None = None) -> PrunePlan:
+    """Decide what goes so that the run goes on from *step* as if nothing had come after it.
+
+    That are checkpoints with a higher step that are complete or torn. What is protected stays, and
+    the decision says why; what the run left behind goes.
+
+    Args:
+        root: The run.
+        series: Only those whose names have this in common.
+        step: The step that stays, as do all before it.
+        now: Seconds since the epoch; None: what the clock says.
+
+    Raises:
+        CkptError: See :func:`plan_prune`.
+    """
+    real = require_root(root)
+    require_pointers(real)
+    run = read_run(real, now, series, branches=False)
+    return _plan(real, Policy(), run, [_discarded(one, step) for one in run.checkpoints])
+
+
+def _plan(
+    root: Path, policy: Policy, run: Run, decisions: list[PruneDecision], thin: bool = False
+) -> PrunePlan:
+    plan = PrunePlan(root, policy, run, tuple(decisions), thin, tuple(leftovers(root)))
+    require_removable(one.candidate.path for one in plan.of("remove"))
     return plan
 
 
-def _in_use(one: Candidate, names: Collection[str]) -> Candidate:
-    return replace(one, pinned=(*one.pinned, AT_WORK_WITH)) if one.name in names else one
+def _discarded(one: Checkpoint, step: int) -> PruneDecision:
+    if one.step <= step:
+        return PruneDecision(one, "keep" if one.counts else "skip", (f"not after step {step}",))
+    if one.pinned or one.exempt:
+        named = (f"named by {pin}" for pin in one.pinned)
+        return PruneDecision(one, "skip", tuple(filter(None, (*named, one.aside, one.problem))))
+    return _priced(Decision(one, "remove", (f"after step {step}",)))
 
 
-def _verdict(found: Checkpoint, decision: Decision, thin: bool) -> Verdict:
-    if decision.action != "remove":
-        return Verdict(found, decision.action, decision.reasons)
-    if not thin or not found.complete:
-        freed = found.entry.nbytes - found.entry.shared
-        return Verdict(found, "remove", decision.reasons, freed)
-    from ckptctl.ops.retention.thin import plan_thinning
+def _priced(decision: Decision[Checkpoint], thin: bool = False) -> PruneDecision:
+    """Return the decision with the bytes that it frees, and what thinning leaves out."""
+    one, action, reasons = decision.candidate, decision.action, decision.reasons
+    if action != "remove":
+        return PruneDecision(one, action, reasons)
+    if not thin or not one.complete:
+        return PruneDecision(one, action, reasons, one.entry.nbytes - one.entry.shared)
+    from ckptctl.ops.runs.thinning import plan_thinning
 
-    thinning = plan_thinning(found)
+    thinning = plan_thinning(one)
     if isinstance(thinning, str):
-        return Verdict(found, "skip", (thinning,))
-    return Verdict(found, "remove", decision.reasons, thinning.freed, thinning)
+        return PruneDecision(one, "skip", (thinning,))
+    return PruneDecision(one, action, reasons, thinning.freed, thinning)
 
 
 def run_prune(plan: PrunePlan) -> PruneResult:
@@ -235,48 +257,41 @@ def run_prune(plan: PrunePlan) -> PruneResult:
     if plan.idle:
         tidy(plan.root)
         return PruneResult(plan, (), {}, 0)
-    with retiring(plan.root) as retirement:
+    with deleting(plan.root) as deletion:
         _require_kept(plan)
-        pinned = _pins(plan)
+        require_pointers(plan.root)
+        protected = protect(view_of(plan.root, plan.run.checkpoints))
         for one in plan.of("remove"):
-            if not os.path.lexists(one.checkpoint.entry.path):
+            if not os.path.lexists(one.candidate.path):
                 continue  # somebody else has removed it
             try:
-                _require_unchanged(one, pinned.get(one.name, ()))
-                _require_old(one, retirement.now() - max(plan.policy.min_age, AT_WORK))
-                freed += _remove(retirement, one)
+                _require_unchanged(one, protected.get(one.name, Protected()))
+                _require_old(one, deletion.now() - max(plan.policy.min_age, AT_WORK))
+                _remove(deletion, one)
             except CkptError as error:
                 failed[one.name] = error
             else:
                 done.append(one.name)
-        failed |= {name: _stuck(retirement) for name in retirement.left() if name not in failed}
+                freed += one.nbytes
+        stuck = CkptError("it could not be removed for good", where=str(deletion.folder))
+        failed |= {name: stuck for name in deletion.left() if name not in failed}
     return PruneResult(plan, tuple(done), failed, freed)
 
 
-def _pins(plan: PrunePlan) -> Pins:
-    require_pointers(plan.root)
-    return pins(members(plan.root, (one.checkpoint for one in plan.verdicts)))
-
-
-def _remove(retirement: Retirement, one: Verdict) -> int:
-    """Remove or thin one checkpoint; return the bytes that are freed."""
+def _remove(deletion: TwoPhaseDelete, one: PruneDecision) -> None:
+    """Remove or thin one checkpoint."""
     if not one.thinning:
-        retirement.retire(one.name, one.checkpoint.entry.identity)
-        return one.nbytes
-    from ckptctl.ops.retention.thin import run_thinning
+        deletion.delete(one.name, one.candidate.entry.identity)
+        return
+    from ckptctl.ops.runs.thinning import run_thinning
 
-    run_thinning(one.thinning, retirement)
-    return one.nbytes
-
-
-def _stuck(retirement: Retirement) -> CkptError:
-    return CkptError("it could not be removed for good", where=str(retirement.folder))
+    run_thinning(one.thinning, deletion)
 
 
 def _require_kept(plan: PrunePlan) -> None:
     """Refuse if a checkpoint because of which others may go is gone meanwhile, or torn."""
     for one in plan.of("keep"):
-        known = one.checkpoint.entry
+        known = one.candidate.entry
         entry = entry_at(known.path)
         why = ""
         if entry is None or not entry.identity.one_with(known.identity):
@@ -292,21 +307,21 @@ def _require_kept(plan: PrunePlan) -> None:
             )
 
 
-def _require_old(one: Verdict, before: float) -> None:
+def _require_old(one: PruneDecision, before: float) -> None:
     """Refuse what is not complete and was changed of late, as the file system's clock has it."""
-    if not one.checkpoint.complete and one.checkpoint.entry.touched > before:
+    if not one.candidate.complete and one.candidate.entry.touched > before:
         raise RefusedError(
             "it may still be being written",
-            where=str(one.checkpoint.entry.path),
+            where=str(one.candidate.path),
             why="by the clock of its file system, which is behind that of this machine",
         )
 
 
-def _require_unchanged(one: Verdict, pinned: Sequence[str]) -> None:
-    entry = one.checkpoint.entry
+def _require_unchanged(one: PruneDecision, protected: Protected) -> None:
+    entry = one.candidate.entry
     now = entry_at(entry.path)
     if now is None or not now.same(entry):
         raise RefusedError("it has changed since it was looked at", where=str(entry.path))
-    new = [pin for pin in pinned if pin not in one.checkpoint.candidate.pinned]
+    new = [pin for pin in protected.pinned if pin not in one.candidate.pinned]
     if new:
         raise RefusedError(f"{new[0]} names it by now", where=str(entry.path))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.ops.retention.prune import plan_prune, run_prune
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.listing import read_run
+from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from tests.runs import START, age, save_step, tear
 
@@ -84,7 +84,7 @@ def test_what_happens_in_an_incomplete_one_makes_it_young(tmp_path: Path, how: s
         (path / "SHA256SUMS").write_text("x")
         os.utime(path, (START, START))
     now = time.time()
-    found = {one.candidate.name: one.candidate.state for one in read_run(tmp_path, now).checkpoints}
+    found = {one.name: one.state for one in read_run(tmp_path, now).checkpoints}
     assert found == {"step-1": "complete", "step-2": "writing"}
     assert run_prune(plan_prune(tmp_path, Policy(last=1, incomplete=True, min_age=1.0))).done == ()
 

@@ -22,13 +22,14 @@ from ckptctl.formats.dcp.companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.retention.thin_lists import strike_out
 from ckptctl.ops.runs.entries import ADDED, Entry, entry_at
 from ckptctl.ops.runs.listing import Checkpoint
+from ckptctl.ops.verification.digest_lists import LISTS
+from ckptctl.ops.verification.digest_lists import without as lines_without
 from ckptctl.storage import rename, trash
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.retirement import Retirement
-from ckptctl.storage.sync import sync_directory
+from ckptctl.storage.sync import sync_directory, write_file
+from ckptctl.storage.two_phase_delete import TwoPhaseDelete
 
 REWRITTEN = ("dcp", "torch")
 OUTDATED = ADDED - {SIDECAR}
@@ -83,7 +84,7 @@ class Thinning:
 
 def plan_thinning(found: Checkpoint) -> Thinning | str:
     """Return what is to be taken out of a checkpoint, or why nothing can be."""
-    path, name = found.entry.path, found.format or ""
+    path, name = found.path, found.format or ""
     try:
         catalogs = [formats.open_checkpoint(part, name) for part in _models(found)]
     except CkptError as error:
@@ -110,28 +111,66 @@ def _none_of_it(named: Sequence[str]) -> str:
     return f"{listed(named, SHOWN)} may be weights: they are called as an optimizer is, no more"
 
 
-def run_thinning(thinning: Thinning, retirement: Retirement) -> None:
+def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Carry out *thinning*.
 
     Args:
         thinning: What to do.
-        retirement: Where what is taken out goes.
+        deletion: Where what is taken out goes.
 
     Raises:
         CkptError: It failed; the checkpoint is as it was, or lacks files of the optimizer.
     """
     if not thinning.files:
-        _rewrite(thinning, retirement)
+        _rewrite(thinning, deletion)
         return
-    strike_out(thinning.entry.path, thinning.files, retirement)
+    _strike_out(thinning.entry.path, thinning.files, deletion)
     for path in thinning.files:
-        retirement.take(path, f"{thinning.entry.path.name}-{path.name}")
+        deletion.take(path, f"{thinning.entry.path.name}-{path.name}")
 
 
-def _rewrite(thinning: Thinning, retirement: Retirement) -> None:
+def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -> None:
+    """Take what is said of *files* out of the lists in a checkpoint; the rest stays proven.
+
+    Args:
+        folder: The checkpoint.
+        files: Files and folders directly or further in it, which are going to be removed.
+        deletion: Where a new list is written before it takes the old one's place.
+
+    Raises:
+        StorageError: A list cannot be read or written; it is as it was.
+    """
+    gone = [str(path.relative_to(folder)) for path in files]
+
+    def goes(file: str) -> bool:
+        return any(file == name or file.startswith(f"{name}/") for name in gone)
+
+    for name in LISTS:
+        path = folder / name
+        if not path.is_file() or path.is_symlink():
+            continue
+        try:
+            text = os.fsdecode(path.read_bytes())
+            left = lines_without(text, goes)
+            if left != text:
+                _replace(path, left, deletion.make_room(f"{folder.name}-{name}"))
+        except OSError as error:
+            raise StorageError.from_os_error(error, "change", str(path)) from error
+
+
+def _replace(path: Path, text: str, room: Path) -> None:
+    status = path.stat()
+    write_file(room, os.fsencode(text))
+    os.utime(room, ns=(status.st_atime_ns, status.st_mtime_ns))
+    room.chmod(status.st_mode & 0o7777)
+    room.replace(path)
+    sync_directory(path.parent)
+
+
+def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Write the checkpoint anew, and exchange the two; the old one ends in the trash."""
     entry = thinning.entry
-    room = retirement.make_room(f"{entry.path.name}-thin")
+    room = deletion.make_room(f"{entry.path.name}-thin")
     target = room / entry.path.name
     try:
         room.mkdir()
@@ -148,7 +187,7 @@ def _rewrite(thinning: Thinning, retirement: Retirement) -> None:
         raise RefusedError("it has changed since it was looked at", where=str(entry.path))
     try:
         rename.rename(target, entry.path, rename.EXCHANGE)
-        sync_directory(retirement.root)
+        sync_directory(deletion.root)
     except rename.UnsupportedRenameError:
         raise RefusedError(
             "this file system cannot replace a checkpoint in one step", where=str(entry.path)
@@ -230,10 +269,10 @@ def _models(found: Checkpoint) -> list[Path]:
 
 def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
     """Yield what belongs to optimizers alone: nothing that a catalog of the weights refers to."""
-    if not found.entry.path.is_dir():
+    if not found.path.is_dir():
         return
     used = {Path(catalog.root) / name for catalog in catalogs for name in catalog.files}
-    folders = dict.fromkeys((found.entry.path, *_models(found)))
+    folders = dict.fromkeys((found.path, *_models(found)))
     for item in (item for folder in folders for item in sorted(folder.iterdir())):
         inside = any(path.is_relative_to(item) for path in used)
         if _FILES.fullmatch(item.name) and not item.is_symlink() and not inside:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import RefusedError
-from ckptctl.ops.retention.prune import plan_prune, run_prune
+from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import rename, trash
 from tests.checkpoints import save_training_dcp, tiny_llama
@@ -44,7 +44,7 @@ def test_weights_in_a_file_with_the_name_of_an_optimizers_stay(tmp_path: Path) -
         first.rename(path / OPTIMIZER)
         age(path, START + step)
     plan = plan_prune(tmp_path, LAST, thin=True)
-    assert [one.action for one in plan.verdicts] == ["skip", "keep"]
+    assert [one.action for one in plan.decisions] == ["skip", "keep"]
     run_prune(plan)
     assert (tmp_path / "checkpoint-1" / OPTIMIZER).exists()
 

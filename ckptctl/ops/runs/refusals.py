@@ -17,17 +17,16 @@ from ckptctl.errors import (
     listed,
     nearest,
 )
-from ckptctl.ops.runs.completeness import health
 from ckptctl.ops.runs.entries import entry_at, is_run
+from ckptctl.ops.runs.health import health
 from ckptctl.ops.runs.listing import Checkpoint, rfc3339
-from ckptctl.ops.runs.names import parse
-from ckptctl.ops.runs.pointers import points_inside, unclear
+from ckptctl.ops.runs.protections import points_inside, unclear
 from ckptctl.planner.retention import Best, Candidate, Policy, disorder
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.urls import is_url
-from ckptctl.storage.retirement import TRASH
+from ckptctl.storage.two_phase_delete import TRASH
 
 ENDS = {"min": True, "max": False}
 LOW, HIGH = ("loss",), ("accuracy",)
@@ -139,10 +138,7 @@ def _homes() -> list[Path]:
 
 def _is_checkpoint(root: Path) -> bool:
     """Return whether *root* is one, other than by a pointer to an entry of it."""
-    if not formats.sniff(root):
-        return False
-    names = [item.name for item in root.iterdir() if item.is_dir() and parse(item.name)]
-    return not points_inside(root, names)
+    return bool(formats.sniff(root)) and not points_inside(root)
 
 
 def require_pointers(root: Path) -> None:
@@ -157,10 +153,10 @@ def require_pointers(root: Path) -> None:
             "a pointer cannot be understood",
             where=str(found.path),
             why=f"it says {found.text[:TEXT]!r}: the checkpoint that it means might be removed",
-            hint="write the name of a checkpoint into it, or remove it",
+            hint="write the name of a checkpoint into it, or move it away",
         )
     if found:
-        damaged = "put back a copy of it, or remove the checkpoint that it lies in yourself"
+        damaged = "put back a copy of it, or move the checkpoint that it lies in out of the run"
         raise RefusedError(
             "a pointer cannot be read",
             where=str(found.path),
@@ -178,15 +174,14 @@ def require_order(checkpoints: Sequence[Checkpoint]) -> None:
     Raises:
         RefusedError: Two of them are in disorder.
     """
-    found = disorder(one.candidate for one in checkpoints)
+    found = disorder(checkpoints)
     if found:
         newer, older = found
-        entry = next(one.entry for one in checkpoints if one.candidate is newer)
         raise RefusedError(
             "the order of steps is not the order in which the checkpoints were written",
             where=f"`{older.name}` and `{newer.name}`",
             why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}: two runs in one folder, "
-            f"or was `{entry.newest}`, the newest file of `{newer.name}`, added later?",
+            f"or was `{newer.entry.newest}`, the newest file of `{newer.name}`, added later?",
             hint="`--force` goes by the steps",
         )
 

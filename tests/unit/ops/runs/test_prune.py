@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.ops.retention import prune as op
-from ckptctl.ops.retention.prune import plan_prune, run_prune
-from ckptctl.ops.retention.safety import parse_best
+from ckptctl.ops.runs import removal as op
+from ckptctl.ops.runs.refusals import parse_best
+from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Best, Policy
-from ckptctl.storage import lock, rename, retirement, trash
+from ckptctl.storage import lock, rename, trash, two_phase_delete
 from tests.runs import START, age, save_step, tear
 from tests.unit.ops.runs.test_listing import trainer
 
@@ -173,7 +173,7 @@ def test_links_do_not_say_what_the_others_lack(run, tmp_path):
         (path / "trainer_state.json").write_text("{}")
         (run / path.name).symlink_to(path)
     plan = plan_prune(run, Policy(last=1, incomplete=True))
-    assert all(one.checkpoint.complete for one in plan.verdicts)
+    assert all(one.candidate.complete for one in plan.decisions)
 
 
 def test_what_lightning_saved_last_stays(tmp_path):
@@ -184,7 +184,7 @@ def test_what_lightning_saved_last_stays(tmp_path):
     (tmp_path / "last-v2.ckpt").write_bytes(b"torn")
     age(tmp_path, START)
     plan = plan_prune(tmp_path, Policy(last=1, incomplete=True, min_age=0.0))
-    assert [(one.name, one.action) for one in plan.verdicts] == [
+    assert [(one.name, one.action) for one in plan.decisions] == [
         ("epoch=0-step=2.ckpt", "remove"),
         ("epoch=0-step=3.ckpt", "keep"),
         ("last-v1.ckpt", "skip"),
@@ -405,7 +405,7 @@ def test_mount_points_are_refused(run, tmp_path, place):
 
 def test_another_run_is_at_it(run):
     plan = plan_prune(run, LAST)
-    folder = run / retirement.TRASH
+    folder = run / two_phase_delete.TRASH
     folder.mkdir()
     with (folder / "lock").open("w") as lock:
         lock.write("4711\n")
@@ -482,7 +482,7 @@ def test_a_crash_leaves_trash_that_the_next_run_removes(run, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(trash, "remove", interrupted)
         prune(run, Policy(last=2))
-    left = retirement.leftovers(run)
+    left = two_phase_delete.leftovers(run)
     assert left == ["step-1"]
     assert names(run) == [".ckptctl-trash", "step-10", "step-100", "step-2", "step-9"]
     plan = plan_prune(run, Policy(last=4))
@@ -533,15 +533,15 @@ def test_a_rename_that_fails_leaves_the_checkpoint(run, monkeypatch):
     result = prune(run)
     assert result.done == ()
     assert "EROFS" in result.failed["step-1"].what
-    after = [item for item in snapshot(run) if retirement.TRASH not in item[0]]
+    after = [item for item in snapshot(run) if two_phase_delete.TRASH not in item[0]]
     assert after == before
 
 
 def test_the_trash_is_no_name_that_trainers_know(run):
     """torchtitan searches for ``step-(\\d+)`` anywhere in a name."""
-    assert not any(letter.isdigit() for letter in retirement.TRASH)
-    (run / retirement.TRASH / "step-1").mkdir(parents=True)
-    assert retirement.TRASH not in [one.name for one in plan_prune(run, LAST).verdicts]
+    assert not any(letter.isdigit() for letter in two_phase_delete.TRASH)
+    (run / two_phase_delete.TRASH / "step-1").mkdir(parents=True)
+    assert two_phase_delete.TRASH not in [one.name for one in plan_prune(run, LAST).decisions]
 
 
 # -------------------------------------------------------------------------- others, and permissions
@@ -592,13 +592,13 @@ def test_a_file_that_nobody_may_remove(run):
     stuck = run / "step-2" / "model.safetensors"
     if subprocess.run(["chattr", "+i", stuck], capture_output=True, check=False).returncode:
         pytest.skip("this file system has no such files")
-    trashed = run / retirement.TRASH / "step-2" / stuck.name
+    trashed = run / two_phase_delete.TRASH / "step-2" / stuck.name
     try:
         result = prune(run)
         assert result.done == ("step-1", "step-9", "step-10")
         assert "EPERM" in result.failed["step-2"].what
         assert result.failed["step-2"].where == str(trashed.parent)
-        assert names(run) == [retirement.TRASH, "step-100"]
+        assert names(run) == [two_phase_delete.TRASH, "step-100"]
     finally:
         place = trashed if trashed.exists() else stuck
         subprocess.run(["chattr", "-i", place], check=True)

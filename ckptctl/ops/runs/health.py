@@ -5,8 +5,6 @@ There are three answers. Only what is torn, with evidence, may be removed or pas
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,16 +21,6 @@ from ckptctl.storage.remote.writing import unfinished
 
 BUILT_IN_RULES = Path("megatron-core")
 DATA = ".distcp"
-COMPANIONS = (
-    "trainer_state.json",
-    "meta.pt",
-    "recipe_state.pt",
-    "recipe_state/recipe_state.pt",
-    "common.pt",
-    "random_states_0.pkl",
-)
-"""What trainers write beside the weights, and after them: transformers, Lightning, torchtune,
-Megatron, accelerate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,45 +136,6 @@ def _inside(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except (NotADirectoryError, PermissionError):
         return []
-
-
-class Company:
-    """Which of the files that trainers write last the checkpoints of a series have.
-
-    Whoever lacks one may be unfinished, or saved in another way: that is a guess, no evidence.
-
-    Args:
-        members: The checkpoints, and of which series each is.
-    """
-
-    def __init__(self, members: Mapping[Path, str]) -> None:
-        self._have = {path: [name for name in COMPANIONS if _has(path, name)] for path in members}
-        self._count = Counter(members.values())
-        self._having = Counter(
-            (members[p], name) for p, names in self._have.items() for name in names
-        )
-
-    def lacking(self, path: Path, series: str) -> str:
-        """Return which file *path* lacks that most others have; empty: none.
-
-        Args:
-            path: A member of *series*, or a link to something like one, which does not count.
-            series: Those that it is compared with.
-        """
-        member = path in self._have
-        have = self._have[path] if member else [name for name in COMPANIONS if _has(path, name)]
-        others = self._count[series] - member
-        for name in COMPANIONS:
-            if name not in have and self._having[series, name] * 2 > others:
-                return name
-        return ""
-
-
-def _has(folder: Path, name: str) -> bool:
-    try:
-        return (folder / name).exists()
-    except OSError:
-        return False
 
 
 def _whole_text(error: CkptError) -> str:

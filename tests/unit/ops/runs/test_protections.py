@@ -15,17 +15,19 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptctl.errors import RefusedError
-from ckptctl.ops.retention.prune import plan_prune, run_prune
-from ckptctl.ops.runs import links, trainer_state
+from ckptctl.ops.runs import references, trainer_state
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.newest import newest
-from ckptctl.ops.runs.pointers import metrics, protections
+from ckptctl.ops.runs.notes import metrics
+from ckptctl.ops.runs.protections import NAMING, PROTECTIONS
+from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from tests.checkpoints import load_any_reference
 from tests.runs import START, age, save_step, tear
 
 LAST = Policy(last=1)
+DOCS = Path(__file__).parents[4] / "docs"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -80,9 +82,7 @@ def test_what_lies_in_a_store_is_no_torn_checkpoint(tmp_path: Path) -> None:
     aged(tmp_path / "r")
     policy = Policy(last=4, incomplete=True)
     assert removed(tmp_path / "r", policy) == []
-    states = {
-        one.candidate.name: one.candidate.state for one in read_run(tmp_path / "r").checkpoints
-    }
+    states = {one.name: one.state for one in read_run(tmp_path / "r").checkpoints}
     assert states == dict.fromkeys(("step-1", "step-4"), "complete") | dict.fromkeys(
         ("step-2", "step-3"), "not understood"
     )
@@ -122,7 +122,7 @@ def test_the_state_of_a_torn_checkpoint_does_not_block(tmp_path: Path) -> None:
     tear(root / "checkpoint-4", START + 240)
     plan = plan_prune(root, LAST)
     assert [one.name for one in plan.of("remove")] == ["checkpoint-2"]
-    assert plan.verdicts[0].reasons == (
+    assert plan.decisions[0].reasons == (
         "named by `trainer_state.json` of `checkpoint-3` as the best: "
         "that of `checkpoint-4` cannot be read",
     )
@@ -202,13 +202,13 @@ def test_what_lightning_noted_has_to_be_read(
         age(path, START + step)
     assert len(plan_prune(tmp_path, LAST).of("remove")) == 2
     from ckptctl.errors import StorageError
-    from ckptctl.ops.runs import callbacks
+    from ckptctl.ops.runs import notes
 
     def fail(*_: object, **__: object) -> None:
         raise StorageError("cannot read: Input/output error (EIO)")
 
-    callbacks._read.cache_clear()
-    monkeypatch.setattr(callbacks, "read_archive", fail)
+    notes._read.cache_clear()
+    monkeypatch.setattr(notes, "read_archive", fail)
     with pytest.raises(RefusedError, match="pointer cannot be read"):
         plan_prune(tmp_path, LAST)
     monkeypatch.undo()  # and it is not remembered
@@ -324,7 +324,7 @@ def test_folders_that_nest_deeply(run: Path, depth: int) -> None:
     nest(run / "step-1", depth)
     nest(run, depth)
     os.utime(run / "step-1", (START, START))
-    assert newest(run).chosen.candidate.name == "step-4"
+    assert newest(run).chosen.name == "step-4"
     assert len(read_run(run).checkpoints) == 4
     assert run_prune(plan_prune(run, LAST, now=START * 2)).done == ("step-1", "step-2", "step-3")
     assert sorted(item.name for item in run.iterdir()) == ["deep", "step-4"]
@@ -385,10 +385,10 @@ def test_a_folder_too_full_to_look_for_links_in(run: Path, monkeypatch: pytest.M
         "step-2",
         "step-3",
     ]
-    monkeypatch.setattr(links, "MAX_ENTRIES", 20)
+    monkeypatch.setattr(references, "MAX_ENTRIES", 20)
     plan = plan_prune(run, LAST)
     assert plan.of("remove") == ()
-    assert plan.verdicts[0].reasons == ("named by `logs`, which is too full to look for links in",)
+    assert plan.decisions[0].reasons == ("named by `logs`, which is too full to look for links in",)
 
 
 # --- optimizers ---------------------------------------------------------------------------------
@@ -406,8 +406,8 @@ def test_parts_of_a_model_that_are_called_as_an_optimizer_is(tmp_path: Path, wor
         save(state, checkpoint_id=path, no_dist=True)
     aged(tmp_path)
     plan = plan_prune(tmp_path, LAST, thin=True)
-    assert plan.verdicts[0].action == "skip"
-    assert f"{word}.decoder.w" in plan.verdicts[0].reasons[0]
+    assert plan.decisions[0].action == "skip"
+    assert f"{word}.decoder.w" in plan.decisions[0].reasons[0]
     assert run_prune(plan).done == ()
 
 
@@ -417,7 +417,7 @@ def test_weights_among_what_looks_like_an_optimizers_state(tmp_path: Path, word:
         state = {f"{word}.w": torch.ones(9), f"{word}.exp_avg": torch.ones(2), "v": torch.ones(9)}
         save(state, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
     aged(tmp_path)
-    assert plan_prune(tmp_path, LAST, thin=True).verdicts[0].action == "skip"
+    assert plan_prune(tmp_path, LAST, thin=True).decisions[0].action == "skip"
 
 
 @pytest.mark.parametrize("word", ["opt", "optim", "optimizer", "optimizer_states"])
@@ -437,7 +437,7 @@ def test_an_optimizer_beside_a_part_that_is_called_so(tmp_path: Path, word: str)
         save(state, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
     aged(tmp_path)
     plan = plan_prune(tmp_path, LAST, thin=True)
-    thinning = plan.verdicts[0].thinning
+    thinning = plan.decisions[0].thinning
     assert thinning is not None
     assert all(name.startswith(f"{word}.") for name in thinning.dropped)
     assert len(thinning.dropped) == 4
@@ -528,7 +528,7 @@ def test_what_lies_behind_a_link_is_no_part_of_a_checkpoint(run: Path) -> None:
     (run / "step-3" / "deeper").mkdir(parents=True)
     (run / "step-3" / "deeper" / "best").symlink_to("../../step-4")
     assert removed(run, Policy(last=1, incomplete=True)) == ["step-2"]
-    states = {one.candidate.name: one.candidate.state for one in read_run(run).checkpoints}
+    states = {one.name: one.state for one in read_run(run).checkpoints}
     assert [name for name, state in states.items() if state == "not understood"] == [
         "step-1",
         "step-3",
@@ -547,11 +547,47 @@ def test_a_run_with_a_pointer_is_no_checkpoint_itself(tmp_path: Path, text: str)
     assert gone == ["global_step1", *(["global_step2"] if "999" in text else [])]
 
 
-def test_the_documentation_names_every_file_that_protects_a_checkpoint() -> None:
-    page = Path(__file__).parents[4] / "docs" / "how-to" / "free-a-full-disk.md"
-    text = page.read_text()
-    for one in protections():
+def test_the_documentation_names_every_file_that_names_a_checkpoint() -> None:
+    text = (DOCS / "how-to" / "free-a-full-disk.md").read_text()
+    for one in NAMING:
         assert f"`{one.file}`" in text, f"{one.trainer} names checkpoints in {one.file}"
+
+
+def test_the_documentation_has_the_list_of_protections() -> None:
+    text = (DOCS / "explanation" / "retention.md").read_text()
+    section = text.partition("## What protects a checkpoint\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    written = [[cell.strip("`") for cell in row] for row in rows[2:]]
+    assert written == [[one.name, one.trainer, one.file, one.effect] for one in PROTECTIONS]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"metrics": 3}', '{"save": "7", "resumed": []}', '{"save": 7}']
+)
+def test_a_record_that_is_not_understood_protects(run: Path, text: str) -> None:
+    (run / "step-2" / "ckptctl.run.json").write_text(text)
+    assert removed(run) == ["step-1", "step-3"]
+    (listed,) = (one for one in read_run(run).checkpoints if one.name == "step-2")
+    assert listed.complete and not listed.counts
+    assert listed.protection[0].startswith("its `ckptctl.run.json` cannot be read: ")
+    plan = plan_prune(run, Policy(last=1))
+    assert [one.action for one in plan.decisions] == ["remove", "skip", "remove", "keep"]
+    found = newest(run)
+    assert found.chosen.name == "step-4"
+    assert "`ckptctl.run.json` of `step-2` cannot be read" in found.doubts[0]
+
+
+def test_a_torn_checkpoint_with_such_a_record_is_torn(run: Path) -> None:
+    tear(run / "step-2", START + 120)
+    (run / "step-2" / "ckptctl.run.json").write_text("{")
+    assert removed(run, Policy(last=1, incomplete=True)) == ["step-1", "step-2", "step-3"]
+
+
+def test_no_advice_is_to_remove_what_is_not_understood(run: Path) -> None:
+    (run / "step-2" / "trainer_state.json").write_text("{")
+    with pytest.raises(RefusedError, match="pointer cannot be read") as caught:
+        plan_prune(run, LAST)
+    assert "remove" not in str(caught.value.hint)
 
 
 def test_the_best_of_what_may_be_whole_stays(tmp_path: Path) -> None:
@@ -561,6 +597,6 @@ def test_the_best_of_what_may_be_whole_stays(tmp_path: Path) -> None:
     (root / "checkpoint-4" / "model.safetensors").rename(tmp_path.parent / f"{tmp_path.name}-w")
     (root / "checkpoint-4" / "model.safetensors").symlink_to(tmp_path.parent / f"{tmp_path.name}-w")
     aged(root)
-    states = {one.candidate.name: one.candidate.state for one in read_run(root).checkpoints}
+    states = {one.name: one.state for one in read_run(root).checkpoints}
     assert states["checkpoint-4"] == "not understood"
     assert removed(root) == []

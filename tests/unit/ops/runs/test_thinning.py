@@ -10,9 +10,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptctl.errors import StorageError
-from ckptctl.ops.retention import thin as thinning
-from ckptctl.ops.retention import thin_lists
-from ckptctl.ops.retention.prune import plan_prune, run_prune
+from ckptctl.ops.runs import thinning
+from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import Policy
@@ -70,7 +69,7 @@ def test_dcp(tmp_path: Path, style: Style) -> None:
     assert sorted(item.name for item in tmp_path.iterdir()) == ["step-1", "step-2"]
     again = plan_prune(tmp_path, Policy(last=1), thin=True)
     assert again.idle
-    assert again.verdicts[0].reasons == ("there is no optimizer state in it",)
+    assert again.decisions[0].reasons == ("there is no optimizer state in it",)
 
 
 def test_one_file(tmp_path: Path) -> None:
@@ -119,8 +118,8 @@ def test_what_cannot_be_taken_apart_stays(tmp_path: Path) -> None:
         shutil.copytree(source, tmp_path / f"global_step{step}")
         age(tmp_path / f"global_step{step}", START + step)
     plan = plan_prune(tmp_path, Policy(last=1), thin=True)
-    assert [one.action for one in plan.verdicts] == ["skip", "keep"]
-    assert "deepspeed" in plan.verdicts[0].reasons[0]
+    assert [one.action for one in plan.decisions] == ["skip", "keep"]
+    assert "deepspeed" in plan.decisions[0].reasons[0]
 
 
 def test_a_failure_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +183,7 @@ def test_a_list_that_cannot_be_written_keeps_the_optimizer(
     def full(path: Path, *_: object) -> None:
         raise StorageError("cannot write: No space left on device (ENOSPC)", where=str(path))
 
-    monkeypatch.setattr(thin_lists, "write_file", full)
+    monkeypatch.setattr(thinning, "write_file", full)
     _, result = thin(tmp_path)
     assert "ENOSPC" in result.failed["checkpoint-1"].what
     assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
@@ -201,6 +200,6 @@ def test_what_holds_no_weights_is_left_alone(tmp_path: Path, place: str) -> None
         save(state, checkpoint_id=path / place, no_dist=True)
         age(path, START + step)
     plan, result = thin(tmp_path)
-    assert plan.verdicts[0].reasons == ("there are no weights in it",)
+    assert plan.decisions[0].reasons == ("there are no weights in it",)
     assert (result.done, result.failed) == ((), {})
     assert (tmp_path / "checkpoint_1" / place / ".metadata").exists()

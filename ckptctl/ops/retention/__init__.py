@@ -1,1 +1,0 @@
-"""Removing checkpoints that no rule keeps, or their optimizer state."""

@@ -1,0 +1,372 @@
+"""Who protects a checkpoint from being removed: one list, :data:`PROTECTIONS`, at the end.
+
+Each protection is a function that claims checkpoints of a run, with a reason. What is claimed
+*stays*, and counts for the rules of ``prune`` as before; or it is *left alone*: it stays and does
+not count. What the rules themselves keep stands in :mod:`ckptctl.planner.retention`.
+
+A pointer of which nobody knows what it names protects all: see :func:`unclear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ckptctl.errors import CkptError
+from ckptctl.formats.assets import SIDECAR
+from ckptctl.formats.megatron.files import POINTER as ITERATION
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
+from ckptctl.ops.runs.entries import Entry, entry_at
+from ckptctl.ops.runs.names import is_last, parse
+from ckptctl.ops.runs.notes import LAST, noted, run_record
+from ckptctl.ops.runs.references import (
+    alike,
+    decoded,
+    linked,
+    mentioned,
+    names_a_step,
+    understood,
+)
+from ckptctl.ops.runs.trainer_state import NAME as TRAINER
+from ckptctl.ops.runs.trainer_state import trainer_state
+from ckptctl.planner.branches import Lineage, left_behind
+from ckptctl.planner.retention import NOT_UNDERSTOOD, State
+
+POINTERS = {
+    LATEST: "DeepSpeed",
+    LATEST_UNIVERSAL: "DeepSpeed",
+    "last_checkpoint": "detectron2",
+    ITERATION: "Megatron-LM, verl",
+}
+"""Files in a run that name one of its checkpoints, and whose trainers open that one next."""
+MAX_TEXT = 1 << 16
+AT_WORK_WITH = "the run that is at work"
+
+
+class Claim(NamedTuple):
+    """A checkpoint that stays.
+
+    Attributes:
+        reason: Why; of one that stays and counts, what names it.
+        name: Its name.
+        text: Instead of the name a text that may name it in many ways.
+    """
+
+    reason: str
+    name: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """What protections see of a run.
+
+    Attributes:
+        root: Its folder.
+        entries: What is named as a checkpoint there, the newest last.
+        states: What is known of these, by name.
+        in_use: Names of those with which a training is at work.
+        branches: Whether what the run left behind stays.
+    """
+
+    root: Path
+    entries: Sequence[Entry]
+    states: Mapping[str, State] = field(default_factory=dict)
+    in_use: Collection[str] = ()
+    branches: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of those that are finished and no links."""
+        return [one.path.name for one in self.entries if not one.link and not one.staging]
+
+    def in_state(self, *states: State) -> list[str]:
+        """Return the names of those that are in one of *states* and no links."""
+        own = (one.path.name for one in self.entries if not one.link)
+        return [name for name in own if self.states.get(name) in states]
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """Something because of which a checkpoint is not removed.
+
+    Attributes:
+        name: What it is called.
+        trainer: Who writes the file, or is known by it.
+        file: Where that stands.
+        claims: Yields what stays in a run.
+        effect: ``stays``, or ``left alone``: it does not count, either.
+    """
+
+    name: str
+    trainer: str
+    file: str
+    claims: Callable[[RunView], Iterator[Claim]]
+    effect: Literal["stays", "left alone"] = "stays"
+
+
+class Protected(NamedTuple):
+    """What protects one checkpoint: what names it, and why it is left alone (empty: it is not)."""
+
+    pinned: tuple[str, ...] = ()
+    exempt: str = ""
+
+
+def protect(view: RunView) -> dict[str, Protected]:
+    """Return what protects each checkpoint of a run, for those that something protects."""
+    known, names = {one.path.name for one in view.entries}, view.names
+    spelt = alike(view.root, names)
+    found: dict[str, Protected] = {}
+    for protection in PROTECTIONS:
+        for claim in protection.claims(view):
+            named = mentioned(claim.text, names, spelt) if claim.text else (claim.name,)
+            for name in named:
+                name = name if name in known else spelt(name) or ""
+                if not name:
+                    continue
+                pinned, exempt = found.get(name, Protected())
+                if protection.effect == "left alone":
+                    exempt = exempt or claim.reason
+                elif claim.reason not in pinned:
+                    pinned = (*pinned, claim.reason)
+                found[name] = Protected(pinned, exempt)
+    return found
+
+
+# --- what names a checkpoint -------------------------------------------------------------------
+
+
+def _pointer(file: str, view: RunView) -> Iterator[Claim]:
+    """Claim what a pointer file names: its trainer opens that next."""
+    with suppress(CkptError, OSError):
+        yield Claim(f"`{file}`", text=_text(view.root, file)[0])
+
+
+def _best_of_trainer(view: RunView) -> Iterator[Claim]:
+    """Claim what the Trainer holds for its best checkpoint, as of its newest states.
+
+    Of one that is cut off, what stands before the cut; then also what the newest one says that can
+    be read to its end.
+    """
+    states = {name: trainer_state(view.root / name) for name in view.names}
+    stating = [name for name in view.names if states[name].there]
+    newest = _newest(stating, view)
+    clear = _newest([name for name in stating if not states[name].problem], view)
+    yield Claim(f"`{TRAINER}` as the best", text=trainer_state(view.root).best)
+    for name in dict.fromkeys((*newest, *clear)):
+        cut = (one for one in newest if states[one].problem and _series(one) == _series(name))
+        other = next((one for one in cut if one != name), None)
+        instead = f" of `{name}` as the best: that of `{other}` cannot be read"
+        yield Claim(f"`{TRAINER}`{instead if other else ' as the best'}", text=states[name].best)
+
+
+def _best_of_lightning(view: RunView) -> Iterator[Claim]:
+    """Claim what Lightning holds for best, as the newest checkpoints of each kind of name say."""
+    lasts = (name for name in view.names if is_last(name))
+    for name in dict.fromkeys((LAST, *lasts, *_newest(view.names, view))):
+        for best in noted(view.root / name).best:
+            yield Claim(f"`{name}` as the best", text=best)
+
+
+def _link_to_it(view: RunView) -> Iterator[Claim]:
+    """Claim what a link leads to, into or through: without it the link would lead nowhere."""
+    links = {one.path.name for one in view.entries if one.link}
+    for name, link in linked(view.root, view.names):
+        if name not in links:
+            yield Claim(link, name)
+
+
+def _in_use(view: RunView) -> Iterator[Claim]:
+    """Claim what a running training saved last, and what it went on from."""
+    yield from (Claim(AT_WORK_WITH, name) for name in view.in_use if name)
+
+
+# --- what a checkpoint is ----------------------------------------------------------------------
+
+
+def _left_behind(view: RunView) -> Iterator[Claim]:
+    """Claim what a run left behind when it went on from an earlier checkpoint."""
+    for name, step in left_in(view.entries).items() if view.branches else ():
+        yield Claim(f"left behind: the run went on from step {step}", name)
+
+
+def _is_link(view: RunView) -> Iterator[Claim]:
+    """Claim links that are named as checkpoints: what they lead to is somebody else's."""
+    yield from (Claim("a symbolic link", one.path.name) for one in view.entries if one.link)
+
+
+def _is_last(view: RunView) -> Iterator[Claim]:
+    """Claim what Lightning overwrites with each save, and opens next."""
+    lasts = (one.path.name for one in view.entries if is_last(one.path.name))
+    yield from (Claim("the newest, by its trainer", name) for name in lasts)
+
+
+def _unread_record(view: RunView) -> Iterator[Claim]:
+    """Claim what may be the best, or of another branch: its record cannot be read."""
+    for name in view.in_state("complete", NOT_UNDERSTOOD):
+        problem = run_record(view.root / name).problem
+        if problem:
+            yield Claim(f"its `{SIDECAR}` cannot be read: {problem}", name)
+
+
+def _being_written(view: RunView) -> Iterator[Claim]:
+    """Claim what is locked, or is not whole and was changed of late: see ``listing.examine``."""
+    yield from (Claim("writing", name) for name in view.in_state("writing"))
+
+
+def _not_understood(view: RunView) -> Iterator[Claim]:
+    """Claim what may be whole: see ``health.health``."""
+    yield from (Claim(NOT_UNDERSTOOD, name) for name in view.in_state(NOT_UNDERSTOOD))
+
+
+def left_in(entries: Sequence[Entry]) -> dict[str, int]:
+    """Return for what a run left behind the step from which it went on instead."""
+    series: dict[str, dict[str, Lineage]] = {}
+    for one in entries:
+        if not one.link:
+            lineages = series.setdefault(one.named.series, {})
+            lineages[one.path.name] = run_record(one.path).lineage
+    return {name: step for some in series.values() for name, step in left_behind(some).items()}
+
+
+def _newest(names: Sequence[str], view: RunView) -> list[str]:
+    """Return the newest of *names* of each series, and those from which training may go on.
+
+    These are the newest that is complete, and the newest that is complete or not understood: a
+    torn one may call itself the best.
+    """
+    kinds = {name: series for name in names if (series := _series(name))}
+    bases = view.in_state("complete"), view.in_state("complete", NOT_UNDERSTOOD)
+    newest = [
+        {series: name for name, series in kinds.items() if name in some}.values()
+        for some in (kinds, *bases)
+    ]
+    return list(dict.fromkeys(chain.from_iterable(newest)))
+
+
+def _series(name: str) -> str:
+    known = parse(name)
+    return known.series if known else ""
+
+
+# --- what nobody understands -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Unclear:
+    """A pointer of which nobody knows what it names.
+
+    Attributes:
+        path: The file.
+        why: What keeps it from being read; empty: it can be.
+        text: What it says, which is not understood.
+        damaged: Whether it is its content that keeps it from being read.
+    """
+
+    path: Path
+    why: str = ""
+    text: str = ""
+    damaged: bool = False
+
+
+def unclear(root: Path, torn: Callable[[Path], bool]) -> Unclear | None:
+    """Return a pointer that is there and does not tell what it names; None: there is none.
+
+    What a torn checkpoint calls the best counts only while it can be read: training does not go on
+    from it.
+
+    Args:
+        root: The run.
+        torn: Returns whether a checkpoint is torn.
+    """
+    items = sorted(item for item in root.iterdir() if parse(item.name) or is_last(item.name))
+    members = [item for item in items if not item.is_symlink()]
+    names = [item.name for item in members]
+    pointers = (_unclear_pointer(root, file, names) for file in POINTERS)
+    best = (_unclear_best(path, torn) for path in members)
+    return next((one for one in (*pointers, _unclear_state(root), *best) if one), None)
+
+
+def _unclear_pointer(root: Path, file: str, names: Sequence[str]) -> Unclear | None:
+    try:
+        text, whole = _text(root, file)
+    except (CkptError, OSError) as error:
+        return Unclear(root / file, str(error))
+    known = mentioned(text, names, alike(root, names)) or understood(text, root)
+    return None if whole and (not text or known) else Unclear(root / file, text=text)
+
+
+def _unclear_state(folder: Path) -> Unclear | None:
+    state = trainer_state(folder)
+    path = folder / TRAINER
+    return Unclear(path, state.problem, damaged=state.damaged) if state.problem else None
+
+
+def _unclear_best(path: Path, torn: Callable[[Path], bool]) -> Unclear | None:
+    """Return what notes the best one in a checkpoint and cannot be read."""
+    note = noted(path)
+    if note.problem and ((is_last(path.name) and not note.damaged) or not torn(path)):
+        return Unclear(path, note.problem, damaged=note.damaged)
+    state = _unclear_state(path)
+    return state if state and not torn(path) else None
+
+
+def points_inside(root: Path) -> bool:
+    """Return whether a pointer or a link directly in *root*, or beside it, names an entry of it.
+
+    So does a pointer to a checkpoint that is gone: it was one of a run.
+    """
+    view = RunView(root, [one for item in root.iterdir() if (one := entry_at(item))])
+    names = [one.path.name for one in view.entries if one.path.is_dir()]
+    spelt = alike(root, names)
+    for protection in NAMING:
+        for claim in protection.claims(view):
+            gone = protection.file in POINTERS and names_a_step(claim.text)
+            if gone or mentioned(claim.text, names, spelt):
+                return True
+    return any(name in names for name, _ in linked(root, names, near=True))
+
+
+def _text(root: Path, file: str) -> tuple[str, bool]:
+    """Return what a pointer says, and whether that is all; nothing where there is none.
+
+    Raises:
+        CkptError: It is there and cannot be read, or leads out of the run.
+        OSError: The system does not let us look.
+    """
+    if not (root / file).is_file():
+        return "", True
+    content, whole = pointer_content(root, file, MAX_TEXT)
+    return decoded(content), whole
+
+
+NAMING: tuple[Protection, ...] = (
+    *(
+        Protection("pointer file", POINTERS[name], name, partial(_pointer, name))
+        for name in POINTERS
+    ),
+    Protection("best checkpoint", "transformers", TRAINER, _best_of_trainer),
+    Protection("best checkpoint", "Lightning", LAST, _best_of_lightning),
+)
+"""Files that name a checkpoint."""
+
+PROTECTIONS: tuple[Protection, ...] = (
+    *NAMING,
+    Protection("link to it", "any", "any symbolic link", _link_to_it),
+    Protection("in use", "CheckpointManager", "none: the running process", _in_use),
+    Protection("left behind", "CheckpointManager", SIDECAR, _left_behind, "left alone"),
+    Protection("is a link", "any", "the checkpoint itself", _is_link, "left alone"),
+    Protection("last checkpoint", "Lightning", LAST, _is_last, "left alone"),
+    Protection("unreadable record", "CheckpointManager", SIDECAR, _unread_record, "left alone"),
+    Protection("being written", "any", "a lock, or a fresh file", _being_written, "left alone"),
+    Protection("not understood", "any", "any of its files", _not_understood, "left alone"),
+)
+"""All that protects a checkpoint, whatever the rules of a policy say.
+
+Of several reasons to leave one alone the first is told.
+"""
