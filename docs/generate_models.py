@@ -55,6 +55,10 @@ Where layouts differ in rotary order, or one of them concatenates queries, keys 
 of heads have to be known: from `config.json` or `params.json`, of the source or of `--assets`, or
 from `--set`, as in `--set num_attention_heads=32`.
 
+Layout `hf-base` is what transformers saves of a class without a head, as `LlamaModel`: the names
+of `hf` without the `model.` before them. Every model type whose names have it is read so; `--to hf`
+keeps these names, and `--to-layout hf` writes the others.
+
 A checkpoint of an unknown model converts between `hf`, `dcp` and `torch` with the names it has.
 """
 

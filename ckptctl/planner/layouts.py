@@ -36,7 +36,9 @@ from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
 
 __all__ = [
+    "BASE",
     "BLOCK_AXES",
+    "HF",
     "NEEDED",
     "PRESENT",
     "SIZES",
@@ -54,6 +56,13 @@ __all__ = [
     "Tie",
     "Tiles",
 ]
+
+HF, BASE = "hf", "hf-base"
+"""Transformers' names, and those without what classes with a head put before them.
+
+What is saved of ``LlamaModel`` has ``layers.0`` where ``LlamaForCausalLM`` has ``model.layers.0``.
+No family says so: it follows from the names in ``hf``.
+"""
 
 _WORD = re.compile(r"[^\s.,:#{}]+")
 
@@ -199,6 +208,26 @@ class Family:
         return frozenset(word for text in texts for word in _WORD.findall(text))
 
     @cached_property
+    def wrapper(self) -> str:
+        """Return what names in ``hf`` begin with, the head's apart, dot included; or nothing."""
+        if HF not in self.layouts or not self.ties or self.partial:
+            return ""
+        heads = {tie.tensor for tie in self.ties}
+        leaves = {name: t.leaves[HF] for name, t in self.tensors.items() if HF in t.leaves}
+        inner = {
+            leaf.key.text.partition(".")[0]
+            for name, leaf in leaves.items()
+            if name not in heads and not self.tensors[name].optional
+        }
+        embed = leaves.get(self.ties[0].of)
+        alone = embed is not None and len(inner) == 1 and embed.key.text.count(".") > 1
+        return f"{inner.pop()}." if alone else ""
+
+    def shifts_in(self, layout: str) -> list[Shift]:
+        """Return which layers *layout* numbers together."""
+        return [shift for shift in self.shifts if shift.layout == _table_of(layout)]
+
+    @cached_property
     def _compiled(self) -> dict[str, Layout]:
         return {}
 
@@ -208,7 +237,7 @@ class Family:
         Raises:
             UsageError: The family has no such layout.
         """
-        if name not in self.layouts:
+        if name not in self.layouts and not (name == BASE and self.wrapper):
             close = nearest(name, self.layouts)
             raise UsageError(
                 f"model type `{self.name}` has no layout `{name}`",
@@ -222,7 +251,12 @@ class Family:
         return self._compiled[name]
 
     def _compile(self, name: str) -> Layout:
-        leaves = {t.name: t.leaves[name] for t in self.tensors.values() if name in t.leaves}
+        column = _table_of(name)
+        leaves = {t.name: t.leaves[column] for t in self.tensors.values() if column in t.leaves}
+        drops = [(Template.parse(d.key), d) for d in self.drops if d.layout == column]
+        if name == BASE:
+            leaves = {n: self._unwrapped(leaf) for n, leaf in leaves.items()}
+            drops = [(Template.parse(t.text.removeprefix(self.wrapper)), d) for t, d in drops]
         together: dict[object, list[tuple[Tensor, Leaf]]] = {}
         for logical, leaf in leaves.items():
             tensor = self.tensors[logical]
@@ -232,8 +266,11 @@ class Family:
             for parts in together.values()
         ]
         entries: list[tuple[Template, Meaning]] = [(item.template, item) for item in stored]
-        entries += [(Template.parse(d.key), d) for d in self.drops if d.layout == name]
+        entries += drops
         return Layout(name, leaves, tuple(stored), TemplateTable(entries))
+
+    def _unwrapped(self, leaf: Leaf) -> Leaf:
+        return replace(leaf, key=Template.parse(leaf.key.text.removeprefix(self.wrapper)))
 
     def expand(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return *axes* with composite ones replaced by what they are made of."""
@@ -247,3 +284,8 @@ class Family:
             return f"axis `{axis}`"
         config, params = (spellings(name)[0] for name in names)
         return f"`{config}`" + (f" (params.json: `{params}`)" if params else "")
+
+
+def _table_of(layout: str) -> str:
+    """Return the layout whose column of the tables says how *layout* keeps tensors."""
+    return HF if layout == BASE else layout

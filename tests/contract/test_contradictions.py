@@ -119,6 +119,16 @@ def test_two_configurations(name: str) -> None:
             assert path[-1] in NOTED and any(path[-1] in note for note in notes), path
 
 
+def test_a_number_that_is_spelled_as_text() -> None:
+    """As YAML reads ``1e-05``."""
+    config = {"rms_norm_eps": 1e-05, "hidden_act": "nan"}
+    text = {"rms_norm_eps": "1e-05", "hidden_act": "nan"}
+    agree(None, configs(config, text))
+    agree(None, configs(text, config))
+    with pytest.raises(MappingError):
+        agree(None, configs(config, {"rms_norm_eps": "1e-06"}))
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 def test_what_only_the_source_says(name: str) -> None:
     """Left out by the assets: refused where the default is known to differ, else noted."""

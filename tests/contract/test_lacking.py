@@ -19,7 +19,9 @@ import torch
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.ops.runs.health import health
+from ckptctl.planner.layouts import BASE
 from ckptctl.planner.mapping.completeness import lacking
+from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.checkpoints import save_hf, tiny_llama
@@ -131,6 +133,29 @@ def test_every_tensor_that_lacks_is_named(name, source, target):
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
+def test_what_lacks_is_counted_and_of_very_much_the_first_is_listed(name, layout):
+    family, sizes = FAMILIES[name], FAMILIES[name].tiny
+    table, whole = family.layout(layout), tiny(family, layout)
+    for number in range(SOME):
+        gone = keys_of(name, layout, number)
+        rest = match(family, table, [key for key in whole if key not in gone])
+        if not rest.groups:
+            continue
+        few = lacking(family, table, rest, sizes, tied=family.tied)
+        assert few.number == len({absent.key for absent in few.listed})
+        if "i" not in sizes:
+            continue
+        deep = [lacking(family, table, rest, {**sizes, "i": n}, tied=family.tied) for n in MANY]
+        numbers = [less.number for less in deep]
+        assert numbers[1] - numbers[0] == numbers[2] - numbers[1] > 9000
+        assert all(len(less.listed) < 5000 for less in deep)
+
+
+MANY = (10_000, 20_000, 30_000)
+"""Numbers of layers of which a tiny model has the first."""
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL)
 def test_an_optional_tensor_that_comes_with_others_is_named(name, layout):
     family = FAMILIES[name]
     table, plain = family.layout(layout), tiny(family, layout)
@@ -146,7 +171,8 @@ def test_an_optional_tensor_that_comes_with_others_is_named(name, layout):
         for gone in ({key}, alike):
             rest = match(family, table, [other for other in whole if other not in gone])
             found = lacking(family, table, rest, family.tiny, tied=family.tied)
-            missed = gone <= {one.key for one in found}
+            assert found.number == len({absent.key for absent in found.listed})
+            missed = gone <= {absent.key for absent in found.listed}
             assert missed == (shown or gone != alike), (key, gone)
         names = {tensor.name.partition(".")[0] for tensor, _ in held[key].parts}
         assert shown or len(held[key].parts) > 1 or names <= ALONE, names
@@ -368,3 +394,113 @@ def test_a_fused_tensor_is_whole_or_refused(tmp_path, part, option):
     together = {"qkv_proj": ["*q_proj*", "*k_proj*", "*v_proj*"], "gate_up_proj": ["*w1*", "*w3*"]}
     options[option] = together[PARTS[part]]
     ckptctl.plan_conversion(source, out, **options)
+
+
+def test_a_part_of_the_layers_of_very_many(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "in", STATE, CONFIG | {"num_hidden_layers": 5_000_000})
+    lacks = 9 * (5_000_000 - CONFIG["num_hidden_layers"])
+    with refused(source, tmp_path / "out", 6) as caught:
+        ckptctl.convert(source, tmp_path / "out", to="dcp")
+    assert caught.value.what == f"the model lacks {lacks:,} tensors"
+    assert f"and {lacks - 5:,} more" in message(caught.value)
+    listed = len(ckptctl.inspect(source).lacks)
+    assert any(f"{lacks - listed:,} more" in note for note in ckptctl.inspect(source).notes)
+    whys = [str(found.why) for found in ckptctl.verify(source).findings]
+    assert any(f"{lacks - listed:,} more" in why for why in whys)
+
+
+def test_more_layers_than_the_configuration_counts(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "in", STATE, CONFIG | {"num_hidden_layers": 1})
+    with pytest.raises(MappingError) as caught:
+        ckptctl.convert(source, tmp_path / "out", to="dcp")
+    verified = ckptctl.verify(source)
+    assert verified.verdict == "not understood"
+    assert [one.why for one in verified.findings] == [caught.value.what]
+    assert caught.value.what in ckptctl.inspect(source).notes
+    part = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", exclude="*.layers.1.*")
+    assert part.tensors == len(STATE) - 9
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.wrapper])
+def test_a_model_without_a_head_and_without_what_it_puts_before_names(name):
+    family = FAMILIES[name]
+    head = {family.layout("hf").leaves[tie.tensor].key.text for tie in family.ties}
+    shapes = {k: shape for k, shape in tiny(family, "hf").items() if k not in head}
+    inner = {key.removeprefix(family.wrapper): shape for key, shape in shapes.items()}
+    (found,) = detect(inner, {name: family}).candidates
+    assert found.exact and found.layout == BASE
+    back = mapped(name, BASE, "hf", inner, without={tie.tensor for tie in family.ties})
+    assert {(*view.sources, *view.targets)[0].key for view in back.tensors} == inner.keys()
+    assert set(made_of(back)) == shapes.keys()
+    for key in inner:
+        if not alone(name, "hf", family.wrapper + key):
+            rest = {other: shape for other, shape in inner.items() if other != key}
+            with pytest.raises(RefusedError, match="lacks"):
+                mapped(name, BASE, "hf", rest, without={tie.tensor for tie in family.ties})
+
+
+def test_who_reads_another_layout_expects_a_head_of_a_base_model(tmp_path: Path) -> None:
+    state = {key.removeprefix("model."): STATE[key] for key in STATE if key != "lm_head.weight"}
+    for config in (CONFIG | {"architectures": ["LlamaModel"]}, None):
+        name = "hf" if config else "torch"
+        source = build(name, tmp_path, state, config)
+        assert ckptctl.inspect(source).layout == BASE and not ckptctl.inspect(source).lacks
+        kept = ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
+        assert {tensor.name for tensor in kept.output} == state.keys()
+        with refused(source, tmp_path / "out", 6) as caught:
+            options: dict[str, Any] = {"to": "dcp", "to_layout": "torchtune"}
+            ckptctl.convert(source, tmp_path / "out", model_type="llama3", **options)
+        assert "`lm_head.weight`" in message(caught.value)
+
+
+WAYS = {
+    "gptq": (".qweight", ".qzeros", ".scales", ".g_idx"),
+    "bitsandbytes": (".weight", ".weight.absmax", ".weight.quant_state.bitsandbytes__nf4"),
+    "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_shape"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("configured", [True, False])
+def test_what_is_not_quantised_is_missed(tmp_path: Path, way: str, configured: bool) -> None:
+    state = dict[str, torch.Tensor]()
+    for key, value in STATE.items():
+        stem = key.removesuffix(".weight")
+        parts = {stem + end: torch.ones(2, 2, dtype=torch.uint8) for end in WAYS[way]}
+        state |= parts if "proj" in key else {key: value}
+    config = CONFIG | {"quantization_config": {"quant_method": way}} if configured else None
+    assert not ckptctl.inspect(save_hf(tmp_path / "whole", state, config)).lacks
+    assert ckptctl.verify(tmp_path / "whole").whole
+    quantised = [key for key in state if key.startswith("model.layers.1.mlp.down_proj.")]
+    for gone in (["model.norm.weight"], quantised):
+        rest = {key: value for key, value in state.items() if key not in gone}
+        source = save_hf(tmp_path / gone[0], rest, config)
+        named = "model.layers.1.mlp.down_proj.weight" if gone == quantised else gone[0]
+        assert ckptctl.inspect(source).lacks == (named,)
+        with refused(source, tmp_path / "out", 6) as caught:
+            ckptctl.convert(source, tmp_path / "out", to="dcp")
+        assert named in message(caught.value)
+
+
+@pytest.mark.parametrize("name", ["hf", "torch"])
+def test_the_first_stage_of_a_pipeline(tmp_path: Path, name: str) -> None:
+    """What to do about it is said, and that works."""
+    first = {key: value for key, value in STATE.items() if "embed" in key or ".layers.0." in key}
+    last = {key: value for key, value in STATE.items() if key not in first}
+    joined = tmp_path / "joined"
+    joined.mkdir()
+    for number, stage in enumerate((first, last), 1):
+        source = build(name, tmp_path / str(number), stage, CONFIG)
+        if number == 1:
+            with refused(source, tmp_path / "out", 6) as caught:
+                ckptctl.convert(source, tmp_path / "out", to="hf")
+            assert "first stage of a pipeline" in str(caught.value.hint)
+        ckptctl.convert(source, tmp_path / f"out{number}", to="hf", allow_missing=True)
+        (file,) = (tmp_path / f"out{number}").glob("*.safetensors")
+        file.rename(joined / f"model-{number:05}-of-00002.safetensors")
+    assert ckptctl.plan_conversion(joined, tmp_path / "out", to="hf").tensors == len(STATE)
+    some = {key: value for key, value in STATE.items() if "layers.1.input_layernorm" not in key}
+    source = build(name, tmp_path, some, CONFIG)
+    with refused(source, tmp_path / "out", 6) as caught:
+        ckptctl.convert(source, tmp_path / "out", to="hf")
+    assert "pipeline" not in str(caught.value.hint)

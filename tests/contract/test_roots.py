@@ -7,7 +7,7 @@ import torch
 
 import ckptctl
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, UsageError
 from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import unwrapped
 from tests.checkpoints import save_torch, tiny_llama
@@ -99,6 +99,16 @@ def test_a_nested_model_is_written_without_its_wrappers_or_as_it_was(tmp_path, h
     expected = state if only == "model" else content
     torch.testing.assert_close(written, expected, rtol=0, atol=0)
     assert f"model under `{'.'.join((*head, prefix)).strip('.')}`" in result.plan.statement
+
+
+def test_the_last_part_of_a_root_is_told_in_full(tmp_path):
+    state, _ = tiny_llama("llama3")
+    source = saved(tmp_path, {"state_dict": prefixed("net.", state), "step": torch.ones(1)})
+    for root in ("net", "net.layers.0", "model.norm"):
+        with pytest.raises(UsageError) as caught:
+            ckptctl.plan_conversion(source, tmp_path / "out", to="hf", root=root)
+        hint = {"net": "state_dict.net", "model.norm": "state_dict.net.model.norm"}.get(root)
+        assert hint is None or f"`--root {hint}`" in caught.value.hint
 
 
 def test_a_teacher_beside_its_student_is_asked_for(tmp_path):

@@ -21,6 +21,7 @@ from ckptctl.planner.configs.config_to_params import config_to_params
 from ckptctl.planner.configs.params_to_config import assumed, params_to_config
 from ckptctl.planner.configs.stated import Json, plain
 from ckptctl.planner.families.statements import spelled
+from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.plan import OutputFile, RawCopy
 from ckptctl.storage.nearby import nearby
 from ckptctl.storage.remote.path import path_at
@@ -208,9 +209,9 @@ def papers(
 def _about_layout(change: Change) -> tuple[str, ...]:
     """Say so where transformers does not look for the names that the output has."""
     family, layout = change.family, change.target_layout
-    if layout is None or layout == "hf" or (family and "hf" not in family.layouts):
+    if layout in (None, HF, BASE) or (family and HF not in family.layouts):
         return ()
-    if family and family.layout(layout).same_as(family.layout("hf")):
+    if family and family.layout(layout).same_as(family.layout(HF)):
         return ()
     if layout.startswith("hf-"):
         return (f"transformers 5 reads layout {layout}, earlier versions may not",)

@@ -43,6 +43,7 @@ from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.selection import Selection, chosen, select
 from ckptctl.planner.axes import Sizes
+from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.parallel.cuts import Share
@@ -114,7 +115,7 @@ class Draft:
     def _change(self, selection: Selection) -> Change:
         """Say what the model's tensors become, and note what the user should know of it."""
         asked = LayoutRequest(
-            self.options.to_layout or self.target.layout,
+            self.layout,
             self.catalog.path,
             source_layout=formats.get(self.catalog.format).layout,
             described=self.target.parallel or self.target.described,
@@ -187,6 +188,15 @@ class Draft:
         )
 
     @property
+    def layout(self) -> str | None:
+        """Return the layout to write; None: that of the source.
+
+        Transformers reads models without their head under either kind of names.
+        """
+        implied = BASE if self.known.layout == BASE and self.target.layout == HF else None
+        return self.options.to_layout or implied or self.target.layout
+
+    @property
     def keep_root(self) -> bool:
         """Return whether the model stays under its prefix: where its surroundings stay too."""
         return self.options.only == "all"
@@ -201,8 +211,7 @@ class Draft:
             self.left_out |= dict.fromkeys(selection.rest, reason)
         options = self.options
         there = present(self.catalog, selection, self.gone)
-        layout = options.to_layout or self.target.layout
-        found = lacks(self.known, there, options.sizes, layout)
+        found = lacks(self.known, there, options.sizes, self.layout)
         selection, unwanted = chosen(
             selection, options.include, options.exclude, self.keep_root, found.names
         )

@@ -108,8 +108,9 @@ def asked_of(found: Lacks, catalog: Catalog, options: ConversionOptions) -> Lack
     """Return those tensors that a model lacks that would be converted if it had them."""
     root, everything = found.known.root, options.only == "all"
     patterns = options.include, options.exclude
-    names = [n for n in found.names if wanted(catalog, root + n, root, *patterns, everything)]
-    return replace(found, names=tuple(names))
+    return found.only(
+        [name for name in found.names if wanted(catalog, root + name, root, *patterns, everything)]
+    )
 
 
 def without(selection: Selection, names: Collection[str]) -> Selection:

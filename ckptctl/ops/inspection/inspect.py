@@ -216,7 +216,13 @@ def describe(
         root=known.root,
         parameters=sum(entry.numel for entry in model.values() if entry.alias_of is None),
         lacks=tuple(lacking.missing),
-        notes=(*catalog.notes, *_unread(catalog), *lacking.doubts, *_fit(known, model_type)),
+        notes=(
+            *catalog.notes,
+            *_unread(catalog),
+            *filter(None, (lacking.surplus,)),
+            *lacking.doubts,
+            *_fit(known, model_type),
+        ),
     )
 
 

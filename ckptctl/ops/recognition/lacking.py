@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl import families
 from ckptctl.errors import MappingError, UsageError, listed
+from ckptctl.ops.recognition.quantised import plain_names
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.configs.stated import does_without, is_tied, read_sizes
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.completeness import Absent, lacking, require_whole
+from ckptctl.planner.mapping.completeness import (
+    Lacking,
+    begins_only,
+    lacking,
+    require_whole,
+)
+from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.planner.mapping.source import uncounted
 
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
+DO_WITHOUT = "`--allow-missing` writes what is there, `--include` or `--exclude` a part of it"
+JOIN_STAGES = (
+    "it looks like the first stage of a pipeline: to join all stages, write each with `--to hf "
+    "--allow-missing`, put their files into one folder as `model-00001-of-0000N.safetensors`, ... "
+    "and convert that folder"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +37,15 @@ class Lacks:
     """What a model lacks.
 
     Attributes:
-        names: The tensors, by their names in the model.
+        names: The tensors, by their names in the model; of very many the first ones.
         certain: Whether it is known to be such a model: a configuration or the user says so, or
             most of it is there and nothing else. If not, it may be a part of one, or another one.
         known: What the model was recognised as.
         unread: Why its configuration does not say what there has to be; empty: it does.
         strange: Names of its tensors that such a model does not have.
+        more: How many tensors it lacks beside *names*.
+        begins: Whether it is what a pipeline's first stage holds.
+        surplus: What there is more of than its configuration says; empty: nothing.
     """
 
     names: tuple[str, ...]
@@ -36,6 +53,9 @@ class Lacks:
     known: Recognition
     unread: str = ""
     strange: tuple[str, ...] = ()
+    more: int = 0
+    begins: bool = False
+    surplus: str = ""
 
     @property
     def missing(self) -> dict[str, str]:
@@ -49,12 +69,21 @@ class Lacks:
     @property
     def doubts(self) -> tuple[str, ...]:
         """Return what a reader should know of what may lack."""
-        if self.unread or not self.names or self.certain:
-            return (self.unread,) if self.unread else ()
+        if self.unread:
+            return (self.unread,)
+        if self.names and self.certain and self.more:
+            return (f"it lacks {self.more:,} more tensors that are not listed",)
+        if not self.names or self.certain:
+            return ()
         return (
             f"a part of {self.known.named}, or another model: it does not have "
-            f"{listed(self.names, 1)}",
+            f"{listed(self.names, 1, number=len(self.names) + self.more)}",
         )
+
+    def only(self, names: Collection[str]) -> Lacks:
+        """Return the same of those alone of the tensors whose *names* are wanted."""
+        kept = tuple(name for name in self.names if name in names)
+        return replace(self, names=kept, more=self.more if kept == self.names else 0)
 
     def require_whole(self, where: str) -> None:
         """Refuse a model that certainly lacks something.
@@ -67,13 +96,13 @@ class Lacks:
             family = families.family(name)
             require_whole(
                 self.names,
+                len(self.names) + self.more,
                 family,
                 family.layout(layout),
                 tied=is_tied(family, self.known.config, self.known.params),
                 strange=self.strange,
                 where=where,
-                hint="`--allow-missing` writes what is there, "
-                "`--include` or `--exclude` a part of it",
+                hint=JOIN_STAGES if self.begins else DO_WITHOUT,
             )
 
 
@@ -105,44 +134,66 @@ def lacks(
         MappingError: A configuration states what is no size.
         UsageError: A given size has no such name, or contradicts a file.
     """
-    configured = known.config is not None or known.params is not None
-    if not names or is_adapter(names) or (known.exact and not configured and not given):
+    if not names or is_adapter(names):
         return Lacks((), False, known)
-    found: list[str] | None = None
-    certain, strange = True, tuple[str, ...]()
+    known, names = _unquantised(known, names)
+    configured = known.config is not None or known.params is not None
+    headless = target in (None, known.layout) or str(target).startswith(TRANSFORMERS)
+    base = known.layout == BASE
+    if known.exact and not configured and not given and (headless or not base):
+        return Lacks((), False, known)
+    found: dict[str, None] | None = None
+    numbers: list[int] = []
+    certain, begins, strange, surplus = True, True, tuple[str, ...](), ""
     for name, layout in known.pairs:
         family = families.family(name)
         matched = match(family, family.layout(layout), names)
-        headless = target in (None, layout) or str(target).startswith(TRANSFORMERS)
-        lacking = _lacking(family, layout, matched, known, given, headless)
-        keys = [one.key for one in lacking]
+        sizes = read_sizes(family, known.config, known.params, given, implied=False)
+        less = lacking(
+            family,
+            family.layout(layout),
+            matched,
+            sizes,
+            tied=is_tied(family, known.config, known.params),
+            without=does_without(family, known.config, base=base) if headless else (),
+        )
+        keys = dict.fromkeys(absent.key for absent in less.listed)
+        numbers.append(less.number - len(keys))
         strange = strange or tuple(matched.unmatched)
-        found = keys if found is None else [key for key in found if key in set(keys)]
-        certain = certain and _certain(family, matched, known, lacking)
-    return Lacks(tuple(found or ()), certain, known, strange=strange)
-
-
-def _lacking(
-    family: Family,
-    layout: str,
-    matched: Matched,
-    known: Recognition,
-    given: Mapping[str, int] | None,
-    headless: bool,
-) -> list[Absent]:
-    return lacking(
-        family,
-        family.layout(layout),
-        matched,
-        read_sizes(family, known.config, known.params, given, implied=False),
-        tied=is_tied(family, known.config, known.params),
-        without=does_without(family, known.config) if headless else (),
+        found = keys if found is None else {key: None for key in found if key in keys}
+        certain = certain and _certain(family, matched, known, less)
+        begins = begins and begins_only(family, family.layout(layout), matched, keys)
+        surplus = surplus or uncounted(family, matched.counts(), sizes)
+    return Lacks(
+        tuple(found or ()),
+        certain,
+        known,
+        strange=strange,
+        more=min(numbers, default=0),
+        begins=begins,
+        surplus=surplus,
     )
 
 
-def _certain(
-    family: Family, matched: Matched, known: Recognition, lacking: Collection[Absent]
-) -> bool:
+def _unquantised(known: Recognition, names: Collection[str]) -> tuple[Recognition, Collection[str]]:
+    """Return a model that is quantised in a way that no table describes as if it were not.
+
+    Its other tensors, and the layers that are quantised, are those of its family.
+    """
+    plain = plain_names(names)
+    if known.exact or len(plain) == len(names):
+        return known, names
+    types = [known.asked] if known.asked else families.names()
+    chosen = {name: families.family(name) for name in types}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(plain, ())
+    seen = detect(
+        shapes, chosen, known.config, known.params, named=bool(known.asked), root=known.root
+    )
+    pairs = tuple((one.family, one.layout) for one in seen.candidates)
+    return replace(known, pairs=pairs, exact=seen.exact), plain
+
+
+def _certain(family: Family, matched: Matched, known: Recognition, less: Lacking) -> bool:
     """Whether a checkpoint is of *family* although it lacks something."""
     config = known.config or {}
     if matched.unmatched:
@@ -151,8 +202,8 @@ def _certain(
         return named and "quantization_config" not in config
     if known.asked or known.config is not None or known.params is not None:
         return True
-    most = len(lacking) <= sum(len(group.keys) for group in matched.groups)
-    return most and _has_ends(family, matched) and all(one.shown for one in lacking)
+    most = less.number <= sum(len(group.keys) for group in matched.groups)
+    return most and _has_ends(family, matched) and all(absent.shown for absent in less.listed)
 
 
 def _has_ends(family: Family, matched: Matched) -> bool:

@@ -12,7 +12,7 @@ from ckptctl.ops.recognition.agreement import Agreement, Description, agree
 from ckptctl.ops.recognition.doubts import require_one
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, read_sizes
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.resize import resized
@@ -169,7 +169,7 @@ def _mapped(
         partial=asked.partial,
         lists=read_lists(family, known.config),
         whole=asked.whole,
-        without=does_without(family, known.config),
+        without=does_without(family, known.config, base=known.layout == BASE),
     )
     return found if asked.vocab is None else _with_vocabulary(found, family, layouts, asked.vocab)
 

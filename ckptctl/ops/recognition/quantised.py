@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +28,13 @@ STRANGE = {
     ".input_scale": "static scales of activations",
     ".activation_scale": "static scales of activations",
 }
+PARTS = (
+    *(".g_idx", ".scales", ".weight_format"),
+    *(".weight_g_idx", ".weight_shape", ".weight_zero_point", ".weight_global_scale"),
+    *(".weight_scale_inv", ".input_global_scale", ".output_scale"),
+    *(".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
+)
+"""How the tensors end that lie beside those of :data:`STRANGE`."""
 INTEGERS = {"int8": "int8 weights", "uint32": "MLX", "float4_e2m1fn_x2": "packed fp4"}
 
 
@@ -138,6 +145,22 @@ def unknown(catalog: Catalog) -> dict[str, str]:
     if not found and method not in METHODS:
         found[QUANTIZATION] = f"`{method}`"
     return found
+
+
+def plain_names(names: Collection[str]) -> Collection[str]:
+    """Return *names* with that of the plain weight for all that a quantised one is stored as.
+
+    Where no name is one of a way of quantisation that no table describes, they are as they were.
+    """
+    endings = (*STRANGE, *PARTS)
+    if not any(name.endswith(tuple(STRANGE)) for name in names):
+        return names
+    plain: dict[str, None] = {}
+    for name in names:
+        end = max((end for end in endings if name.endswith(end)), key=len, default=None)
+        stem = name.removesuffix(".weight" if end is None else end).removesuffix(".weight")
+        plain[f"{stem}.weight" if end or name.endswith(".weight") else name] = None
+    return list(plain)
 
 
 def orphans(catalog: Catalog) -> None:

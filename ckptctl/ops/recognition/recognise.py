@@ -22,7 +22,7 @@ from ckptctl.ops.recognition.roots import (
 )
 from ckptctl.ops.recognition.selection import Selection, select
 from ckptctl.planner.configs.stated import Json
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, Detection, detect
 
@@ -124,7 +124,7 @@ def _inside(
         if prefix in tried or any(prefix.startswith(outer) for outer in found):
             continue
         shapes = {name: one.shape for name, one in select(catalog, prefix).tensors.items()}
-        seen = detect(shapes, known, least=1.0)
+        seen = detect(shapes, known, least=1.0, root=prefix)
         if seen.exact:
             found[prefix] = seen
     return found
@@ -165,7 +165,7 @@ def _settled(
 
 def _check_layout(layout: str | None, known: Mapping[str, Family]) -> None:
     names = sorted({name for family in known.values() for name in family.layouts})
-    if layout is not None and layout not in names:
+    if layout is not None and layout not in (*names, BASE):
         close = nearest(layout, names)
         raise UsageError(
             f"unknown layout `{layout}`",
@@ -183,7 +183,8 @@ def _detect(
     named: bool,
 ) -> Detection:
     shapes = {name: entry.shape for name, entry in selection.tensors.items()}
-    return detect(shapes, known, config, params, prefer=prefer, named=named)
+    root = selection.root
+    return detect(shapes, known, config, params, prefer=prefer, named=named, root=root)
 
 
 def _of_format(found: Detection, format: str) -> Detection:

@@ -120,13 +120,22 @@ def checked_root(catalog: Catalog, root: str) -> str:
     if any(name.startswith(prefix) for name in catalog.tensors):
         return prefix
     heads = sorted({name.partition(".")[0] for name in catalog.tensors})
-    close = nearest(root, heads)
+    close = _ending_with(catalog, prefix) or nearest(root, heads)
     raise UsageError(
         f"no tensor lies under `{root}`",
         where=catalog.path,
         why=f"the checkpoint has {listed(heads)}",
         hint=f"did you mean `--root {close}`?" if close else None,
     )
+
+
+def _ending_with(catalog: Catalog, prefix: str) -> str | None:
+    """Return the first container, without its dot, whose last parts are *prefix*."""
+    for name in catalog.tensors:
+        head, found, _ = f".{name}".partition(f".{prefix}")
+        if found:
+            return f"{head}.{prefix}".strip(".")
+    return None
 
 
 def is_training(name: str) -> bool:

@@ -13,7 +13,7 @@ from ckptctl.ops.recognition.selection import select
 
 
 def lacking(catalog: Catalog, model_type: str | None = None) -> Iterator[Finding]:
-    """Yield the tensors that the model lacks.
+    """Yield the tensors that the model lacks, and those that its configuration does not count.
 
     Args:
         catalog: A checkpoint whose index is whole.
@@ -27,5 +27,7 @@ def lacking(catalog: Catalog, model_type: str | None = None) -> Iterator[Finding
     found = described(known, select(catalog, known.root).tensors)
     for name, why in found.missing.items():
         yield Finding("the model lacks a tensor", why, "unknown", tensor=name)
+    if found.surplus:
+        yield Finding("the configuration and the tensors disagree", found.surplus, "unknown")
     for doubt in found.doubts:
         yield Finding("what the model lacks is not known", doubt, "warning")

@@ -315,9 +315,19 @@ def _noted(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 def _equal(one: object, other: object) -> bool:
     """Return whether two values are the same, whatever a number is spelled like."""
+    one, other = _number(one), _number(other)
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         floats = all(abs(number) <= sys.float_info.max for number in (one, other))
         return one == other or (floats and math.isclose(one, other, rel_tol=PRECISION))
     return one == other
+
+
+def _number(value: object) -> object:
+    """Return the number that a text spells, as YAML reads ``1e-05``; else the value itself."""
+    try:
+        number = float(value) if isinstance(value, str) else math.inf
+    except ValueError:
+        return value
+    return number if math.isfinite(number) else value

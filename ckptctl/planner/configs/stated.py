@@ -66,14 +66,19 @@ def is_tied(family: Family, config: Json | None, params: Json | None = None) -> 
     return family.tied if said is None else said
 
 
-def does_without(family: Family, config: Json | None) -> frozenset[str]:
+def does_without(family: Family, config: Json | None, *, base: bool) -> frozenset[str]:
     """Return the logical tensors that the class named in config.json does not have.
 
     What was saved without its language model's head, as ``LlamaModel`` is, has no output.
+
+    Args:
+        family: The model type.
+        config: config.json.
+        base: Whether the names are those of such a class, where config.json names none.
     """
     named = (config or {}).get("architectures")
     if not isinstance(named, list) or not named:
-        return frozenset()
+        return frozenset(tie.tensor for tie in family.ties if base)
     if any(name == family.architecture or str(name).endswith(HEADS) for name in named):
         return frozenset()
     return frozenset(tie.tensor for tie in family.ties)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, combinations, islice
+from itertools import combinations, islice
 from typing import NamedTuple
 
 from ckptctl.errors import HomelessError, RefusedError, listed, nearest
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.families.templates import Template
-from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.layouts import Drop, Family, Layout, Stored
 from ckptctl.planner.mapping.matching import LayerKind, Matched, Values, key_of, leads, slots
 
 MANY = 1000
-"""So many missing keys are counted in any case."""
+"""So many missing keys are listed in any case; more are counted only."""
 
 
 class Absent(NamedTuple):
@@ -30,6 +31,18 @@ class Absent(NamedTuple):
     shown: bool
 
 
+class Lacking(NamedTuple):
+    """What a whole model would have and one has not.
+
+    Attributes:
+        listed: The keys, the first ones of very many.
+        number: How many there are, those that are not listed included.
+    """
+
+    listed: list[Absent]
+    number: int
+
+
 def lacking(
     family: Family,
     layout: Layout,
@@ -38,7 +51,7 @@ def lacking(
     *,
     tied: bool,
     without: Collection[str] = (),
-) -> list[Absent]:
+) -> Lacking:
     """Return what a whole model would have and this one has not.
 
     Args:
@@ -55,8 +68,11 @@ def lacking(
     excused |= {layout.leaves[name].key.text for name in without if name in layout.leaves}
     spread = {axis for leaf in layout.leaves.values() for axis in leaf.spread}
     stated = {axis: sizes[axis] for axis in spread & sizes.keys()}
-    found = absent(family, layout, matched, {**stated, **matched.counts(), **given})
-    return [one for one in found if one.key not in excused]
+    counts = {**stated, **matched.counts(), **given}
+    keys = [key for key in absent(family, layout, matched, counts) if key.key not in excused]
+    if family.partial:
+        return Lacking(keys, 0)
+    return Lacking(keys, _Expected(family, layout, matched, counts).absent(excused))
 
 
 def _counted(family: Family) -> set[str]:
@@ -89,56 +105,12 @@ def absent(
     """
     if family.partial:
         return
-    limit = sum(len(group.keys) for group in matched.groups) + 1
-    counts = {index: min(count, limit) for index, count in counts.items()}
     expected = _Expected(family, layout, matched, counts)
-    found = chain(
-        (
-            Absent(key, not tensor.indices or bool(matched.number(tensor)))
-            for tensor in (family.tensors[name] for name in layout.leaves)
-            for key in _absent(tensor, layout, matched, expected, counts)
-        ),
-        _absent_zeros(family, layout, matched, expected),
-    )
     seen: set[str] = set()
-    for one in islice(found, 2 * limit + MANY):
+    for one in islice(expected.keys(), 2 * expected.limit + MANY):
         if one.key not in seen:
             seen.add(one.key)
             yield one
-
-
-def _absent(
-    tensor: Tensor,
-    layout: Layout,
-    matched: Matched,
-    expected: _Expected,
-    counts: Mapping[str, int],
-) -> Iterator[str]:
-    """Yield the keys of *tensor* that are not there: where their number is right, none is."""
-    leaf = layout.leaves[tensor.name]
-    each = math.prod(counts.get(axis, 0) for axis in leaf.spread)
-    if matched.number(tensor) == expected.number(tensor) * each:
-        return
-    there = matched.places(tensor, leaf.spread)
-    for values in expected.slots(tensor):
-        for lead in leads(leaf, counts):
-            if (*values, *lead) not in there:
-                yield key_of(layout, tensor, values, lead, matched.numbering)
-
-
-def _absent_zeros(
-    family: Family, layout: Layout, matched: Matched, expected: _Expected
-) -> Iterator[Absent]:
-    """Yield the tensors of nothing but zeros that some layers have and others do not."""
-    for rule in family.drops:
-        keys = {key for key, drop in matched.dropped.items() if drop is rule and drop.zeros}
-        beside = next((t for n, t in family.tensors.items() if _plain(n) == rule.beside), None)
-        if keys and beside is not None and rule.layout == layout.name:
-            for values in expected.slots(beside):
-                named = dict(zip(beside.indices, values, strict=True))
-                key = Template.parse(rule.key).key(matched.numbering.stored(named))
-                if key not in keys:
-                    yield Absent(key, shown=True)
 
 
 def _plain(name: str) -> str:
@@ -153,13 +125,16 @@ class _Expected:
         family: The model type.
         layout: That of the source.
         matched: What was found.
-        counts: How many there are of each index.
+        counts: How many there are of each index; of very many the first ones are looked at.
     """
 
     def __init__(
         self, family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
     ) -> None:
-        self._counts = counts
+        self._family, self._layout, self._matched = family, layout, matched
+        self.limit = sum(len(group.keys) for group in matched.groups) + 1
+        self._stated = counts
+        self._counts = {index: min(count, self.limit) for index, count in counts.items()}
         self._present = {
             tensor.name
             for group in matched.groups
@@ -168,17 +143,81 @@ class _Expected:
         }
         self._together = {family.tensors[name].together for name in self._present} - {""}
         self._layers = {kind: set(layers) for kind, layers in matched.layers.items()}
+        self._beyond: Counter[LayerKind] = Counter()
         known = {family.tensors[name].variant for name in layout.leaves}
         for group in family.variants:
-            self._complete([variant for variant in group if variant in known], family)
+            self._complete([variant for variant in group if variant in known])
 
-    def number(self, tensor: Tensor) -> int:
+    def keys(self) -> Iterator[Absent]:
+        """Yield the keys that are not there; of a fused tensor once for each part."""
+        for name in self._layout.leaves:
+            tensor = self._family.tensors[name]
+            shown = not tensor.indices or bool(self._matched.number(tensor))
+            yield from (Absent(key, shown) for key in self._keys(tensor))
+        for rule, keys, beside in self._zeros():
+            for values in self._slots(beside):
+                named = dict(zip(beside.indices, values, strict=True))
+                key = Template.parse(rule.key).key(self._matched.numbering.stored(named))
+                if key not in keys:
+                    yield Absent(key, shown=True)
+
+    def absent(self, excused: Collection[str]) -> int:
+        """Return how many keys are not there, without the *excused* ones."""
+        there: Counter[int] = Counter()
+        for group in self._matched.groups:
+            there[id(group.stored)] += len(group.keys)
+        missing = 0
+        for stored in self._layout.stored:
+            if stored.template.text not in excused:
+                missing += max(0, self._wanted_keys(stored) - there[id(stored)])
+        for _, keys, beside in self._zeros():
+            missing += self._number(beside) - len(keys)
+        return missing
+
+    def _wanted_keys(self, stored: Stored) -> int:
+        """Return how many keys of a template a whole model has."""
+        each = math.prod(self._stated.get(axis, 0) for axis in stored.parts[0][1].spread)
+        numbers: dict[str | None, int] = {}
+        for tensor, _ in stored.parts:
+            known = numbers.get(tensor.variant, 0)
+            numbers[tensor.variant] = max(known, self._number(tensor))
+        return sum(numbers.values()) * each
+
+    def _keys(self, tensor: Tensor) -> Iterator[str]:
+        """Yield the keys of *tensor* that are not there: where their number is right, none is."""
+        leaf, matched = self._layout.leaves[tensor.name], self._matched
+        each = math.prod(self._stated.get(axis, 0) for axis in leaf.spread)
+        if matched.number(tensor) == self._number(tensor) * each:
+            return
+        there = matched.places(tensor, leaf.spread)
+        for values in self._slots(tensor):
+            for lead in leads(leaf, self._counts):
+                if (*values, *lead) not in there:
+                    yield key_of(self._layout, tensor, values, lead, matched.numbering)
+
+    def _zeros(self) -> Iterator[tuple[Drop, set[str], Tensor]]:
+        """Yield the rules for zeros that some layers have, their keys, and what has to have them.
+
+        The others need them, too.
+        """
+        for rule in self._family.drops:
+            dropped = self._matched.dropped.items()
+            keys = {key for key, drop in dropped if drop is rule and drop.zeros}
+            tensors = self._family.tensors.values()
+            beside = next((t for t in tensors if t.name.partition(".")[0] == rule.beside), None)
+            if keys and beside is not None and rule.layout == self._layout.name:
+                yield rule, keys, beside
+
+    def _number(self, tensor: Tensor) -> int:
         """Return at how many index values *tensor* has to be."""
-        if tensor.variant or not self._wanted(tensor):
-            return len(self.slots(tensor))
-        return math.prod(self._counts.get(index, 0) for index in tensor.indices)
+        if not self._wanted(tensor):
+            return 0
+        if tensor.variant:
+            kind = tensor.variant, tensor.indices
+            return len(self._layers.get(kind, ())) + self._beyond[kind]
+        return math.prod(self._stated.get(index, 0) for index in tensor.indices)
 
-    def slots(self, tensor: Tensor) -> Sequence[Values]:
+    def _slots(self, tensor: Tensor) -> Sequence[Values]:
         """Return the index values at which *tensor* has to be."""
         if not self._wanted(tensor):
             return ()
@@ -191,16 +230,45 @@ class _Expected:
         shown = tensor.name in self._present or tensor.together in self._together
         return shown or not tensor.optional
 
-    def _complete(self, group: Sequence[str], family: Family) -> None:
+    def _complete(self, group: Sequence[str]) -> None:
         """Expect the most frequent variant where a layer has none of a group."""
-        samples = {t.indices: t for t in family.tensors.values() if t.variant in group}
+        samples = {t.indices: t for t in self._family.tensors.values() if t.variant in group}
         for indices, sample in samples.items():
             layers = {variant: self._layers.get((variant, indices), set()) for variant in group}
             shown = max(group, key=lambda variant: len(layers[variant]))
             covered = set().union(*layers.values())
+            looked_at = slots(sample, self._counts)
             self._layers.setdefault((shown, indices), set()).update(
-                values for values in slots(sample, self._counts) if values not in covered
+                values for values in looked_at if values not in covered
             )
+            stated = math.prod(self._stated.get(index, 0) for index in indices)
+            self._beyond[shown, indices] += max(0, stated - len(looked_at))
+
+
+def begins_only(family: Family, layout: Layout, matched: Matched, absent: Collection[str]) -> bool:
+    """Return whether a model has its beginning and its first layers, and nothing after them.
+
+    Args:
+        family: The model type.
+        layout: That of the keys.
+        matched: What was found.
+        absent: The keys that it lacks.
+    """
+    blocks = [tensor.block for tensor in family.tensors.values() if tensor.indices]
+    if not blocks:
+        return False
+    ends = [t for n, t in family.tensors.items() if n in layout.leaves and not t.indices]
+    before = [tensor for tensor in ends if tensor.block < min(blocks)]
+    after = [tensor for tensor in ends if tensor.block > max(blocks)]
+    layers = matched.counts().get("i", 0)
+    lacks = (next(layout.table.all(key), None) for key in absent)
+    inner = [indices["i"] for _, indices in filter(None, lacks) if "i" in indices]
+    return (
+        bool(layers and after)
+        and all(matched.number(tensor) for tensor in before if not tensor.optional)
+        and not any(matched.number(tensor) for tensor in after)
+        and all(number >= layers for number in inner)
+    )
 
 
 def torn(family: Family, matched: Matched) -> str | None:
@@ -275,6 +343,7 @@ def near(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
 
 def require_whole(
     names: Sequence[str],
+    number: int,
     family: Family,
     layout: Layout,
     *,
@@ -286,7 +355,8 @@ def require_whole(
     """Refuse a model that lacks tensors.
 
     Args:
-        names: What it lacks.
+        names: What it lacks, the first of very many.
+        number: How many those are in all.
         family: The model type.
         layout: That of *names*.
         tied: Whether tied tensors are one.
@@ -303,9 +373,9 @@ def require_whole(
     if not tied and set(names) <= ends:
         hint = "are the embeddings tied? Then config.json has to say `tie_word_embeddings: true`"
     raise RefusedError(
-        f"the model lacks {len(names):,} tensors" if names[1:] else "the model lacks a tensor",
+        f"the model lacks {number:,} tensors" if number > 1 else "the model lacks a tensor",
         where=where or f"tensor `{names[0]}`",
-        why=f"`{family.name}` has {listed(names)}"
+        why=f"`{family.name}` has {listed(names, number=number)}"
         + (f", and nothing called {listed(strange)}" if strange else ""),
         hint=hint,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckptctl.planner.configs.stated import Json, facts, is_tied
 from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.completeness import absent, torn
 from ckptctl.planner.mapping.key_kinds import KeyKind, key_kinds
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
@@ -82,6 +82,7 @@ def detect(
     prefer: str | None = None,
     least: float = ENOUGH,
     named: bool = False,
+    root: str = "",
 ) -> Detection:
     """Return the model types and layouts that fit.
 
@@ -94,19 +95,20 @@ def detect(
         prefer: The layout to name among those that are alike.
         least: The part of all keys that a layout has to know; 1: exact ones alone.
         named: Whether the user named the model type: no configuration excludes it.
+        root: What stood before the keys, with its dot.
 
     Raises:
         MappingError: The configuration holds a value of the wrong kind.
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
-    asked = _Asked(shapes, key_kinds(shapes), (config, params), ranks, prefer)
+    asked = _Asked(shapes, key_kinds(shapes), (config, params), ranks, prefer, root)
     fitting: list[Candidate] = []
     # Only layouts that know every key are exact: the tables of most families need no parsing then.
     for share in dict.fromkeys((1.0, least)):
         found: list[Candidate] = []
         for family in families.values():
             evidence = () if named else _evidence(family, *known)
-            names = [] if evidence is None else _plausible(family, asked.by_kind, share)
+            names = [] if evidence is None else _plausible(family, asked, share)
             found += _layouts(family, names, asked, share, evidence or ())
         fitting = [c for c in found if c.exact]
         if fitting:
@@ -131,18 +133,22 @@ class _Asked(NamedTuple):
     files: tuple[Json | None, Json | None]
     ranks: int
     prefer: str | None
+    root: str
 
 
-def _plausible(family: Family, kinds: Sequence[KeyKind], share: float) -> list[str]:
+def _plausible(family: Family, asked: _Asked, share: float) -> list[str]:
     """Return the layouts that may know a *share* of the keys, judged by their skeletons alone.
 
     The words of the keys come first: the tables of a family that lacks them are never parsed.
     """
-    enough = share * sum(len(kind.keys) for kind in kinds)
-    spelled = [kind for kind in kinds if kind.words <= family.words]
+    enough = share * len(asked.shapes)
+    spelled = [kind for kind in asked.by_kind if kind.words <= family.words]
     if sum(len(kind.keys) for kind in spelled) < enough:
         return []
-    tables = {name: family.layout(name).table for name in family.layouts}
+    wrapped = {kind.skeleton.partition(".")[0] + "." for kind in spelled}
+    wrapped.add(f"{asked.root.rstrip('.').rpartition('.')[2]}.")
+    base = [BASE] if family.wrapper and family.wrapper not in wrapped else []
+    tables = {name: family.layout(name).table for name in (*family.layouts, *base)}
     return [
         name
         for name, table in tables.items()
@@ -222,7 +228,9 @@ def _candidate(
     tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
     surplus = [key for key in tail if key in asked.shapes and asked.files[0] is None]
     lacks = (one.key for one in absent(family, layout, matched, matched.counts()))
-    gone = (key for key in lacks if key not in tail)
+    headless = {tie.tensor for tie in family.ties} if name == BASE else set()
+    excused = tail | {layout.leaves[n].key.text for n in headless if n in layout.leaves}
+    gone = (key for key in lacks if key not in excused)
     alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
     return Candidate(
         family.name,

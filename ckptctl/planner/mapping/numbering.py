@@ -74,7 +74,7 @@ class Numbering:
 
 def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering:
     """Return the numbering of a checkpoint whose keys are in *layout*."""
-    shifts = _shifts(family, layout)
+    shifts = family.shifts_in(layout)
     if not shifts:
         return Numbering()
     table = _own(family.layout(layout), tuple(shifts))
@@ -119,7 +119,7 @@ def planned(
         MappingError: config.json has to say where layers are inserted, and does not.
     """
     found: dict[str, tuple[int, ...]] = {}
-    shifts = _shifts(family, layout)
+    shifts = family.shifts_in(layout)
     for shift in shifts:
         count = counts.get(shift.index, 0)
         first = counts.get(shift.into, 0)
@@ -159,7 +159,7 @@ class KeyNumbers:
     def numbering(self, layout: str, numbers: Sequence[int]) -> Numbering | None:
         """Return how *layout* numbers its layers up to *numbers*; None: it is not known."""
         counts = dict(self._sizes)
-        for shift in _shifts(self._family, layout):
+        for shift in self._family.shifts_in(layout):
             if shift.place == "after" and shift.into in self._sizes:
                 known = counts.get(shift.index, 0)
                 counts[shift.index] = max(known, *(number + 1 for number in (0, *numbers)))
@@ -184,13 +184,13 @@ class KeyNumbers:
 
     def inserted(self, layout: str) -> set[str]:
         """Return the indices that *layout* inserts among others."""
-        return {shift.index for shift in _shifts(self._family, layout)}
+        return {shift.index for shift in self._family.shifts_in(layout)}
 
     def _moved(self, layout: str) -> set[str]:
         """Return the indices that *layout* does not count from 0."""
         between = [
             shift.into
-            for shift in _shifts(self._family, layout)
+            for shift in self._family.shifts_in(layout)
             if not shift.nested and shift.place != "after"
         ]
         return self.inserted(layout).union(between)
@@ -212,7 +212,7 @@ def require_stated(
     Raises:
         MappingError: config.json is another model's.
     """
-    for shift in _shifts(family, layout):
+    for shift in family.shifts_in(layout):
         held, stated = found.inserted.get(shift.index, ()), lists.get(shift.place)
         moved = range(len(held)) if shift.nested else (0,) * len(held)
         numbers = [number + n for number, n in zip(held, moved, strict=True)]
@@ -227,7 +227,3 @@ def require_stated(
 
 def _into(shifts: Iterable[Shift]) -> dict[str, str]:
     return {shift.index: shift.into for shift in shifts if not shift.nested}
-
-
-def _shifts(family: Family, layout: str) -> list[Shift]:
-    return [shift for shift in family.shifts if shift.layout == layout]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,7 +10,13 @@ from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Family, Layout, Tie
-from ckptctl.planner.mapping.completeness import lacking, require_known, require_whole, torn
+from ckptctl.planner.mapping.completeness import (
+    Lacking,
+    lacking,
+    require_known,
+    require_whole,
+    torn,
+)
 from ckptctl.planner.mapping.matching import Lead, Matched, match
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -87,7 +93,7 @@ def understand(
     spread = {axis: count for axis, count in counts.items() if axis in _spread(layout)}
     source = Source(family, layout, shapes, tied, matched, counts, Sizes({}, {}))
     lacks = lacking(family, layout, matched, {**sizes, **counts}, tied=tied, without=without)
-    _require_keys(source, [one.key for one in lacks], partial)
+    _require_keys(source, lacks, partial)
     counted = [axis for axis, count in counts.items() if sizes.get(axis) != count]
     found = solve(family, _observed(source), {**sizes, **spread}, counted)
     both = Sizes({**found.axes, **counts}, found.products)
@@ -107,13 +113,11 @@ def _counts(
     do all entries that the layout spreads over keys: what they are stacked to has them all.
     """
     found = matched.counts()
-    for index, count in found.items():
-        if count > sizes.get(index, count):
-            raise MappingError(
-                f"the checkpoint holds {count:,} of what its configuration counts as "
-                f"{family.called(index)} = {sizes[index]:,}",
-                hint="do the configuration and all files belong to the same model?",
-            )
+    surplus = uncounted(family, found, sizes)
+    if surplus:
+        raise MappingError(
+            surplus, hint="do the configuration and all files belong to the same model?"
+        )
     shifted = {index for shift in family.shifts for index in (shift.index, shift.into)}
     beside = everything.counts()
     together = shifted | _spread(layout)
@@ -121,20 +125,32 @@ def _counts(
     return found | {i: n for i, n in sizes.items() if i in found}
 
 
+def uncounted(family: Family, counts: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+    """Return what there is more of than a configuration's *sizes* say; empty: nothing."""
+    for index, count in counts.items():
+        if count > sizes.get(index, count):
+            return (
+                f"the checkpoint holds {count:,} of what its configuration counts as "
+                f"{family.called(index)} = {sizes[index]:,}"
+            )
+    return ""
+
+
 def _spread(layout: Layout) -> set[str]:
     """Return the axes that *layout* spreads over keys."""
     return {axis for leaf in layout.leaves.values() for axis in leaf.spread}
 
 
-def _require_keys(source: Source, lacks: Sequence[str], partial: bool) -> None:
+def _require_keys(source: Source, lacks: Lacking, partial: bool) -> None:
     """Refuse unknown and missing keys, and layers of two kinds."""
     family, layout = source.family, source.layout
-    require_known(family, layout, source.matched, lacks)
+    names = [absent.key for absent in lacks.listed]
+    require_known(family, layout, source.matched, names)
     contradiction = torn(family, source.matched)
     if contradiction:
         raise MappingError(f"a layer is of two kinds: {contradiction}")
     if not partial:
-        require_whole(lacks, family, layout, tied=source.tied)
+        require_whole(names, lacks.number, family, layout, tied=source.tied)
 
 
 def _observed(source: Source) -> list[Observation]:

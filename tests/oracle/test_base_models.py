@@ -1,0 +1,48 @@
+"""What transformers saves of a model without its head: known, whole, and read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl import families
+from ckptctl.errors import RefusedError
+from ckptctl.planner.layouts import BASE
+from tests.oracle.tiny import TINY, family_of
+
+pytest.importorskip("transformers", reason="the oracle extra is not installed")
+
+from safetensors.torch import load_file, save_file
+
+from tests.oracle import hf_models
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+WRAPPED = [name for name in TINY if families.family(family_of(name)).wrapper]
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_model_without_its_head(tmp_path: Path, name: str) -> None:
+    family = families.family(family_of(name))
+    model = hf_models.random_model(TINY[name]())
+    base = getattr(model, family.wrapper.rstrip("."))
+    base.save_pretrained(tmp_path / "in")
+    found = ckptctl.inspect(tmp_path / "in")
+    assert found.layout == BASE and not found.lacks
+    assert family.name in (found.model_type, *found.candidates)
+    assert ckptctl.verify(tmp_path / "in").whole
+    for layout in (BASE, "hf"):
+        ckptctl.convert(tmp_path / "in", tmp_path / layout, to="hf", to_layout=layout)
+        again = type(base).from_pretrained(tmp_path / layout, dtype=torch.float32)
+        state = again.state_dict()
+        assert all(torch.equal(state[key], value) for key, value in base.state_dict().items())
+    file = tmp_path / "in" / "model.safetensors"
+    state = load_file(file)
+    gone = next(key for key in state if key.startswith("layers.0."))
+    save_file({key: value for key, value in state.items() if key != gone}, file)
+    assert gone in ckptctl.inspect(tmp_path / "in").lacks
+    with pytest.raises(RefusedError):
+        ckptctl.convert(tmp_path / "in", tmp_path / "out", to="dcp")
