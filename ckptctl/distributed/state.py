@@ -15,7 +15,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.errors import RefusedError, UsageError
+from ckptctl.errors import RefusedError, UsageError, listed
 from ckptctl.ops.saving.holdings import Described
 from ckptctl.planner.parallel.placements import Part, local_part
 from ckptctl.planner.parallel.placements import Shard as Cut
@@ -90,12 +90,17 @@ def state_of(state_dict: StateDict) -> State:
 
     Raises:
         RefusedError: A tensor is of a kind that no checkpoint can hold, or sums are outstanding.
-        UsageError: It is no dictionary, or two of its leaves get the same name.
+        UsageError: It is no dictionary or contains itself, or two of its leaves get the same name.
     """
     try:
         flat, paths = compat.flatten_state_dict(plain_of(state_dict))
     except ValueError as error:
         raise UsageError("two leaves of the state dict have one name", why=str(error)) from error
+    except RecursionError:
+        raise UsageError(
+            "the state dict contains itself, or is nested too deeply",
+            where=listed(_endless(plain_of(state_dict))),
+        ) from None
     tensors: dict[str, Held] = {}
     values: dict[str, Value] = {}
     for name, leaf in flat.items():
@@ -105,6 +110,17 @@ def state_of(state_dict: StateDict) -> State:
         else:
             values[name] = Value(path, leaf)
     return State(tensors, values)
+
+
+def _endless(state_dict: StateDict) -> list[str]:
+    """Return the keys of *state_dict* below which there is no end."""
+    found = []
+    for key, value in state_dict.items():
+        try:
+            compat.flatten_state_dict({key: value})
+        except RecursionError:
+            found.append(str(key))
+    return found
 
 
 def plain_of(state_dict: StateDict) -> dict[str, object]:

@@ -14,10 +14,8 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
 from ckptctl.dtypes import itemsize
 from ckptctl.errors import (
-    DamagedError,
     FormatError,
     SourceNotFoundError,
-    StorageError,
     UnsupportedError,
     listed,
 )
@@ -25,6 +23,7 @@ from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.dcp.metadata import METADATA, TABLE, Leaf, leaves_of
 from ckptctl.formats.dcp.partial import usable
+from ckptctl.formats.shared.faults import UNUSABLE
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.inert_fields import attributes
 from ckptctl.formats.shared.malformed import malformed
@@ -98,10 +97,10 @@ def _unfit(files: SourceFiles, leaves: Mapping[str, Leaf], where: str) -> dict[s
     for file, ranges in by_file.items():
         try:
             require_tiled(ranges, {file: files.size(file)}, where)
-        except (DamagedError, StorageError) as error:
-            unfit[file] = of_error(error, files.root, file=file)
         except SourceNotFoundError:
             continue
+        except UNUSABLE as error:
+            unfit[file] = of_error(error, files.root, file=file)
     return unfit
 
 

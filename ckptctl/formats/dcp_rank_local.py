@@ -121,12 +121,11 @@ def _absent(files: SourceFiles) -> Iterator[Finding]:
 
 
 def _beyond(found: Union, torn: Sequence[str], known: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield that more ranks took part, where nothing else says why tensors have holes."""
+    """Yield that more ranks may have taken part, where nothing else says why tensors have holes."""
     if torn and not known:
         why = f"no rank has all of {listed(torn)}"
-        yield Finding(
-            "the files of the last ranks are missing", why, file=metadata_name(found.ranks)
-        )
+        what = "files of further ranks may be missing"
+        yield Finding(what, why, "unknown", metadata_name(found.ranks))
 
 
 def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:

@@ -84,7 +84,7 @@ class HfRankShardsFormat(Format):
             except DamagedError as error:
                 if not asked.partial:
                     raise
-                findings += _last_ranks(error, path, tensors, _name(ranks + 1, 1, shards))
+                findings += _unlisted(error, path, tensors, findings, _name(ranks + 1, 1, shards))
         around = beside(path, shards)
         return Catalog(
             root=str(path),
@@ -333,11 +333,25 @@ def _compared(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
         yield f"`../{name}` says {total} bytes, the shards hold {here:,}: it is not their sum"
 
 
-def _last_ranks(
-    error: DamagedError, path: Path, tensors: Mapping[str, TensorEntry], file: str
+def _unlisted(
+    error: DamagedError,
+    path: Path,
+    tensors: Mapping[str, TensorEntry],
+    known: Sequence[Finding],
+    following: str,
 ) -> Iterator[Finding]:
-    """Yield what the index says of the shards that are missing."""
-    yield of_error(error, path, file=file)
+    """Yield what the index lists and no shard that can be used has.
+
+    Args:
+        error: That there is such.
+        path: The directory.
+        tensors: What the shards have.
+        known: What is wrong with others; it may lie in those.
+        following: The shard that is missing if all others can be used.
+    """
+    file = next((one.file for one in known if one.file), following)
+    if not known:
+        yield of_error(error, path, file=file)
     with SourceFiles(path.parent) as files:
         index = read_json(files, f"model{INDEX}")
     assert isinstance(index, dict)

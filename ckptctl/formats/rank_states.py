@@ -23,6 +23,7 @@ from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.torch_file import Contents
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.local_files import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
 
 _RANK = r"(?P<rank>\d{1,7})"
@@ -131,7 +132,7 @@ def rank_files(path: Path) -> Iterator[RankFile]:
     """Yield the files in *path* that are called as a rank's file is."""
     for item in path.iterdir():
         found = parse(item.name)
-        if found and item.is_file():
+        if found and is_there(item):
             yield found
 
 

@@ -31,11 +31,14 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.reader import Unknown, walk
 from ckptctl.storage.pickles.storage_tensor import StorageTensor
 from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.stand_ins import only_zeros
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 from ckptctl.storage.zips.writer import ZipLayout, lay_out
 
 NO_CHECKSUMS = "written without checksums"
 _ZIP = b"PK\x03\x04"
+SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
+"""What trainers call such files."""
 META_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.pth")
 HF_BIN = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
@@ -47,7 +50,8 @@ class TorchFormat(WritableFormat):
     title = "one torch.save file, flat or nested"
     recognised = (
         "a file that is a zip, not called `consolidated.NN.pth` or `pytorch_model*.bin`; "
-        "Lightning's `*.ckpt` is one"
+        "Lightning's `*.ckpt` is one; or one called `*.bin`, `*.ckpt`, `*.pt` or `*.pth` with "
+        "nothing but zeros, which was never written"
     )
     wholeness = (
         "a zip lists its records at its end, so that a file that is cut has no list; records have "
@@ -68,7 +72,11 @@ class TorchFormat(WritableFormat):
         if not path.is_file() or any(pattern.fullmatch(path.name) for pattern in others):
             return None
         with path.open("rb") as file:
-            return Sniff("a zip file") if file.read(4) == _ZIP else None
+            head = file.read(4)
+        if head == _ZIP:
+            return Sniff("a zip file")
+        written = any(head) or path.suffix not in SUFFIXES or not only_zeros(path)
+        return None if written else Sniff("only zeros where a zip would be")
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

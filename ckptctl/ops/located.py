@@ -39,5 +39,10 @@ def with_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalog:
 
     Raises:
         DamagedError: What lies in a file is not what the index says.
+        UnsupportedError: One holds elements that are not read.
     """
-    return formats.resolve(replace(catalog, tensors=dict(entries), blobs={}, replicas={}))
+    found = formats.resolve(replace(catalog, tensors=dict(entries), blobs={}, replicas={}))
+    for entry in found.tensors.values():
+        if entry.unsupported:
+            check_coverage(entry)
+    return found

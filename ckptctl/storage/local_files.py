@@ -190,6 +190,16 @@ def leads_outside(path: Path, root: Path) -> bool:
     return not real.is_relative_to(root) and not _in_hub_blobs(root, real)
 
 
+def is_there(path: Path) -> bool:
+    """Return whether *path* is a file, or a link to itself or out of its folder.
+
+    Nothing tells what such a link stands for. One that leads to nothing inside stands for no file.
+    """
+    return path.is_file() or (
+        path.is_symlink() and (real_path(path).is_symlink() or leads_outside(path, path.parent))
+    )
+
+
 def _in_hub_blobs(root: Path, real: Path) -> bool:
     repository = hub_repository(root)
     if repository is None:

@@ -18,7 +18,7 @@ from ckptctl import dtypes
 from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads
-from ckptctl.storage.stand_ins import require_content
+from ckptctl.storage.stand_ins import require_content, zeros
 
 MAX_HEADER = 100_000_000
 MAX_RANK = 64
@@ -75,7 +75,7 @@ def read_header(files: SourceFiles, name: str, *, unread: bool = False) -> Safet
         (_torn if begins and length <= MAX_HEADER else _fail)(why, where)
     text = files.read(name, 8, length)
     if not length and not any(files.read(name, 0, min(size, HEAD))):
-        _torn("it begins with zeros", where)
+        _torn(zeros(files, name), where)
     if not text.startswith(b"{"):
         _fail("the header does not begin with `{`", where)
     try:

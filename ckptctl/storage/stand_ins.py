@@ -1,4 +1,4 @@
-"""What downloads leave in place of a file: a pointer of Git LFS, a web page, an error message.
+"""What lies in place of a file: a pointer of Git LFS, a web page, an error message, zeros.
 
 Sources: the Git LFS specification (``docs/spec.md``: a pointer begins with its version line and has
 less than 1,024 bytes); the S3 API reference, "Error responses".
@@ -6,17 +6,38 @@ less than 1,024 bytes); the S3 API reference, "Error responses".
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from ckptctl.errors import DamagedError
 from ckptctl.storage.files import SourceFiles
 
 LONGEST = 1 << 20
 """Bytes; nothing that stands in for a file is longer."""
+EDGE = 1 << 16
 HEAD = 512
 """Bytes that tell what it is."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 PULL = "`git lfs pull` in the repository fetches the file"
 _PAGE = (b"<!doctype html", b"<html")
 _ERROR = (b"<?xml", b"<error>")
+
+
+def zeros(files: SourceFiles, name: str) -> str:
+    """Return what to say of a file that begins with zeros."""
+    return "it holds only zeros" if only_zeros(files.path(name)) else "it begins with zeros"
+
+
+def only_zeros(path: Path) -> bool:
+    """Return whether the first and the last 64 KiB of a file are zeros, and it is not empty.
+
+    A crash leaves such a file where room was made and nothing was written yet. No format begins
+    with zeros.
+    """
+    with path.open("rb") as file:
+        head = file.read(EDGE)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - EDGE))
+        return bool(head) and not any(head) and not any(file.read(EDGE))
 
 
 def require_content(files: SourceFiles, name: str) -> None:

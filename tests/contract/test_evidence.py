@@ -6,9 +6,11 @@ import argparse
 import collections
 import io
 import json
+import os
 import pickle
 import re
 import shutil
+import time
 import types
 import zipfile
 from collections.abc import Callable
@@ -19,9 +21,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from typer.testing import CliRunner
 
 import ckptctl
-from ckptctl.errors import RefusedError, UnsupportedError
+from ckptctl.cli.app import app
+from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
 from ckptctl.ops.runs.health import health
 from tests.checkpoints import save_dcp
 from tests.contract.samples import SAMPLES
@@ -196,6 +200,120 @@ def test_an_unknown_dtype_in_dcp(tmp_path: Path) -> None:
     assert [t.name for t in ckptctl.inspect(source).tensors if t.unsupported] == ["model.odd"]
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["*odd"])
     assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], WEIGHT)
+
+
+def test_a_view_in_dcp_that_is_not_read_is_one_entry(tmp_path: Path) -> None:
+    """Stock DCP writes a lazily conjugate tensor with its flag."""
+    state = {"model": {"w": WEIGHT, "odd": COMPLEX.conj()}}
+    source = save_dcp(tmp_path / "dcp", state)
+    found = ckptctl.verify(source, level="full")
+    assert found.verdict == "not understood"
+    assert [one.tensor for one in found.findings] == ["model.odd"]
+    said = {t.name: t.statistics for t in ckptctl.inspect(source, stats=True).tensors}
+    assert said["model.odd"] is None and said["model.w"] is not None
+    for call in (
+        lambda: ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all"),
+        lambda: ckptctl.diff(source, source),
+        lambda: ckptctl.load({"model": {"odd": torch.zeros_like(COMPLEX)}}, source, strict=False),
+    ):
+        with pytest.raises(UnsupportedError, match=r"`model\.odd` cannot be read") as caught:
+            call()
+        assert "--exclude model.odd" in str(caught.value.hint)
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["*odd"])
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], WEIGHT)
+
+
+HOLLOW = {
+    "verl_dtensor/verl2": "model_world_size_2_rank_1.pt",
+    "accelerate_fsdp2/nodcp": "pytorch_model_fsdp_0_rank1.bin",
+    "torch_experimental/w2": "checkpoint_1.pt",
+    "torch_checkpointing/two_rank": "model_1.pt",
+}
+
+
+@pytest.mark.parametrize("name", HOLLOW)
+@pytest.mark.parametrize("root", [None, [1, 2]], ids=["nothing", "a list"])
+def test_elements_that_no_file_lacks_are_no_evidence(
+    tmp_path: Path, data: Path, name: str, root: object
+) -> None:
+    """A rank's file is there, whole, and holds something else; with the file gone it is torn."""
+    sample = SAMPLES[name]
+    shutil.copytree(data / sample.folder / "ckpt", tmp_path / "run/step-2")
+    source = sample.within(tmp_path / "run/step-2")
+    (source / "metadata.pkl").unlink(missing_ok=True)
+    torch.save(root, source / HOLLOW[name])
+    found = ckptctl.verify(source)
+    assert (found.verdict, found.exit_code) == ("not understood", 9)
+    assert "elements are missing" in {one.what for one in found.unknown}
+    assert health(source).verdict == "not understood"
+    assert ckptctl.inspect(source).state == "not understood"
+    with pytest.raises(DamagedError):
+        ckptctl.convert(source, tmp_path / "out", to="dcp", only="all")
+    (source / HOLLOW[name]).unlink()
+    assert health(source).verdict == "torn"
+
+
+ZEROS = ("step=1.ckpt", "a.pt", "a.pth", "a.bin", "a.safetensors", "consolidated.00.pth")
+
+
+@pytest.mark.parametrize("name", ZEROS)
+@pytest.mark.parametrize("size", [4, 1000, 300_000])
+def test_a_file_of_zeros_was_never_written(tmp_path: Path, name: str, size: int) -> None:
+    """A crash leaves it where room was made."""
+    path = tmp_path / name
+    path.write_bytes(bytes(size))
+    assert ckptctl.verify(path).verdict == "torn"
+    assert health(path).verdict == "torn"
+    with pytest.raises(DamagedError):
+        ckptctl.convert(path, tmp_path / "out", to="dcp")
+    path.write_bytes(bytes(size - 1) + b"x")
+    if path.suffix in (".ckpt", ".pt"):
+        assert health(path).verdict == "not understood"
+
+
+def test_files_of_zeros_do_not_stand_in_the_way(tmp_path: Path) -> None:
+    for step in (1, 2):
+        torch.save(lightning(WEIGHT), tmp_path / f"epoch=0-step={step}.ckpt")
+    zeros = tmp_path / "epoch=0-step=3.ckpt"
+    zeros.write_bytes(bytes(200_000))
+    os.utime(zeros, (time.time() + 1 - 3600, time.time() + 1 - 3600))
+    for step in (1, 2):
+        os.utime(tmp_path / f"epoch=0-step={step}.ckpt", (time.time() - 7200,) * 2)
+    found = CliRunner().invoke(app, ["latest", str(tmp_path)])
+    assert (found.exit_code, Path(found.stdout.strip()).name) == (0, "epoch=0-step=2.ckpt")
+    words = ["prune", str(tmp_path), "--keep-last", "2", "--include-incomplete", "--yes"]
+    words += ["--min-age", "10m"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert not zeros.exists() and len(list(tmp_path.glob("*.ckpt"))) == 2
+
+
+LINKED = [name for name, sample in SAMPLES.items() if not sample.refused]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_that_is_not_followed_is_no_missing_file(
+    tmp_path: Path, data: Path, name: str
+) -> None:
+    """One that leads to itself or out of it; one that leads to nothing inside is a missing file."""
+    sample = SAMPLES[name]
+    shutil.copytree(data / sample.folder / "ckpt", tmp_path / "ckpt")
+    source = sample.within(tmp_path / "ckpt")
+    if health(source).verdict != "whole" or not source.is_dir():
+        return
+    files = [one for one in sorted(source.rglob("*")) if one.is_file()]
+    kinds = {re.sub(r"\d+", "#", one.name): one for one in files if one.suffix != ".json"}
+    for file in (one for one in kinds.values() if one.name != ".metadata"):
+        content = file.read_bytes()
+        verdicts = []
+        for target in (file.name, "/nowhere/at/all", "nowhere"):
+            file.unlink()
+            file.symlink_to(target)
+            verdicts.append(health(source).verdict)
+        file.unlink()
+        gone = health(source).verdict
+        assert "torn" not in verdicts[:2], (file.name, verdicts)
+        assert verdicts[2] in (gone, "torn"), (file.name, verdicts, gone)
+        file.write_bytes(content)
 
 
 def rewritten(content: bytes, change: Callable[[bytes], bytes]) -> bytes:

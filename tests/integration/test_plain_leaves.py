@@ -25,7 +25,7 @@ from ckptctl.distributed.dcp.load_planner import LoadPlanner
 from ckptctl.distributed.dcp.reader import Reader
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import save
-from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError
+from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError, UsageError
 from ckptctl.ops.loading.options import LoadReport
 
 SAVES: dict[str, Callable[[Any, Path], object]] = {
@@ -295,3 +295,47 @@ def test_a_generator_cannot_read_outside_of_its_state(tmp_path: Path) -> None:
         with pytest.raises(CheckpointException, match=r"position 1,000,000,000 of 624"):
             planner = LoadPlanner(strict=strict)
             stock_load(target, checkpoint_id=tmp_path / "a", planner=planner, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@ways
+def test_which_of_two_equal_times_is_meant(tmp_path: Path, saved: str, loaded: str) -> None:
+    if saved == "stock":
+        return  # protocol 2, which stock torch writes, has no place for it
+    zone = datetime.timezone(datetime.timedelta(hours=1))
+    times: list[Any] = [
+        datetime.datetime(2026, 10, 25, 2, 30, fold=1),
+        datetime.time(2, 30, fold=1),
+    ]
+    times += [time.replace(tzinfo=zone) for time in times]
+    SAVES[saved]({"at": {"all": times}}, tmp_path / "a")
+    state: dict[str, Any] = {"at": {"all": [time.replace(fold=0) for time in times]}}
+    LOADS[loaded](state, tmp_path / "a")
+    found = state["at"]["all"]
+    assert found == times and [time.fold for time in found] == [1] * 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_reader_keeps_it_too(tmp_path: Path) -> None:
+    time = datetime.datetime(2026, 10, 25, 2, 30, fold=1)
+    save({"at": time}, tmp_path / "a", sync=False)
+    state = {"at": time.replace(fold=0)}
+    stock_load(state, storage_reader=Reader(tmp_path / "a"), no_dist=True)
+    assert state["at"].fold == 1
+
+
+def cycles() -> list[Any]:
+    """Return containers that contain themselves."""
+    values, keys, deep = [1], {"a": 1}, [torch.ones(1)]
+    values.append(values)  # type: ignore[arg-type]
+    keys["self"] = keys  # type: ignore[assignment]
+    deep.append({"inside": deep})  # type: ignore[arg-type]
+    return [values, keys, deep]
+
+
+@pytest.mark.parametrize("value", cycles(), ids=["list", "dict", "list of tensors"])
+def test_what_contains_itself_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(UsageError, match="contains itself") as caught:
+        save({"w": torch.ones(1), "odd": value}, tmp_path / "a", sync=False)
+    assert caught.value.where == "`odd`"
+    assert not (tmp_path / "a").exists()

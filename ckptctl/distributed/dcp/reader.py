@@ -22,6 +22,7 @@ from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of
 from ckptctl.distributed.dcp.noted import noted
 from ckptctl.distributed.group import threads
+from ckptctl.distributed.leaves.pickled import written
 from ckptctl.distributed.loading.options import load_options
 from ckptctl.distributed.loading.tensor_memory import steps_of, target
 from ckptctl.distributed.state import state_of
@@ -260,9 +261,7 @@ class Reader(StorageReader):
             _log.warning("%s", left_out_note(found.refused))
         contents: dict[str, io.BytesIO] = {}
         for name, value in found.values.items():
-            contents[name] = io.BytesIO()
-            torch.save(value, contents[name])
-            contents[name].seek(0)
+            contents[name] = io.BytesIO(written(value))
         return contents
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import io
+import pickle
 from collections.abc import Mapping
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +36,7 @@ def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
     lost = False
     for name, value in values.items():
         try:
-            contents[name] = _written(value)
+            contents[name] = written(value)
         except Exception as error:  # what a leaf's own code raises
             refused[name] = f"{type(error).__name__}: {error}"
             lost = True
@@ -46,10 +49,24 @@ def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
     return contents
 
 
-def _written(value: object) -> bytes:
+def written(value: object) -> bytes:
+    """Return one leaf as ``torch.save`` writes it, with what its protocol 2 would lose of times."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, pickle_module=_PICKLE)
     return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps which of two equal times at the end of summer time is meant (``fold``)."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """See :class:`pickle.Pickler`."""
+        folded = type(value) in (datetime.datetime, datetime.time) and value.fold
+        return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if folded else NotImplemented
+
+
+_PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+"""What ``torch.save`` asks of a module that pickles."""
 
 
 def _unreadable(value: object, content: bytes) -> str | None:

@@ -32,8 +32,10 @@ from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Leaf, decode
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp.partial import Usable, usable
 from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import Place, ahead, ends
 from ckptctl.storage.zips.reader import read_archive, read_item_tensor
 
@@ -253,15 +255,13 @@ def _data_files(
             end = item.offset + item.nbytes
             if end > ends.get(item.file, (-1, ""))[0]:
                 ends[item.file] = (end, leaf.name)
-    missing = sorted(name for name in ends if not (files.root / name).exists())
-    if missing:
-        raise DamagedError(
-            f"{len(missing)} of {len(ends)} data files are missing",
-            where=str(files.root),
-            why=listed(missing),
-            hint="copy the missing files; every rank writes its own",
-        )
-    sizes = {name: files.size(name) for name in sorted(ends)}
+    sizes = sizes_of(
+        files,
+        ends,
+        "data files",
+        str(files.root),
+        "copy the missing files; every rank writes its own",
+    )
     for name, (end, leaf_name) in ends.items():
         if end > sizes[name]:
             raise DamagedError(
@@ -294,7 +294,11 @@ def blob_of(leaf: Leaf) -> Blob:
 
 
 def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Resolve extents in the order in which they lie, file by file."""
+    """Resolve extents in the order in which they lie, file by file.
+
+    An item whose elements are not read makes its tensor one that cannot be read.
+    """
+    unread: dict[str, str] = {}
     found = {name: list(entry.extents) for name, entry in tensors.items()}
     by_file: dict[str, list[tuple[int, int, TensorEntry]]] = {}
     for entry in tensors.values():
@@ -304,8 +308,16 @@ def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str
         places.sort(key=itemgetter(0))
         for _, position, entry in ahead(files, places, _ends):
             extents = found[entry.name]
-            extents[position] = _resolved_extent(files, entry, extents[position])
-    return {name: replace(entry, extents=tuple(found[name])) for name, entry in tensors.items()}
+            try:
+                extents[position] = _resolved_extent(files, entry, extents[position])
+            except UnreadError as error:
+                unread[entry.name] = error.unread
+    return {
+        name: replace(entry, extents=(), unsupported=unread[name])
+        if name in unread
+        else replace(entry, extents=tuple(found[name]))
+        for name, entry in tensors.items()
+    }
 
 
 def _ends(place: tuple[int, int, TensorEntry]) -> Iterator[Place]:

@@ -19,6 +19,7 @@ from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.local_files import is_there
 
 COMPANIONS = ("meta.pt", "common.pt")
 MEGATRON, FINISHED = "common.pt", "metadata.json"
@@ -41,7 +42,7 @@ def with_companions(files: SourceFiles, catalog: Catalog, *, partial: bool = Fal
     """
     catalog = _of_megatron(files, catalog, partial)
     for name in COMPANIONS:
-        if (files.root / name).is_file():
+        if is_there(files.root / name):
             catalog = _with(files, catalog, name, partial)
     return catalog
 
@@ -49,7 +50,7 @@ def with_companions(files: SourceFiles, catalog: Catalog, *, partial: bool = Fal
 def _of_megatron(files: SourceFiles, catalog: Catalog, partial: bool) -> Catalog:
     """Return *catalog* after a look at the two files that Megatron writes beside the shards."""
     catalog = replace(catalog, others=_without(catalog, COMPANIONS))
-    common, finished = ((files.root / name).is_file() for name in (MEGATRON, FINISHED))
+    common, finished = (is_there(files.root / name) for name in (MEGATRON, FINISHED))
     if common and not finished:
         raise DamagedError(
             f"the save was interrupted: `{FINISHED}` is missing",

@@ -15,6 +15,7 @@ from ckptctl.formats.deepspeed.files import ZERO, require_world
 from ckptctl.formats.deepspeed.states import ModelState, read_model
 from ckptctl.formats.shared.faults import Faults
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.local_files import is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 SETTINGS = "optimizer_state.pt"
@@ -107,7 +108,7 @@ def require_finished(
     Raises:
         DamagedError: There are no model states, or no settings of the optimizer.
     """
-    finished = (folder / ZERO / SETTINGS).is_file()
+    finished = is_there(folder / ZERO / SETTINGS)
     if names and not finished and faults is not None:
         faults.missing(f"{prefix}{ZERO}/{SETTINGS}", "the optimizer's settings")
     elif not names or not finished:

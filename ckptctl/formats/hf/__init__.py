@@ -47,10 +47,10 @@ from ckptctl.formats.hf.shards import (
     merge,
     read_bin,
     read_shard,
-    require_present,
     unnamed,
     unnamed_note,
 )
+from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.planner.output_shards import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles
@@ -135,7 +135,7 @@ class HfFormat(WritableFormat):
         shards = keys_by_file(weight_map)
         notes: dict[str, None] = {}
         extra: dict[str, TensorEntry] = {}
-        require_present(files, list(shards), main)
+        sizes_of(files, shards, "shards", str(files.root / main), "download them again")
         for name in heads_ahead(files, shards):
             if name in known:
                 found, more = known[name]

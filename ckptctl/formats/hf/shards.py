@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError, UnsupportedError, listed
@@ -74,22 +74,6 @@ def read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
             hint="read it with `--from torch`",
         )
     return found
-
-
-def require_present(files: SourceFiles, shards: Sequence[str], main: str) -> None:
-    """Refuse an index, *main*, some of whose *shards* are not there.
-
-    Raises:
-        DamagedError: Files are missing.
-    """
-    missing = sorted(name for name in shards if not (files.root / name).exists())
-    if missing:
-        raise DamagedError(
-            f"{len(missing)} of {len(shards)} shards are missing",
-            where=str(files.root / main),
-            why=listed(missing),
-            hint="download them again",
-        )
 
 
 def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], name: str) -> None:

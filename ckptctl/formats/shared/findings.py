@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Finding, Severity
-from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
+from ckptctl.errors import CkptError, CoverageError, DamagedError, SourceNotFoundError
 
 _PLACE = re.compile(r"(.+), (at byte [0-9,]+|`.*`)")
 
@@ -16,8 +16,11 @@ _PLACE = re.compile(r"(.+), (at byte [0-9,]+|`.*`)")
 def severity_of(error: CkptError) -> Severity:
     """Return whether *error* is evidence that a checkpoint is torn.
 
-    What is damaged or gone is. What is not understood is none, nor is a disk that fails.
+    A file that is damaged or gone is. Elements that are absent are none by themselves: no file is
+    known to lack them. Nor is what is not understood, or a disk that fails.
     """
+    if isinstance(error, CoverageError):
+        return "unknown"
     return "error" if isinstance(error, DamagedError | SourceNotFoundError) else "unknown"
 
 
@@ -47,16 +50,15 @@ def of_error(
 def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return *findings*, those about a leaf no surer than what is said of the file it lies in.
 
-    A tensor that is missing because its file is not understood is no evidence of damage; nor is
-    one that no file is named for, where no file is damaged.
+    A tensor that is missing because its file is not understood is no evidence of damage; nor are
+    elements that are absent and that no file is named for, unless some file is damaged.
     """
     findings = tuple(findings)
     torn: dict[str | None, bool] = {}
     for one in findings:
         if one.tensor is None:
             torn[one.file] = torn.get(one.file, False) or one.severity == "error"
-    if torn:
-        torn[None] = any(torn.values())
+    torn[None] = any(torn.values())
     return tuple(
         replace(one, severity="unknown")
         if one.tensor and one.severity == "error" and torn.get(one.file) is False

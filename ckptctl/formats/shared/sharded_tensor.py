@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 
 from ckptctl.catalog import Box
-from ckptctl.errors import FormatError, UnsupportedError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.dtensor import Piece, Sharded, wrapped
 from ckptctl.formats.shared.inert_fields import attributes, integers
 from ckptctl.storage.pickles.reader import Builder, Global
@@ -39,10 +39,10 @@ def refuse_flat(name: str) -> None:
     """Refuse the flat parameters of FSDP1's ``LOCAL_STATE_DICT``.
 
     Raises:
-        FormatError: *name* is one.
+        UnsupportedError: *name* is one.
     """
     if _FLAT.fullmatch(name.rpartition(".")[2]):
-        raise FormatError(
+        raise UnsupportedError(
             "this is a LOCAL_STATE_DICT of FSDP1: flat parameters",
             where=f"tensor `{name}`",
             why="many parameters lie in one vector; which, and of what shape, only the model knows",

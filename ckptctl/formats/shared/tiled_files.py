@@ -1,11 +1,13 @@
-"""Data files without headers and checksums: their parts must at least lie side by side."""
+"""Data files that an index names: all are there, and their parts lie side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.errors import DamagedError, SourceNotFoundError, UnsupportedError, listed
+from ckptctl.storage.files import SourceFiles
 
 UNCHECKED = "written without checksums"
 
@@ -24,6 +26,35 @@ class Range(NamedTuple):
     offset: int
     nbytes: int
     name: str
+
+
+def sizes_of(
+    files: SourceFiles, names: Collection[str], what: str, where: str, hint: str
+) -> dict[str, int]:
+    """Return the sizes in bytes of files that have to be there, by name, in order.
+
+    Args:
+        files: The checkpoint's files.
+        names: What its index names.
+        what: What they are, for people.
+        where: What names them, for errors.
+        hint: What to do about missing ones.
+
+    Raises:
+        DamagedError: Some are missing.
+        CkptError: One cannot be looked at.
+    """
+    sizes: dict[str, int] = {}
+    for name in sorted(names):
+        with suppress(SourceNotFoundError):
+            sizes[name] = files.size(name)
+    missing = sorted(name for name in names if name not in sizes)
+    if missing:
+        count = f"{len(missing):,} of {len(names):,}"
+        raise DamagedError(
+            f"{count} {what} are missing", where=where, why=listed(missing), hint=hint
+        )
+    return sizes
 
 
 def require_tiled(ranges: Iterable[Range], sizes: Mapping[str, int], where: str) -> None:

@@ -35,6 +35,7 @@ from ckptctl.formats.torch_checkpointing.metadata import (
 from ckptctl.formats.torch_file import Contents, is_stored
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.local_files import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
 
 NAME = re.compile(
@@ -139,7 +140,7 @@ def _files_of(files: SourceFiles, gaps: Gaps) -> _Found:
     found = _Found(_metadata(files, gaps))
     for path in sorted(files.root.iterdir()):
         match = NAME.fullmatch(path.name)
-        if match and path.is_file() and _is_own(match):
+        if match and is_there(path) and _is_own(match):
             _place(found, match, files)
     items = found.metadata.items if found.metadata else {}
     for name, item in items.items():
@@ -229,7 +230,7 @@ def _alone(found: _Found, name: str) -> bool:
 def _require(gaps: Gaps, found: _Found, name: str, wanted: Collection[int]) -> None:
     """Refuse, or note and forget, ranks' files of an item that are missing."""
     named = found.items[name]
-    there = {rank: file for rank, file in named.items() if (gaps.root / file).is_file()}
+    there = {rank: file for rank, file in named.items() if is_there(gaps.root / file)}
     kind = Path(next(iter(named.values()), "a.pt")).suffix
     gaps.require(
         (name,),

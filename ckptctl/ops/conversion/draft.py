@@ -31,7 +31,7 @@ from ckptctl.ops.conversion.payloads import keep_together
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.conversion.rank_blocks import Divide, require_whole_blocks
 from ckptctl.ops.conversion.reference import reference, require_same_keys
-from ckptctl.ops.conversion.strings import strings
+from ckptctl.ops.conversion.strings import same_data, strings
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
 from ckptctl.ops.destinations import free_bytes_at
@@ -103,9 +103,12 @@ class Draft:
             require_whole_blocks(self._described(), mapped, tensors, divide, self.ranks)
         blobs = self._blobs(selection, change, rest)
         said = strings(self.source, tensors, self.target)
-        self.left_out |= said.left_out
         request = replace(self._request(tensors, blobs, divide), metadata=said.kept)
         output = self.target.lay_out(request)
+        if said.kept and not same_data(self.source, read, output):
+            said = said.without_hashes()
+            output = self.target.lay_out(replace(request, metadata=said.kept))
+        self.left_out |= said.left_out
         beside = self._papers(change, tensors)
         _require_apart(output, beside)
         single_file = self.target.single_file

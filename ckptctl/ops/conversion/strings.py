@@ -11,7 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import OutputTensor, WritableFormat
+from ckptctl.errors import listed
+from ckptctl.formats.base import Output, OutputTensor, WritableFormat
+from ckptctl.planner.mapping.mapped import MappedTensor
 
 DERIVED = ("format", "total_size", "total_parameters")
 """Keys whose values are written anew, or follow from the tensors."""
@@ -30,6 +32,18 @@ class Strings:
 
     kept: Mapping[str, str]
     left_out: Mapping[str, str]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader of an output should know."""
+        return (f"not carried: {listed(list(self.left_out))}",) * bool(self.left_out)
+
+    def without_hashes(self) -> Strings:
+        """Return the strings of a file whose bytes of tensors are not those of the source."""
+        hashes = [key for key in self.kept if _HASH.search(key)]
+        kept = {key: text for key, text in self.kept.items() if key not in hashes}
+        why = "it is a hash of other bytes"
+        return Strings(kept, {**self.left_out, **{f"__metadata__.{key}": why for key in hashes}})
 
 
 def strings(catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableFormat) -> Strings:
@@ -58,6 +72,27 @@ def strings(catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableF
         else:
             kept[key] = text
     return Strings(kept, left_out)
+
+
+def same_data(catalog: Catalog, mapped: Sequence[MappedTensor], output: Output) -> bool:
+    """Return whether the tensors of an output are one file's, byte for byte and in its order.
+
+    Args:
+        catalog: The source.
+        mapped: How its tensors become those of the output.
+        output: Where these go.
+    """
+    if any(one.sources != one.targets for one in mapped):
+        return False
+    held = sorted(
+        (extent.file, extent.offset, name)
+        for name, entry in catalog.tensors.items()
+        for extent in entry.extents
+        if entry.alias_of is None
+    )
+    made = sorted((record.file, record.offset, record.name) for record in output.records)
+    one_file = len({file for file, *_ in held}) == len({file for file, *_ in made}) == 1
+    return one_file and [name for *_, name in held] == [name for *_, name in made]
 
 
 def _tells_of_tensors(key: str, text: str, names: Collection[str]) -> bool:

@@ -12,6 +12,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import UsageError
 from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.output_tensors import cast_to, in_checkpoint
+from ckptctl.ops.conversion.strings import Strings, strings
 from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.extraction.file import plan_file, write_file
 from ckptctl.ops.extraction.options import ExtractOptions, Taken
@@ -75,7 +76,8 @@ def extract(
     if output is None:
         return _shown(shown(path), reading, taken)
     target = require_destination(source, output, options.overwrite, OVERWRITABLE)
-    plan = plan_file(reading, taken, target)
+    said = _strings(catalog, taken, target)
+    plan = plan_file(reading, taken, target, said.kept)
     done = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
     return Extraction(
@@ -84,9 +86,16 @@ def extract(
         found,
         plan.nbytes,
         done.bytes_read,
-        mapping.notes,
+        (*mapping.notes, *said.notes),
         done.lost,
     )
+
+
+def _strings(catalog: Catalog, taken: Sequence[Taken], target: Path) -> Strings:
+    """Return which free-form strings of a checkpoint go with some of its tensors into a file."""
+    kind = "hf" if target.suffix == ".safetensors" else "torch"
+    said = strings(catalog, [one.output for one in taken], formats.target(kind))
+    return said.without_hashes()
 
 
 def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,19 +19,22 @@ from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.publish import staging
 
 
-def plan_file(reading: Reading, taken: Sequence[Taken], target: Path) -> Plan:
+def plan_file(
+    reading: Reading, taken: Sequence[Taken], target: Path, metadata: Mapping[str, str]
+) -> Plan:
     """Plan the one file that tensors go into.
 
     Args:
         reading: What can be read.
         taken: What of it is wanted.
         target: The file.
+        metadata: Free-form strings, for files that have a place for them.
 
     Raises:
         UsageError: Its name says no format.
         RefusedError: It cannot hold one of the dtypes.
     """
-    output = lay_out(target, [one.output for one in taken])
+    output = lay_out(target, [one.output for one in taken], metadata)
     catalog = reading.mapping.catalog
     parts = {one.name: one.part.box for one in taken}
     boxes = {

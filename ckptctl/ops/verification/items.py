@@ -33,6 +33,10 @@ def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
                 findings.append(_refused(error, part))
     extents: dict[str, tuple[Extent, ...]] = {}
     for name, entry in (item for part in found for item in part.tensors.items()):
+        if entry.unsupported and not catalog.tensors[name].unsupported:
+            what = "a tensor cannot be read"
+            findings.append(Finding(what, entry.unsupported, "unknown", tensor=name))
+            continue
         extents[name] = (*extents.get(name, ()), *entry.extents)
     tensors = {name: replace(catalog.tensors[name], extents=kept) for name, kept in extents.items()}
     return replace(catalog, tensors=tensors, blobs={}), findings

@@ -62,6 +62,11 @@ class UnreadError(UnsupportedError):
         self.base = base
         self.flags = flags
 
+    @property
+    def unread(self) -> str:
+        """Return why the tensor's elements are not read, as its entry says it."""
+        return f"{self.reason} tensors are not read"
+
 
 @dataclass(frozen=True, slots=True)
 class TensorView:

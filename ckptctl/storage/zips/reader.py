@@ -23,7 +23,7 @@ from ckptctl.storage.pickles.torch_tensors import (
     UnreadError,
     storage_id,
 )
-from ckptctl.storage.stand_ins import require_content
+from ckptctl.storage.stand_ins import require_content, zeros
 from ckptctl.storage.zips.directory import Directory, FileRange, Record, read_directory
 from ckptctl.storage.zips.item_patterns import ItemPattern, pattern_of
 
@@ -82,9 +82,18 @@ def _keeping(build: Callable[..., object]) -> Callable[..., object]:
         except UnreadError as error:
             base = error.base if isinstance(error.base, StoredTensor) else None
             grad = base is not None and base.requires_grad
-            why = f"{error.reason} tensors are not read"
             return StoredTensor(
-                error.dtype, error.shape, None, 0, 0, None, "", grad, None, why, base, error.flags
+                error.dtype,
+                error.shape,
+                None,
+                0,
+                0,
+                None,
+                "",
+                grad,
+                unsupported=error.unread,
+                base=base,
+                flags=error.flags,
             )
 
     return keep
@@ -179,6 +188,7 @@ def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) ->
     Raises:
         DamagedError: The item is truncated, contradicts itself, or is not one tensor.
         FormatError: It uses what is unsupported.
+        UnreadError: It holds a tensor whose elements are not read.
     """
     for pattern, known in _PATTERNS.get(length, ()):
         crc = pattern.match(files, name, offset)
@@ -369,7 +379,7 @@ def _check_kind(span: FileRange) -> None:
     else:
         require_content(span.files, span.name)
         if b"PK\3\4".startswith(head) or not any(head):
-            why = f"it has {span.length:,} bytes" if len(head) < 4 else "it begins with zeros"
+            why = f"it has {span.length:,} bytes" if len(head) < 4 else zeros(span.files, span.name)
             raise DamagedError("a file was not written to its end", where=span.where, why=why)
         raise FormatError("not a file of `torch.save`", where=span.where)
     raise FormatError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)

@@ -57,14 +57,15 @@ def test_whole(run, folder):
 def test_a_pipe_gets_every_finding(run, fake, folder):
     hollow(fake, folder)
     result = run("verify", folder, "--level", "fast")
-    assert result.exit_code == 4
-    rows = [line.split("\t") for line in result.stdout.splitlines() if line.startswith("error\t")]
+    assert result.exit_code == 9
+    lines = result.stdout.splitlines()
+    rows = [line.split("\t") for line in lines if line.startswith("unknown\telements")]
     assert len(rows) == 16
     why = "no chunk of shape [4, 2] covers them"
-    assert rows[0] == ["error", "elements are missing", "`w0` [2:4, 0:2]", why]
+    assert rows[0] == ["unknown", "elements are missing", "`w0` [2:4, 0:2]", why]
     assert "\x1b" not in result.output
     quiet = run("verify", folder, "-q")
-    assert quiet.exit_code == 4
+    assert quiet.exit_code == 9
     assert quiet.stdout.splitlines()[0] == "`w0` [2:4, 0:2]: elements are missing"
 
 
@@ -72,9 +73,9 @@ def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
     hollow(fake, folder)
     result = run("verify", folder, NO_COLOR="1")
-    assert result.exit_code == 4
-    assert "torn: 16 errors" in result.stdout.splitlines()[0]
-    assert result.stdout.count("error: ") == 10
+    assert result.exit_code == 9
+    assert "not understood: 16" in result.stdout.splitlines()[0]
+    assert result.stdout.count("unknown: ") == 10
     assert "and 6 more; `--json` lists all" in result.stdout
 
 
@@ -93,7 +94,7 @@ def test_json(run, fake, folder):
     hollow(fake, folder)
     for options in ((), ("--level", "full", "--nan")):
         result = run("verify", folder, "--json", *options)
-        assert (result.exit_code, result.stderr) == (4, "")
+        assert (result.exit_code, result.stderr) == (9, "")
         found = json.loads(result.stdout)
         assert found["schema"] == "ckptctl.verify/1"
         assert not found["whole"]

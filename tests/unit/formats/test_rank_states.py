@@ -64,10 +64,12 @@ def test_swapped_files_are_named(data: Path, tmp_path: Path) -> None:
         ckptctl.inspect(copy)
 
 
-def test_flat_parameters_are_refused_with_the_reason(data: Path) -> None:
-    with pytest.raises(FormatError, match="LOCAL_STATE_DICT of FSDP1") as caught:
-        ckptctl.inspect(data / "rank_files" / "fsdp1_local" / "ckpt")
+def test_flat_parameters_are_refused_with_the_reason(data: Path, tmp_path: Path) -> None:
+    source = data / "rank_files" / "fsdp1_local" / "ckpt"
+    with pytest.raises(UnsupportedError, match="LOCAL_STATE_DICT of FSDP1") as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
     assert "only the model knows" in str(caught.value.why)
+    assert ckptctl.inspect(source).state == "not understood"
 
 
 @pytest.mark.parametrize(

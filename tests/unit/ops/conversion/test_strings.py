@@ -15,7 +15,8 @@ import ckptctl
 STATE = {"a.weight": torch.arange(64.0).reshape(8, 8), "b.weight": torch.ones(4, 4)}
 KOHYA = {"ss_tag_frequency": '{"dog": 3}', "modelspec.title": "mine", "sshs_model_hash": "0f"}
 TORCHAO = {"tensor_names": json.dumps(list(STATE)), "a.weight": '{"_type": "Float8Tensor"}'}
-BOUND = {"sshs_model_hash", *TORCHAO}
+HASH = {"sshs_model_hash"}
+BOUND = HASH | TORCHAO.keys()
 
 
 @pytest.fixture
@@ -38,12 +39,39 @@ def read(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("shard", [128, 10**9])
 def test_strings_are_carried(source: Path, tmp_path: Path, shard: int) -> None:
+    """All of them; but a hash of one file's tensors is none of several files."""
+    lost = HASH if shard == 128 else set()
+    kept = {key: text for key, text in (KOHYA | TORCHAO).items() if key not in lost}
     done = ckptctl.convert(source, tmp_path / "out", to="hf", max_shard_size=shard)
-    assert read(tmp_path / "out") == KOHYA | TORCHAO
-    assert not done.plan.left_out
+    assert read(tmp_path / "out") == kept
+    assert done.plan.left_out.keys() == {f"__metadata__.{key}" for key in lost}
     again = ckptctl.convert(tmp_path / "out", tmp_path / "again", to="hf")
-    assert read(tmp_path / "again") == KOHYA | TORCHAO
+    assert read(tmp_path / "again") == kept
     assert not again.plan.left_out
+
+
+def test_a_hash_goes_where_shards_become_one_file(tmp_path: Path) -> None:
+    for number, (name, tensor) in enumerate(STATE.items(), 1):
+        file = tmp_path / f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensor}, file, metadata={"modelspec.hash_sha256": "0f", "a": "b"})
+    done = ckptctl.convert(tmp_path, tmp_path.parent / "one", to="hf")
+    assert read(tmp_path.parent / "one") == {"a": "b"}
+    assert list(done.plan.left_out) == ["__metadata__.modelspec.hash_sha256"]
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_extracted_tensors_have_the_strings_that_hold_for_them(
+    source: Path, tmp_path: Path, suffix: str
+) -> None:
+    target = tmp_path / f"out{suffix}"
+    done = ckptctl.extract(source, "a.weight", output=target)
+    kept = KOHYA.keys() - HASH if suffix == ".safetensors" else set()
+    if kept:
+        with safe_open(target, "pt") as opened:
+            assert opened.metadata() == {"format": "pt", **{key: KOHYA[key] for key in kept}}
+    (note,) = done.notes
+    assert all(f"`__metadata__.{key}`" in note for key in (KOHYA | TORCHAO).keys() - kept)
+    assert not any(f"`__metadata__.{key}`" in note for key in kept)
 
 
 @pytest.mark.parametrize("option", [{"dtype": "fp16"}, {"exclude": "b*"}])
