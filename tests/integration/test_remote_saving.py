@@ -18,9 +18,9 @@ import ckptctl
 from ckptctl.distributed import SavePlanner, Writer
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import processes
-from ckptctl.storage.remote import direct, mounts
+from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.lock import RemoteLock
-from ckptctl.storage.remote.store import system_of
+from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import NAME, Writing, parse
 from tests import s3_server
 from tests.gloo import run_on_ranks
@@ -29,6 +29,10 @@ from tests.s3_server import Server
 
 MEMORY = fsspec.filesystem("memory")
 STATE = {"w": torch.arange(6.0)}
+
+
+def _exists(url: str, name: str) -> bool:
+    return FsspecStore(url).size(name) >= 0
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def test_a_save_that_fails(tmp_path: Path) -> None:
 
 def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
-    held = RemoteLock(url, MEMORY, f"/{tmp_path.name}", NAME, ["model.safetensors"])
+    held = RemoteLock(FsspecStore(url), NAME, ["model.safetensors"])
     held.take()
     with pytest.raises(RefusedError, match="another run writes"):
         ckptctl.save(STATE, url)
@@ -99,13 +103,13 @@ def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     """As after a pause of minutes: nothing is published, and the other one's lock stays."""
     url = f"memory://{tmp_path.name}"
     other = Writing("other", processes.Process("elsewhere", "", 1, 1), (".metadata",))
-    original = direct.create
+    original = FsspecStore.create
 
-    def create(*words: str) -> object:
+    def create(*words: Any) -> object:
         MEMORY.pipe_file(f"/{tmp_path.name}/{NAME}", other.to_bytes())
         return original(*words)
 
-    monkeypatch.setattr(direct, "create", create)
+    monkeypatch.setattr(FsspecStore, "create", create)
     with pytest.raises(StorageError, match="another run writes"):
         ckptctl.save(STATE, url)
     there = MEMORY.find(f"/{tmp_path.name}")
@@ -137,7 +141,7 @@ def test_torchs_own_save_respects_and_holds_the_lock(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://{s3_server.BUCKET}/run/step-6"
-    held = RemoteLock(url, *system_of(url), NAME, [".metadata"])
+    held = RemoteLock(FsspecStore(url), NAME, [".metadata"])
     held.take()
 
     def save() -> None:
@@ -147,18 +151,18 @@ def test_torchs_own_save_respects_and_holds_the_lock(
         save()
     held.drop()
     seen: list[bool] = []
-    original = direct.create
+    original = FsspecStore.create
 
-    def create(*words: str) -> object:
-        seen.append(direct.exists(url, NAME))
+    def create(*words: Any) -> object:
+        seen.append(_exists(url, NAME))
         return original(*words)
 
-    monkeypatch.setattr(direct, "create", create)
+    monkeypatch.setattr(FsspecStore, "create", create)
     save()
-    assert seen == [True] and not direct.exists(url, NAME)
+    assert seen == [True] and not _exists(url, NAME)
     with pytest.raises(CheckpointException, match="exists"):
         save()
-    assert not direct.exists(url, NAME)
+    assert not _exists(url, NAME)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -169,9 +173,9 @@ def test_torchs_own_save_again_after_one_that_failed(
     url = f"memory://{tmp_path.name}"
     first = Writer(url)
     with monkeypatch.context() as patch, pytest.raises(CheckpointException):
-        patch.setattr(direct, "create", None)
+        patch.setattr(FsspecStore, "create", None)
         state_dict_saver.save(STATE, storage_writer=first, planner=SavePlanner())
-    assert direct.exists(url, NAME)
+    assert _exists(url, NAME)
     state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
     there = {str(name).rpartition("/")[2] for name in MEMORY.find(f"/{tmp_path.name}")}
     assert there == {".metadata", "__0_0.distcp"}

@@ -18,6 +18,7 @@ import torch
 import ckptctl
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.remote import lock, lock_object, mounts, objects
+from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import NAME, Sent
 from tests import s3_server
 from tests.s3_server import Request, Server
@@ -157,8 +158,7 @@ def test_an_answer_that_is_lost(s3: str, server: Server, monkeypatch: pytest.Mon
 def test_a_lock_is_taken_over_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 replaces an object on the condition that it is the one that was read, or written, last."""
     monkeypatch.setattr(lock, "is_dead", lambda *_: True)
-    system, root = fsspec.core.url_to_fs(s3)
-    first, second = (lock.RemoteLock(s3, system, root, LOCK, ["a"]) for _ in range(2))
+    first, second = (lock.RemoteLock(FsspecStore(s3), LOCK, ["a"]) for _ in range(2))
     first.take()
     beat = first._said.to_bytes()
     assert first._object.write(beat), "its own signs of life"
@@ -167,7 +167,7 @@ def test_a_lock_is_taken_over_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert second.ours() and not first.ours()
     second.note("a", Sent(1, "v", "5e"))
     content = first._object.read() or b""
-    rivals = [lock_object.LockObject(system, f"{root}/{LOCK}") for _ in range(2)]
+    rivals = [lock_object.LockObject(FsspecStore(s3), LOCK) for _ in range(2)]
     original = rivals[0].read
 
     def read() -> bytes | None:
@@ -185,8 +185,9 @@ def test_a_sign_of_life_whose_answer_is_lost(
     s3: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
-    system = fsspec.filesystem("s3", skip_instance_cache=True)
-    first = lock.RemoteLock(s3, system, system._strip_protocol(s3), LOCK, ["a"])
+    store = FsspecStore(s3)
+    store.system = fsspec.filesystem("s3", skip_instance_cache=True)
+    first = lock.RemoteLock(store, LOCK, ["a"])
     first.take()
     for number in range(2):
         lost: list[Request] = []
@@ -213,7 +214,7 @@ def test_a_removal_that_comes_late(s3: str) -> None:
     system, root = fsspec.core.url_to_fs(s3)
     for name in ("a", "b"):
         system.pipe_file(f"{root}/{name}", b"old")
-    place = objects.Objects(s3, None)
+    place = objects.Objects(FsspecStore(s3))
     found = place.look()
     system.pipe_file(f"{root}/b", b"new")
     with pytest.raises(StorageError, match="another run") as caught:

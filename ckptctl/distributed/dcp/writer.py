@@ -29,8 +29,7 @@ from ckptctl.distributed.saving.place import Place, place_at
 from ckptctl.distributed.saving.rank_local import RankFolder
 from ckptctl.errors import RefusedError, StorageError, listed
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.storage.remote import direct
-from ckptctl.storage.remote.path import named
+from ckptctl.storage.remote.path import known, named
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
@@ -171,7 +170,7 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this writer can write to *checkpoint_id*."""
-        return direct.known(checkpoint_id)
+        return known(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """Return what planners and metadata are told of this save."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -19,10 +20,10 @@ from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.destinations import destination
 from ckptctl.storage.publish import Staging, data_directory, staging
-from ckptctl.storage.remote import direct, mounts
+from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.objects import Objects
-from ckptctl.storage.remote.store import system_of
+from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
 from ckptctl.storage.remote.writing import NAME, Writing
 from ckptctl.storage.sync import add_file
@@ -112,7 +113,7 @@ class Url:
                 hint="save to a disk or an object store, and `ckptctl convert` to hf://",
             )
         self._require_none()
-        self._lock = RemoteLock(self._url, *system_of(self._url), NAME, [METADATA])
+        self._lock = RemoteLock(self._store, NAME, [METADATA])
         left = self._lock.take()
         stack.callback(self._let_go)
         self._require_none()  # another run may have been at its end
@@ -121,16 +122,20 @@ class Url:
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`Place`."""
-        stream(plan, pieces, self._url, checksum=self._options.checksum)
+        stream(plan, pieces, self._store, checksum=self._options.checksum)
 
     def size(self, name: str) -> int:
         """See :class:`Place`."""
-        return direct.size(self._url, name)
+        return self._store.size(name)
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`Place`."""
         self._lock.require()
-        direct.write(self._url, METADATA, b"".join(metadata))
+        self._store.write(METADATA, b"".join(metadata))
+
+    @cached_property
+    def _store(self) -> FsspecStore:
+        return FsspecStore(self._url)
 
     def _require_none(self) -> None:
         """Refuse a place with a checkpoint.
@@ -138,7 +143,7 @@ class Url:
         Raises:
             RefusedError: There is one.
         """
-        if direct.exists(self._url, METADATA):
+        if self._store.size(METADATA) >= 0:
             raise RefusedError(
                 "the destination exists",
                 where=str(self.target),
@@ -147,7 +152,7 @@ class Url:
 
     def _clear(self, left: Writing) -> None:
         """Remove what a dead run has left, of which the new ones would not replace everything."""
-        place = Objects(self._url, None)
+        place = Objects(self._store)
         found = place.look()
         data = [name for name in found if DATA.fullmatch(name)]
         if not left.is_all(found):

@@ -15,18 +15,20 @@ from ckptctl.distributed.state import memory
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import OutputFile, Plan, Transfer
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.remote import direct
+from ckptctl.storage.remote.store import FsspecStore
 
 BLOCK = 16 * MIB
 
 
-def stream(plan: Plan, pieces: Sequence[torch.Tensor], url: str, *, checksum: bool) -> None:
-    """Write a rank's files below *url*, one after the other.
+def stream(
+    plan: Plan, pieces: Sequence[torch.Tensor], store: FsspecStore, *, checksum: bool
+) -> None:
+    """Write a rank's files into *store*, one after the other.
 
     Args:
         plan: Of :func:`ckptctl.ops.saving.files.rank_files`.
         pieces: Memory of each chunk.
-        url: A directory of a file system that fsspec knows.
+        store: The folder behind a URL.
         checksum: Whether records carry CRC-32; then each is read twice.
 
     Raises:
@@ -36,7 +38,7 @@ def stream(plan: Plan, pieces: Sequence[torch.Tensor], url: str, *, checksum: bo
     for file in plan.files:
         inside = (n for n, record in enumerate(plan.records) if record.file == file.path)
         records = sorted(inside, key=lambda number: plan.records[number].offset)
-        with direct.create(url, file.path) as target:
+        with store.create(file.path) as target:
             _write(file, [sources[number] for number in records], records, target, checksum)
 
 

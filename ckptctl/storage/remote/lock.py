@@ -20,13 +20,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import processes
 from ckptctl.storage.remote.lock_object import LockObject
-from ckptctl.storage.remote.store import make_folder, store_errors
-from ckptctl.storage.remote.urls import masked
+from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import BUSY, HELD, SILENCE, Sent, Writing, is_dead, parse
 
 BEAT = 60.0
@@ -38,16 +36,14 @@ class RemoteLock:
     """The lock of one output.
 
     Args:
-        url: The folder that the lock lies in.
-        system: Its fsspec file system.
-        root: Its path there.
+        store: The folder that the lock lies in.
         name: The lock's own name.
         names: The files that are going to be written.
     """
 
-    def __init__(self, url: str, system: Any, root: str, name: str, names: Sequence[str]) -> None:
-        self._url, self._system, self._root, self._name = url, system, root, name
-        self._object = LockObject(system, f"{root}/{name}")
+    def __init__(self, store: FsspecStore, name: str, names: Sequence[str]) -> None:
+        self._store, self._name = store, name
+        self._object = LockObject(store, name)
         self._said = Writing(secrets.token_hex(8), processes.own(), tuple(names))
         self._mutex = threading.Lock()
         self._over = threading.Event()
@@ -63,8 +59,8 @@ class RemoteLock:
             RefusedError: A living one has it.
             StorageError: The place cannot be reached, or written to.
         """
-        with store_errors(self._url, self._name, "write"):
-            make_folder(self._system, self._root)
+        with self._store.errors(self._name, "write"):
+            self._store.make_folder()
             left = self._taken_over()
         if not self.ours():
             raise self._refusal(None)
@@ -75,7 +71,7 @@ class RemoteLock:
     def ours(self) -> bool:
         """Return whether the lock is this run's."""
         now = _now()
-        with store_errors(self._url, self._name, "read"):
+        with self._store.errors(self._name, "read"):
             found = parse(self._object.read() or b"")
         if found is None or found.token != self._said.token:
             return False
@@ -91,7 +87,7 @@ class RemoteLock:
         if not self.ours():
             raise StorageError(
                 BUSY,
-                where=masked(self._url),
+                where=self._store.url,
                 why=f"`{self._name}` is not of this run any more",
                 hint="let one run at a time write there",
             )
@@ -125,7 +121,7 @@ class RemoteLock:
     def drop(self) -> None:
         """Let go, and remove the lock."""
         self.stop()
-        with self._mutex, store_errors(self._url, self._name, "remove"):
+        with self._mutex, self._store.errors(self._name, "remove"):
             if self.ours():
                 self._object.remove()
 
@@ -138,7 +134,7 @@ class RemoteLock:
         with self._mutex:
             self.require()
             said = change(self._said)
-            with store_errors(self._url, self._name, "write"):
+            with self._store.errors(self._name, "write"):
                 while not self._object.write(said.to_bytes()):
                     self.require()
             self._said = said
@@ -178,7 +174,7 @@ class RemoteLock:
         process = found and found.process
         return RefusedError(
             BUSY,
-            where=masked(self._url),
+            where=self._store.url,
             why=f"process {process.number} on {process.host}" if process else None,
             hint="wait for it to finish; one that was killed on another machine is taken for dead "
             f"{SILENCE / 60:.0f} minutes after its last sign of life, `{self._name}`",

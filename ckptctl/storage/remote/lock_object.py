@@ -10,27 +10,26 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
-from ckptctl.storage.remote.store import protocols, stored
+from ckptctl.storage.remote.store import FsspecStore, stored
 
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 UNKNOWN = ("NotImplemented",)
 
 
 class LockObject:
-    """The object at one path.
+    """One object of a store.
 
     Args:
-        system: The fsspec file system.
-        path: Its path there.
+        store: The folder that it lies in.
+        name: Its name there.
     """
 
-    def __init__(self, system: Any, path: str) -> None:
-        self._system, self._path = system, path
+    def __init__(self, store: FsspecStore, name: str) -> None:
+        self._system, self._path = store.system, store.path(name)
         self._version = ""
         """Of what this process wrote last, where the store replaces on conditions."""
-        self._swaps = "s3" in protocols(system)
+        self._swaps = store.is_s3
 
     def read(self) -> bytes | None:
         """Return its content; None: there is none."""

@@ -18,7 +18,7 @@ from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.storage.remote.destination import INDEXES, Asked
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.objects import Found, Objects, OccupiedError
-from ckptctl.storage.remote.urls import masked
+from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import BUSY, Sent, Writing
 
 
@@ -35,13 +35,15 @@ class ObjectDestination:
 
     def __init__(self, url: str, asked: Asked) -> None:
         self._asked = asked
-        self._objects = objects = Objects(url, asked.single)
+        store = FsspecStore(url)
+        self._shown = f"{store.url}/{asked.single}" if asked.single else store.url
+        self._objects = objects = Objects(store, asked.single)
         self._mutex = threading.Lock()
         self._sent: dict[str, Sent] = {}
         self._begun: list[str] = []
         self._committed = self._replaces = self._ruined = False
         self.resumed = 0
-        self._lock = RemoteLock(url, objects.system, objects.root, objects.lock, asked.names)
+        self._lock = RemoteLock(store, objects.lock, asked.names)
         if not asked.overwrite and objects.look() and not objects.has_lock():
             raise self._exists()
         self._left = self._lock.take()
@@ -202,11 +204,6 @@ class ObjectDestination:
             self._lock.leave(left)
         else:
             self._lock.drop()
-
-    @property
-    def _shown(self) -> str:
-        url = masked(self._objects.url)
-        return f"{url}/{self._asked.single}" if self._asked.single else url
 
     def _exists(self) -> RefusedError:
         return RefusedError(

@@ -1,24 +1,30 @@
-"""The files of one output behind a URL: which are there, in which version, sent and removed."""
+"""The files of one output behind a URL: which are there, in which version, sent and removed.
+
+What is sent takes bounded memory, from many threads, and is cut off when all is given up.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptctl.errors import StorageError
 from ckptctl.storage.remote.lock_object import is_taken, knows_no_conditions
-from ckptctl.storage.remote.sending import PART, Sending
-from ckptctl.storage.remote.store import (
-    make_folder,
-    protocols,
-    store_errors,
-    stored,
-    system_of,
-)
-from ckptctl.storage.remote.urls import masked
+from ckptctl.storage.remote.store import FsspecStore, stored
 from ckptctl.storage.remote.writing import BUSY, NAME
+
+PART = 8 << 20
+PARTS = 9000
+"""S3 takes 10,000 parts of an object at most."""
+PATIENCE = 5.0
+"""Seconds that files on their way may take to end when all is given up."""
 
 
 class OccupiedError(StorageError):
@@ -41,26 +47,27 @@ class Objects:
     """The files below a URL, or the one of them that is meant.
 
     Args:
-        url: The folder, with whatever secrets it has.
+        store: The folder.
         single: The name of the only file; None: all in the folder.
 
     Attributes:
-        url: The same.
-        system: The fsspec file system.
-        root: The path of the folder there.
         lock: The name of the lock of what is meant.
     """
 
-    def __init__(self, url: str, single: str | None) -> None:
-        self.url, self._single = url, single
-        self.system, self.root = system_of(url)
+    def __init__(self, store: FsspecStore, single: str | None = None) -> None:
+        self._store, self._single = store, single
+        self._system = store.system
         self.lock = f".{single}{NAME}" if single else NAME
-        self._sending = Sending(self.system)
+        self._multipart = store.is_s3 and "s3fs" in sys.modules
+        self._on_the_way: set[Future[Any]] = set()
+        self._changed = threading.Condition()
+        self._sending = 0
+        self._over = False
 
     def look(self) -> dict[str, Found]:
         """Return what is there, the lock apart, by name."""
-        self.system.invalidate_cache()
-        with store_errors(self.url, "", "list"):
+        self._store.refresh()
+        with self._store.errors("", "list"):
             try:
                 listed = self._listed()
             except FileNotFoundError:
@@ -69,23 +76,13 @@ class Objects:
 
     def has_lock(self) -> bool:
         """Return whether somebody has, or had, the lock."""
-        with store_errors(self.url, self.lock, "look at"):
-            self.system.invalidate_cache()
-            return bool(self.system.exists(self.place(self.lock)))
+        with self._store.errors(self.lock, "look at"):
+            self._store.refresh()
+            return bool(self._system.exists(self._store.path(self.lock)))
 
     def is_same(self, name: str, expected: Found, found: Mapping[str, Found]) -> bool:
         """Return whether *found*, which :meth:`look` returned, has *name* as it is expected."""
-        return name in found and (found[name] == expected or self.ask(name) == expected)
-
-    def ask(self, name: str) -> Found:
-        """Return what is known of one file; another version than :meth:`look` says is possible.
-
-        Raises:
-            SourceNotFoundError: It is not there.
-        """
-        self.system.invalidate_cache()
-        with store_errors(self.url, name, "look at"):
-            return _found(self.system.info(self.place(name)))
+        return name in found and (found[name] == expected or self._ask(name) == expected)
 
     def send(self, name: str, path: Path, *, create: bool) -> Found:
         """Upload the file at *path*, and return what is there then.
@@ -93,25 +90,23 @@ class Objects:
         Args:
             name: Its name there.
             path: Where it is now.
-            create: Whether nothing may be there.
+            create: Whether nothing may be there, as far as the store can tell.
 
         Raises:
             OccupiedError: There is something.
-            StorageError: It cannot be written.
+            StorageError: It cannot be written, or all is given up.
         """
-        place = self.place(name)
-        with store_errors(self.url, name, "write"):
-            make_folder(self.system, place.rpartition("/")[0])
+        with self._store.errors(name, "write"):
+            self._store.make_folder(name.rpartition("/")[0])
             try:
-                self._sending.send(path, place, create=create)
+                self._send(path, self._store.path(name), create=create)
             except Exception as error:
                 if not is_taken(error):
                     raise
                 # Of an answer that is lost the client asks again, and finds what it sent itself.
-                if not self._holds(place, path):
-                    why = f"`{name}` is there, and is not of this run"
-                    raise OccupiedError(BUSY, where=masked(self.url), why=why) from error
-        return self.ask(name)
+                if not self._holds(self._store.path(name), path):
+                    raise self._occupied(f"`{name}` is there, and is not of this run") from error
+        return self._ask(name)
 
     def remove(
         self, names: Iterable[str], found: Mapping[str, Found], still: Callable[[], None]
@@ -128,59 +123,117 @@ class Objects:
         """
         for name in names:
             still()
-            with store_errors(self.url, name, "remove"), suppress(FileNotFoundError):
+            with self._store.errors(name, "remove"), suppress(FileNotFoundError):
                 self._remove(name, found.get(name))
 
     def stop(self) -> None:
         """Cut off what is being sent; nothing is sent from then on."""
-        self._sending.stop()
+        with self._changed:
+            self._over = True
+            running = list(self._on_the_way)
+        for one in running:
+            one.cancel()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._sending, PATIENCE)
 
     def drop_parts(self, names: Collection[str]) -> None:
-        """Have the store forget parts of files that never became one."""
-        self._sending.drop_parts(self.root, {self.place(name) for name in names})
-
-    def place(self, name: str) -> str:
-        """Return the path of a file in the file system."""
-        return f"{self.root}/{name}"
-
-    def _remove(self, name: str, found: Found | None) -> None:
-        place = self.place(name)
-        if found is None or "s3" not in protocols(self.system):
-            self.system.rm_file(place)
+        """Have S3 forget parts of files that never became one, where it lets us."""
+        if not self._multipart:
             return
-        bucket, key, _ = self.system.split_path(place)
-        try:
-            self.system.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=found.version)
-        except Exception as error:
-            if is_taken(error):
-                why = f"`{name}` was written again"
-                raise OccupiedError(BUSY, where=masked(self.url), why=why) from error
-            if not knows_no_conditions(error):
-                raise
-            self.system.rm_file(place)
+        places = {self._store.path(name) for name in names}
+        bucket, prefix, _ = self._system.split_path(self._store.root)
+        with suppress(Exception):
+            found = self._system.call_s3(
+                "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/".lstrip("/")
+            )
+            for one in found.get("Uploads", ()):
+                if f"{bucket}/{one['Key']}" in places:
+                    self._system.abort_mpu(bucket, one["Key"], one["UploadId"])
+
+    def _ask(self, name: str) -> Found:
+        """Return what is known of one file; another version than a listing says is possible."""
+        self._store.refresh()
+        with self._store.errors(name, "look at"):
+            return _found(self._system.info(self._store.path(name)))
 
     def _listed(self) -> dict[str, Found]:
         if self._single:
-            return {self._single: _found(self.system.info(self.place(self._single)))}
-        root = self.root.strip("/")
-        listed = self.system.find(self.root, detail=True)
+            return {self._single: _found(self._system.info(self._store.path(self._single)))}
+        root = self._store.root.strip("/")
+        listed = self._system.find(self._store.root, detail=True)
         return {
             path.strip("/").removeprefix(root).strip("/"): _found(info)
             for path, info in listed.items()
         }
 
+    def _send(self, path: Path, place: str, *, create: bool) -> None:
+        known = _parameters(self._system)
+        options: dict[str, Any] = {"mode": "create"} if create and "mode" in known else {}
+        if not create and "overwrite" in known:  # adlfs
+            options["overwrite"] = True
+        if self._multipart:
+            part = max(PART, -(-path.stat().st_size // PARTS))
+            options |= {"chunksize": part, "max_concurrency": 2}
+        with self._changed:
+            if self._over:
+                raise StorageError("the run is over")
+            self._sending += 1
+            task = self._begin(str(path), place, options)
+        try:
+            task()
+        finally:
+            with self._changed:
+                self._sending -= 1
+                self._changed.notify_all()
+
+    def _begin(self, path: str, place: str, options: dict[str, Any]) -> Callable[[], object]:
+        """Return what waits for the upload, which can be cancelled where it is a coroutine."""
+        from fsspec.asyn import AsyncFileSystem
+
+        if not isinstance(self._system, AsyncFileSystem):
+            return lambda: self._system.put_file(path, place, **options)
+        coroutine = self._system._put_file(path, place, **options)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._system.loop)
+        self._on_the_way.add(future)
+        future.add_done_callback(self._on_the_way.discard)
+        return future.result
+
     def _holds(self, place: str, path: Path) -> bool:
         """Return whether what is at *place* has the content of the file at *path*."""
         size = path.stat().st_size
-        self.system.invalidate_cache()
-        if self.system.size(place) != size:
+        self._store.refresh()
+        if self._system.size(place) != size:
             return False
         with path.open("rb") as file:
             return all(
-                self.system.cat_file(place, start=start, end=min(start + PART, size))
+                self._system.cat_file(place, start=start, end=min(start + PART, size))
                 == file.read(PART)
                 for start in range(0, size, PART)
             )
+
+    def _remove(self, name: str, found: Found | None) -> None:
+        place = self._store.path(name)
+        if found is None or not self._store.is_s3:
+            self._system.rm_file(place)
+            return
+        bucket, key, _ = self._system.split_path(place)
+        try:
+            self._system.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=found.version)
+        except Exception as error:
+            if is_taken(error):
+                raise self._occupied(f"`{name}` was written again") from error
+            if not knows_no_conditions(error):
+                raise
+            self._system.rm_file(place)
+
+    def _occupied(self, why: str) -> OccupiedError:
+        return OccupiedError(BUSY, where=self._store.url, why=why)
+
+
+def _parameters(system: Any) -> frozenset[str]:
+    """Return what uploads of a file system may be told by name."""
+    method = getattr(type(system), "_put_file", type(system).put_file)
+    return frozenset(inspect.signature(method).parameters)
 
 
 def _found(info: Mapping[str, Any]) -> Found:

@@ -18,7 +18,7 @@ from typing import IO, Any, Self
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.store import Stored
-from ckptctl.storage.remote.urls import is_url, local_path
+from ckptctl.storage.remote.urls import is_url, local_path, scheme_of
 
 READ_ONLY = 0o444
 
@@ -39,6 +39,15 @@ def named(path: str | os.PathLike[str]) -> Path:
 def shown(path: str | os.PathLike[str]) -> str:
     """Return *path* as it was named, without what is secret in a URL."""
     return str(named(path)) if is_url(path) else str(path)
+
+
+def known(path: str | os.PathLike[str]) -> bool:
+    """Return whether *path* is a path, or a URL of a kind that fsspec knows."""
+    if not is_url(path):
+        return True
+    import fsspec
+
+    return scheme_of(os.fspath(path)) in fsspec.available_protocols()
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:

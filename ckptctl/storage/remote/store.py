@@ -1,7 +1,7 @@
-"""What a place behind a URL answers: what is in a folder, and ranges of bytes of a file.
+"""Places behind URLs: what is in a folder, ranges of bytes of a file, small files written at once.
 
 :class:`FsspecStore` asks any file system of fsspec, :class:`~ckptctl.storage.remote.hub.HubStore`
-the Hugging Face Hub.
+the Hugging Face Hub. What file systems raise becomes errors of ours.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
-from ckptctl.errors import CkptError, UsageError
-from ckptctl.storage.remote.errors import failure, raise_other
+from ckptctl.errors import (
+    ChangedError,
+    CkptError,
+    SourceNotFoundError,
+    StorageError,
+    UsageError,
+)
 from ckptctl.storage.remote.retries import retried
 from ckptctl.storage.remote.urls import (
     WEB,
@@ -44,6 +49,11 @@ NOISY = ("fsspec", "s3fs", "gcsfs", "adlfs", "asyncio")
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
 """File systems without folders."""
 ITSELF = ""
+CREDENTIALS = "check the credentials that the file system reads, and what they allow"
+NETWORK = "check the URL, the network, and the endpoint that the file system is told to use"
+DENIED = (401, 403)
+REPLACED = ("PreconditionFailed", "412")
+"""What S3 answers when it has another version of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,7 @@ class FsspecStore:
         url: As it may be shown.
         system: The file system.
         root: The path in it.
+        is_s3: Whether that is one of S3, which knows versions and conditions.
     """
 
     def __init__(self, url: str, shown: str | None = None) -> None:
@@ -114,41 +125,41 @@ class FsspecStore:
         plain, self._query = without_query(url)
         self.system, self.root = system_of(plain)
         self._web = scheme_of(url) in WEB
-        self._refuses = not self._web and "s3" in protocols(self.system)
+        self.is_s3 = not self._web and "s3" in protocols(self.system)
         self.refresh()
 
     def members(self, folder: str) -> list[Stored]:
         """See :class:`Store`."""
-        path = self._path(folder)
-        with store_errors(self._secret, folder, "list", self.url):
+        path = self.path(folder)
+        with self.errors(folder, "list"):
             try:
                 if self._web and not folder and not self._is_listing(path):
                     return [stored(self.system.info(path), ITSELF)]
                 found = self.system.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
-                raise_other(error)
+                _raise_other(error)
                 return []
         own = self.root + f"/{folder}" * bool(folder)
         return [one for entry in found if (one := _member(entry, own)) is not None]
 
     def complete(self, name: str, found: Stored) -> Stored:
         """See :class:`Store`."""
-        with store_errors(self._secret, name, "look at", self.url):
-            return stored(self.system.info(self._path(name)), found.name)
+        with self.errors(name, "look at"):
+            return stored(self.system.info(self.path(name)), found.name)
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`Store`."""
-        with store_errors(self._secret, name, "read", self.url):
-            if self._refuses and version:
+        path = self.path(name)
+        with self.errors(name, "read"):
+            if self.is_s3 and version:
                 return retried(
-                    lambda found: self._append_same(found, name, version, start, stop), self.url
+                    lambda found: self._append_same(found, path, version, start, stop), self.url
                 )
             if self._web:
-                place = self._path(name)
                 return retried(
-                    lambda found: found.extend(self._read_web(place, start, stop)), self.url
+                    lambda found: found.extend(self._read_web(path, start, stop)), self.url
                 )
-            return bytes(self.system.cat_file(self._path(name), start=start, end=stop))
+            return bytes(self.system.cat_file(path, start=start, end=stop))
 
     def refresh(self) -> None:
         """See :class:`Store`."""
@@ -161,8 +172,69 @@ class FsspecStore:
         shown = self.url.rstrip("/").rpartition("/")[0]
         return None if shown.endswith("/") else FsspecStore(url + query, shown)
 
-    def _path(self, name: str) -> str:
+    def path(self, name: str) -> str:
+        """Return the path of a file in the file system."""
         return (f"{self.root}/{name}" if name else str(self.root)) + self._query
+
+    def errors(self, name: str, what: str) -> AbstractContextManager[None]:
+        """Turn whatever the file system raises into errors of ours; see :func:`store_errors`."""
+        return store_errors(self._secret, name, what, self.url)
+
+    def size(self, name: str) -> int:
+        """Return the size of a file; -1: there is none.
+
+        Raises:
+            StorageError: The place cannot be reached, or does not let us look.
+        """
+        self.refresh()
+        with suppress(SourceNotFoundError), self.errors(name, "look at"):
+            return int(self.system.size(self.path(name)))
+        return -1
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder where there are folders; an object store would make a bucket of it."""
+        if not protocols(self.system) & BUCKETS:
+            self.system.makedirs(self.path(name), exist_ok=True)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file in one step.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        with self.errors(name, "write"):
+            self.make_folder()
+            self.system.pipe_file(self.path(name), content)
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        """Write a file from front to back; after an error there is none.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        with self.errors(name, "write"):
+            self.make_folder()
+            target = self.system.open(self.path(name), "wb")
+            try:
+                yield cast(IO[bytes], target)
+            except BaseException:
+                self._abandon(name, target)
+                raise
+            target.close()
+
+    def _abandon(self, name: str, target: Any) -> None:
+        """Make sure that there is no file where one was begun, whatever else fails."""
+        from fsspec.spec import AbstractBufferedFile
+
+        with suppress(Exception):
+            if isinstance(target, AbstractBufferedFile):
+                target.discard()
+                target.closed = True  # closing it would upload what there is
+            else:
+                target.close()
+        with suppress(Exception):
+            self.system.rm_file(self.path(name))
 
     def _read_web(self, path: str, start: int, stop: int) -> bytes:
         """Return a range; unlike ``cat_file`` this notices servers that send everything."""
@@ -171,12 +243,12 @@ class FsspecStore:
             return bytes(file.read(stop - start))
 
     def _append_same(
-        self, found: bytearray, name: str, version: str, start: int, stop: int
+        self, found: bytearray, path: str, version: str, start: int, stop: int
     ) -> None:
         """Append a range of one version of an object, which ``cat_file`` cannot ask S3 for."""
         from fsspec.asyn import sync
 
-        bucket, key, number = self.system.split_path(self._path(name))
+        bucket, key, number = self.system.split_path(path)
         asked = {"IfMatch": version, "Range": f"bytes={start + len(found)}-{stop - 1}"}
         asked |= {"VersionId": number} if number else {}
         answer = self.system.call_s3("get_object", Bucket=bucket, Key=key, **asked)
@@ -216,19 +288,8 @@ def system_of(url: str) -> tuple[Any, str]:
             hint=install_hint(scheme),
         ) from error
     except Exception as error:
-        raise failure(error, url, "", "reach") from error
+        raise _failure(error, url, "", "reach") from error
     return system, str(root).rstrip("/")
-
-
-def make_folder(system: Any, path: str) -> None:
-    """Make a folder where there are folders; an object store would make a bucket of its first part.
-
-    Args:
-        system: The fsspec file system.
-        path: The folder in it.
-    """
-    if not protocols(system) & BUCKETS:
-        system.makedirs(path, exist_ok=True)
 
 
 def protocols(system: Any) -> set[str]:
@@ -269,9 +330,47 @@ def store_errors(url: str, name: str, what: str, shown: str | None = None) -> It
     except CkptError:
         raise
     except Exception as error:
-        found = failure(error, url, name, what)
+        found = _failure(error, url, name, what)
         found.where = shown or found.where
         raise found from error
+
+
+def _failure(error: Exception, url: str, name: str, what: str) -> CkptError:
+    """Return the error for what went wrong at a place; see :func:`store_errors`."""
+    subject = f"`{name}`" if name else "it"
+    said = next(iter(str(error).strip().splitlines()), "")
+    where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
+    answer = getattr(error.__cause__, "response", None) or {}
+    if what == "read" and answer.get("Error", {}).get("Code") in REPLACED:
+        return ChangedError(where, name, "another file has taken its place")
+    status = getattr(error, "status", None)
+    missing = isinstance(error, FileNotFoundError) or status == 404
+    if missing and what == "write":
+        hint = f"a bucket is not made by itself: {NETWORK}"
+        return StorageError(f"cannot write {subject}", where=where, why=why, hint=hint)
+    if missing:
+        return SourceNotFoundError(f"{subject} is missing" if name else "not found", where=where)
+    if isinstance(error, ImportError):
+        hint = install_hint(scheme_of(url))
+        return UsageError("a package is missing", where=where, why=why, hint=hint)
+    denied = isinstance(error, PermissionError) or status in DENIED
+    denied = denied or "Credentials" in type(error).__name__
+    hint = CREDENTIALS if denied else NETWORK
+    return StorageError(f"cannot {what} {subject}", where=where, why=why, hint=hint)
+
+
+def _raise_other(error: OSError) -> None:
+    """Raise what was wrong if it was not found for another reason than that it is not there.
+
+    ``HTTPFileSystem`` says "not found" of whatever goes wrong.
+    """
+    cause = error.__cause__
+    if isinstance(cause, Exception) and getattr(cause, "status", None) not in (None, 404, 410):
+        raise cause
+    if type(cause).__module__.startswith("aiohttp.client_exceptions") and not hasattr(
+        cause, "status"
+    ):
+        raise cause  # type: ignore[misc]
 
 
 def _member(entry: Mapping[str, Any], folder: str) -> Stored | None:

@@ -24,6 +24,7 @@ from ckptctl.storage.remote import writing
 from ckptctl.storage.remote.destination import Asked
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.object_upload import ObjectDestination
+from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import HELD, NAME, Sent, Writing, parse
 
 MEMORY = fsspec.filesystem("memory")
@@ -89,7 +90,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 def _lock(url: str, names: tuple[str, ...] = ("a", "b")) -> RemoteLock:
-    return RemoteLock(url, fsspec.filesystem("store"), url.removeprefix("store:/"), NAME, names)
+    return RemoteLock(FsspecStore(url), NAME, names)
 
 
 def _said(url: str) -> Writing | None:
