@@ -61,7 +61,7 @@ def place(text: str) -> Path:
         typer.BadParameter: The text is empty, as of a variable of a script that was not set. Taken
             as a path it would be the working directory.
     """
-    from ckptctl.storage.remote.path import named
+    from ckptctl.storage.paths import named
 
     if not text:
         raise typer.BadParameter("it is empty; `.` is the working directory")
@@ -74,7 +74,7 @@ def output(text: str) -> Path:
     Raises:
         typer.BadParameter: The text is empty.
     """
-    from ckptctl.storage.remote.path import named
+    from ckptctl.storage.paths import named
 
     if not text:
         raise typer.BadParameter("it is empty; name a file")

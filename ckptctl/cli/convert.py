@@ -169,7 +169,7 @@ def carry_out(
         ranks: Those that carry it out.
     """
     from ckptctl.ops.conversion.convert import run_conversion
-    from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
+    from ckptctl.storage.remote.urls import HUB, scheme_of
 
     output.statement(plan.statement)
     for warning in plan.warnings:
@@ -178,14 +178,14 @@ def carry_out(
         output.note(note)
     if dry_run:
         print_plan(output, plan, dst, published)
-        if plan.nbytes > plan.free_bytes and not (plan.options.resume or is_url(dst)):
+        if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
             output.warning("there is not enough space for the output: it would be refused")
         together(ranks, lambda: _require_all(plan, dst))
         output.hint(f"run it with `{retyped(context)}`")
         return
     for reason, names in by_reason(plan.left_out):
         output.note(f"left out, {reason}: {in_short(names)}")
-    if is_url(dst) and scheme_of(str(dst)) == HUB:
+    if scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, yes)
     ending = "verifying" if plan.options.verify else "syncing"
     with (

@@ -20,8 +20,7 @@ from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, command
 from ckptctl.formats import checksums, foreign, plugins
 from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
-from ckptctl.storage.nearby import nearby
-from ckptctl.storage.remote.path import path_of
+from ckptctl.storage.paths import path_hint, source_path
 from ckptctl.storage.remote.writing import NAME, unfinished
 from ckptctl.storage.sources import identity_of, unreplaced
 from ckptctl.units import natural_key
@@ -141,7 +140,7 @@ def open_checkpoint(
     rules: Path | None = None,
     partial: bool = False,
     replicas: bool = False,
-    manifest: bool = True,
+    manifest: bool | None = True,
 ) -> Catalog:
     """Recognise *path* and read its index.
 
@@ -154,7 +153,8 @@ def open_checkpoint(
         rules: See :class:`ReadOptions`.
         partial: See :class:`ReadOptions`.
         replicas: See :class:`ReadOptions`.
-        manifest: Whether to take checksums from the manifest beside it.
+        manifest: Whether to take checksums from the manifest beside it; None: not if that takes a
+            request.
 
     Raises:
         UsageError: The format knows no such choice.
@@ -184,8 +184,8 @@ def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool) ->
             hint=f"`ckptctl formats {known.name}` shows what can be chosen",
         )
     found = known.read(path, asked)
-    if manifest:
-        found = checksums.attach(found)
+    if manifest is not False:
+        found = checksums.attach(found, needed=manifest is True)
     if problem:
         found = replace(found, findings=(of_error(problem, file=NAME), *found.findings))
     if found.findings:
@@ -284,9 +284,9 @@ def existing(path: str | Path) -> Path:
     """
     if not os.fspath(path):
         raise UsageError("the path is empty", hint="`.` is the working directory")
-    absolute = path_of(path).expanduser().absolute()
+    absolute = source_path(path).expanduser().absolute()
     if not absolute.exists():
         raise SourceNotFoundError(
-            "no such file or directory", where=str(path), hint=nearby(path_of(path))
+            "no such file or directory", where=str(path), hint=path_hint(source_path(path))
         )
     return absolute

@@ -11,7 +11,7 @@ from ckptctl.errors import CkptError
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 MANIFEST = "ckptctl.manifest.json"
 SCHEMA = "ckptctl.manifest/1"
@@ -19,19 +19,24 @@ Place = tuple[str, int]
 """File and first byte of a chunk."""
 
 
-def attach(catalog: Catalog) -> Catalog:
+def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
     """Return *catalog* with the checksums of the manifest beside it.
 
     A manifest that lists other names, dtypes or shapes (the weights were replaced by those of
     another model) is not used, and a note says so. Other values are found when they are read.
     Of a checkpoint that is not whole the tensors that are there have to agree.
 
+    Args:
+        catalog: The checkpoint.
+        needed: Whether they are worth a request.
+
     Raises:
         DamagedError: The manifest is not JSON.
     """
-    if not (path_at(catalog.root) / MANIFEST).is_file() or path_at(catalog.path).is_file():
-        return catalog
     with SourceFiles(catalog.root) as files:
+        wanted = needed or files.local
+        if not wanted or not (files.root / MANIFEST).is_file() or path_at(catalog.path).is_file():
+            return catalog
         described = _described(read_json(files, MANIFEST), str(files.root / MANIFEST))
     found = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
     said = {name: (dtype, shape) for name, (dtype, shape, _) in described.items()}

@@ -27,7 +27,7 @@ from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy
-from ckptctl.storage.remote.path import named
+from ckptctl.storage.paths import named
 
 
 class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]

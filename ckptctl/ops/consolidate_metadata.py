@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import ChangedError, FormatError, RefusedError, UsageError
+from ckptctl.errors import ChangedError, FormatError, RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item
@@ -24,8 +24,8 @@ from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.destinations import require_writable
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.paths import require_local
 from ckptctl.storage.publish import staging
-from ckptctl.storage.remote.urls import is_url, masked
 from ckptctl.storage.sync import write_file
 
 
@@ -125,12 +125,11 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
         DamagedError: A rank or a box is missing.
         UnsupportedError: Files contradict each other.
     """
-    if is_url(path):
-        raise UsageError(
-            "--metadata-only adds a file beside those of the ranks, which are not behind a URL",
-            where=masked(str(path)),
-            hint="`consolidate` without it writes a new checkpoint, anywhere",
-        )
+    require_local(
+        path,
+        "--metadata-only adds a file beside those of the ranks, which are not behind a URL",
+        hint="`consolidate` without it writes a new checkpoint, anywhere",
+    )
     source = formats.existing(path)
     _require_room(source)
     if FORMAT.sniff(source) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import formats
@@ -16,10 +17,31 @@ from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A place where an output may be made.
+
+    Attributes:
+        path: Absolute, or behind a URL.
+        upload: Whether files are uploaded to it, each as soon as it is complete: it is a URL.
+    """
+
+    path: Path
+    upload: bool = False
+
+    def free_bytes(self) -> int:
+        """Return the free bytes of the file system that is written to, be it on the way to a URL.
+
+        Raises:
+            StorageError: The system does not say.
+        """
+        return destinations.free_bytes(Path(tempfile.gettempdir()) if self.upload else self.path)
+
+
 def require_destination(
     source: Path, target: Path, overwrite: bool, is_checkpoint: Callable[[Path], bool]
-) -> Path:
-    """Return the absolute path of a destination where an output may be made.
+) -> Destination:
+    """Return a destination after checking that an output may be made there.
 
     Args:
         source: What is read.
@@ -49,28 +71,17 @@ def require_destination(
         raise RefusedError("the source lies inside the destination", where=str(target))
     destinations.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
     destinations.require_writable(found)
-    return found
+    return Destination(found)
 
 
-def _require_remote(source: Path, target: Path) -> Path:
+def _require_remote(source: Path, target: Path) -> Destination:
     """Return a destination behind a URL; what is there is looked at when the run begins."""
     same = source == target or source in target.parents or target in source.parents
     if same:
         raise RefusedError("source and destination lie in each other", where=str(target))
     if not target.name or len(target.parts) < 2:
         raise RefusedError("the destination needs a name of its own", where=str(target))
-    return target
-
-
-def free_bytes_at(path: Path) -> int:
-    """Return the free bytes of the file system that *path* is, or will be, on.
-
-    Of a URL it is that of the files on their way there.
-
-    Raises:
-        StorageError: The system does not say.
-    """
-    return destinations.free_bytes(Path(tempfile.gettempdir()) if is_url(path) else path)
+    return Destination(target, upload=True)
 
 
 def replaceable(path: Path) -> bool:

@@ -19,7 +19,7 @@ from ckptctl.planner.mapping.formulas import Range
 from ckptctl.planner.mapping.numbering import KeyNumbers
 from ckptctl.planner.mapping.routes import Route, route
 from ckptctl.planner.parallel.joining import possible_repeats
-from ckptctl.storage.nearby import nearby
+from ckptctl.storage.paths import path_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,9 @@ def _configuration(place: Path, family: Family) -> Mapping[str, Json]:
     file = named.name if named.is_file() else None
     root = named.parent if file else named
     if not root.is_dir():
-        raise SourceNotFoundError("no such file or directory", where=str(place), hint=nearby(named))
+        raise SourceNotFoundError(
+            "no such file or directory", where=str(place), hint=path_hint(named)
+        )
     found = documents(root) if file in (None, *DOCUMENTS) else {}
     if file:
         found = {name: one for name, one in found.items() if name == file}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog
 from ckptctl.errors import CkptError
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.files import SourceFiles
 
 MANY = 100
 """Leaves that are read from files of their own: those nearest to the root."""
@@ -28,12 +28,17 @@ def leaf_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[
     """
     blobs = [one for name, one in catalog.blobs.items() if names is None or name in names]
     read = {one.name: one for one in blobs if one.file is None}
-    if names is not None or not is_url(catalog.root):
+    if names is not None or _is_local(catalog):
         small = [one for one in blobs if one.file is not None and one.nbytes <= LARGE]
         small.sort(key=lambda one: len(one.path))
         read |= _read(catalog, small[: MANY if names is None else None])
     found = ((name, read[name].value) for name in catalog.blobs if name in read)
     return {name: repr(value) for name, value in found if _plain(value)}
+
+
+def _is_local(catalog: Catalog) -> bool:
+    with SourceFiles(catalog.root) as files:
+        return files.local
 
 
 def _read(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]:

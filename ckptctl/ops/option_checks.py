@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from ckptctl import dtypes
 from ckptctl.errors import UsageError
 from ckptctl.storage.destinations import require_path
-from ckptctl.storage.remote.path import named
+from ckptctl.storage.paths import named
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Weights

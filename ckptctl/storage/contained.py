@@ -6,7 +6,6 @@ import os
 from pathlib import Path, PureWindowsPath
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.storage.remote.urls import is_url
 
 
 class OutsideError(UnsupportedError):
@@ -40,7 +39,10 @@ def contained(name: str, where: str) -> str:
 def real_path(path: Path) -> Path:
     """Return *path* without links, up to a link that leads to itself; a URL has none.
 
-    ``Path.resolve`` raises ``RuntimeError`` where a link leads to itself, before Python 3.13: an
-    error that nobody expects of a file. Whoever opens what this returns gets the system's own.
+    ``Path.resolve`` raises ``RuntimeError`` there before Python 3.13: an error that nobody expects
+    of a file. Whoever opens what this returns gets the system's own.
     """
-    return path if is_url(path) else Path(os.path.realpath(path))
+    try:
+        return path.resolve()
+    except RuntimeError:
+        return Path(os.path.realpath(path))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.contained import real_path
-from ckptctl.storage.remote.urls import SCHEME, is_url, local_path, masked
+from ckptctl.storage.paths import require_local
+from ckptctl.storage.remote.urls import SCHEME, local_path
 
 Recognise = Callable[[Path], bool]
 """Whether a path is something that may be overwritten; see also :class:`Replaceable`."""
@@ -59,8 +60,7 @@ def require_path(path: str | os.PathLike[str]) -> None:
     Raises:
         UsageError: It is a URL, or has a folder with a scheme as its name that does not exist.
     """
-    if is_url(path):
-        raise UsageError("a URL is not taken here", where=masked(str(path)), hint="name a path")
+    require_local(path, "a URL is not taken here", hint="name a path")
     for folder in Path(local_path(path)).parents:
         if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
             raise UsageError(

@@ -1,4 +1,8 @@
-"""What to say of a path at which there is nothing."""
+"""Paths and URLs as users name them: here it is asked which of the two one is.
+
+What is behind a URL is a :class:`~ckptctl.storage.remote.path.RemotePath`, which answers what the
+paths of this machine do.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import re
 from itertools import islice
 from pathlib import Path
 
-from ckptctl.errors import listed, nearest
-from ckptctl.storage.remote.urls import HUB, PACKAGES, is_url
+from ckptctl.errors import CkptError, UsageError, listed, nearest
+from ckptctl.storage.remote.urls import HUB, PACKAGES, is_url, local_path, masked, scheme_of
 from ckptctl.units import natural_key
 
 LOOKED_AT = 1000
@@ -17,8 +21,96 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 """``ORG/NAME``."""
 
 
-def nearby(path: str | Path) -> str:
-    """Return what there is in the place of *path*, as a hint.
+def named(path: str | os.PathLike[str]) -> Path:
+    """Return the path that a user names, which may be a URL; nothing is looked at yet.
+
+    Raises:
+        UsageError: The URL names nothing, or what no path can say.
+    """
+    if not is_url(path):
+        return path if isinstance(path, Path) else Path(local_path(path))
+    from ckptctl.storage.remote import mounts
+    from ckptctl.storage.remote.path import RemotePath
+
+    return path if isinstance(path, RemotePath) else RemotePath(mounts.remember(os.fspath(path)))
+
+
+def source_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path that a user wants to be read, which may be a URL; that is looked at anew.
+
+    Raises:
+        SourceNotFoundError: There is nothing behind the URL.
+        UsageError: No file system for it is known or installed.
+        StorageError: The place cannot be reached, or does not let us look.
+    """
+    found = named(path)
+    if not is_url(found):
+        return found
+    from ckptctl.storage.remote import mounts
+    from ckptctl.storage.remote.path import RemotePath
+
+    is_known = found is path and mounts.place(str(found))[0]
+    return found if is_known else RemotePath(mounts.mount(str(found)))
+
+
+def path_at(text: str | os.PathLike[str]) -> Path:
+    """Return the path that a catalog or plan names; nothing is looked at."""
+    if not is_url(text):
+        return Path(text)
+    from ckptctl.storage.remote.path import RemotePath
+
+    return text if isinstance(text, RemotePath) else RemotePath(text)
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Return *path* as it was named, without what is secret in a URL."""
+    return str(named(path)) if is_url(path) else str(path)
+
+
+def is_known(path: str | os.PathLike[str]) -> bool:
+    """Return whether *path* is a path, or a URL of a kind that fsspec knows."""
+    if not is_url(path):
+        return True
+    import fsspec
+
+    return scheme_of(os.fspath(path)) in fsspec.available_protocols()
+
+
+def require_answers(path: Path) -> None:
+    """Prove that what is behind a URL has answered whenever it was asked.
+
+    Readers take a file that cannot be read for a damaged one, which is right on this machine only.
+
+    Raises:
+        StorageError: It has not: nothing that was found out since says what is there.
+    """
+    if is_url(path):
+        from ckptctl.storage.remote import mounts
+
+        mounted, _ = mounts.place(str(path))
+        if mounted is not None and mounted.failure is not None:
+            raise mounted.failure
+
+
+def require_local(
+    path: str | os.PathLike[str],
+    what: str,
+    *,
+    why: str | None = None,
+    hint: str | None = None,
+    error: type[CkptError] = UsageError,
+) -> None:
+    """Refuse a URL where only paths of this machine make sense.
+
+    Raises:
+        CkptError: *path* is one; an *error*, which says *what*, *why* and the *hint*.
+    """
+    if is_url(path):
+        raise error(what, where=masked(os.fspath(path)), why=why, hint=hint)
+
+
+def path_hint(path: str | Path) -> str:
+    """Return a hint on a path at which there is nothing: what there is in its place.
 
     Args:
         path: Something that does not exist, or is a file where a directory should be.

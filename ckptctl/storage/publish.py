@@ -27,7 +27,7 @@ from ckptctl.storage.destinations import (
     destination,
     staging_directory,
 )
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.paths import path_at
 from ckptctl.storage.sync import sync_directory
 from ckptctl.storage.termination import terminable
 
@@ -202,9 +202,9 @@ def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
     try:
         yield
     except RefusedError:
-        if target is not None and not is_url(target):
-            path = Path(target).expanduser()
-            if os.path.lexists(path):
+        if target is not None:
+            path = path_at(target).expanduser()
+            if os.path.lexists(path):  # which no URL does
                 _sweep(real_path(path.parent) / path.name)
         raise
 

@@ -12,7 +12,7 @@ from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, Storage
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 
 class Sources:

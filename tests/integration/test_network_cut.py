@@ -25,8 +25,8 @@ from ckptctl.errors import CkptError
 from ckptctl.ops.conversion import upload
 from ckptctl.ops.runs import listing as runs
 from ckptctl.ops.runs.newest import newest
+from ckptctl.storage.paths import source_path
 from ckptctl.storage.remote import mounts
-from ckptctl.storage.remote.path import path_of
 from tests import s3_server
 from tests.s3_server import Request, Server
 
@@ -111,8 +111,8 @@ def _is_complete_for_readers(url: str) -> list[bool]:
     mounts.drop(url.rpartition("/")[0])
     said = []
     run = (
-        lambda: str(newest(path_of(url.rpartition("/")[0])).chosen.entry.path) == url,
-        lambda: runs.read_run(path_of(url.rpartition("/")[0])).checkpoints[0].complete,
+        lambda: str(newest(source_path(url.rpartition("/")[0])).chosen.entry.path) == url,
+        lambda: runs.read_run(source_path(url.rpartition("/")[0])).checkpoints[0].complete,
     )
     for read in (
         lambda: not ckptctl.inspect(url).problems,

@@ -31,6 +31,7 @@ from ckptctl.ops.runs import listing as runs
 from ckptctl.ops.runs.newest import newest
 from ckptctl.storage.execution import upload_queue
 from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.paths import named
 from ckptctl.storage.remote import retries
 from ckptctl.storage.remote import store as remote_store
 from tests.contract.samples import SAMPLES
@@ -228,7 +229,7 @@ def test_runs(tmp_path: Path) -> None:
     for step in (9, 10):
         _uploaded(TINY, f"{tmp_path.name}/step-{step}")
     MEMORY.pipe_file(f"/{tmp_path.name}/step-11/.metadata", b"torn")
-    root = ckptctl.storage.remote.path.named(f"memory://{tmp_path.name}")
+    root = named(f"memory://{tmp_path.name}")
     found = runs.read_run(root)
     assert [one.entry.path.name for one in found.checkpoints] == ["step-9", "step-10", "step-11"]
     seen = newest(root)

@@ -20,8 +20,8 @@ import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, StorageError, UsageError
 from ckptctl.ops.runs import listing as runs
+from ckptctl.storage.paths import named
 from ckptctl.storage.remote import mounts, retries
-from ckptctl.storage.remote.path import named
 
 TINY = Path("tests/data/tiny-llama3-hf")
 FILE = "model.safetensors"

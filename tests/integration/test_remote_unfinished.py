@@ -16,7 +16,7 @@ from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.ops.runs import listing as runs
 from ckptctl.ops.runs.newest import newest
 from ckptctl.storage import processes
-from ckptctl.storage.remote.path import path_of
+from ckptctl.storage.paths import source_path
 from ckptctl.storage.remote.writing import NAME, Writing
 from tests.conftest import DATA
 
@@ -64,11 +64,11 @@ def test_one_that_is_being_written(root: str) -> None:
     url = _upload(root, "step-2", WRITING, INDEX)
     _require_not_read(url, "it is being written")
     assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
-    seen = newest(path_of(root))
+    seen = newest(source_path(root))
     assert seen.chosen.entry.path.name == "step-1"
     assert [one.state for one in seen.skipped] == ["writing"]
     assert "it is being written (by process 77" in seen.skipped[0].problem
-    listed = runs.read_run(path_of(root)).checkpoints
+    listed = runs.read_run(source_path(root)).checkpoints
     assert [one.complete for one in listed] == [True, False] and listed[1].format == "hf"
 
 
@@ -76,8 +76,8 @@ def test_one_that_was_interrupted(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
     _require_not_read(url, "its upload did not finish")
     with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
-        newest(path_of(root))
-    later = runs.read_run(path_of(root), now=time.time() + 10_000).checkpoints
+        newest(source_path(root))
+    later = runs.read_run(source_path(root), now=time.time() + 10_000).checkpoints
     assert [one.state for one in later] == ["incomplete"]
     MEMORY.rm_file(f"{_place(url)}/{NAME}")
     assert ckptctl.inspect(url).parameters == 127296
@@ -90,7 +90,7 @@ def test_shards_alone_are_not_unknown(root: str) -> None:
         ckptctl.inspect(url)
     with pytest.raises(DamagedError, match="it is being written"):
         ckptctl.verify(url)
-    assert runs.read_run(path_of(root)).checkpoints[0].state == "writing"
+    assert runs.read_run(source_path(root)).checkpoints[0].state == "writing"
 
 
 @pytest.mark.parametrize("said", [WRITING, replace(WRITING, names=(".metadata",)), b"", b"[]"])
@@ -103,7 +103,7 @@ def test_a_lock_that_was_left_beside_all_of_it(root: str) -> None:
     """The run was killed after the last file, or before it replaced the first."""
     url = _upload(root, "step-2", replace(WRITING, process=None))
     assert ckptctl.verify(url, level="full").findings == ()
-    assert newest(path_of(root)).chosen.complete
+    assert newest(source_path(root)).chosen.complete
 
 
 def test_silence(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from ckptctl.distributed.saving.rank_output import require_local
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
-from ckptctl.storage.remote.path import named
+from ckptctl.storage.paths import named
 
 __all__ = ["AsyncSaver", "Mode", "SaveKeywords", "WhenBusy"]
 

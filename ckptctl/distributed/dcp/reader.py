@@ -38,7 +38,7 @@ from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.remote.path import known
+from ckptctl.storage.paths import is_known
 
 _log = logging.getLogger("ckptctl")
 
@@ -221,7 +221,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this reader may read *checkpoint_id*."""
-        return known(checkpoint_id)
+        return is_known(checkpoint_id)
 
     def _open(self) -> Catalog:
         return self._options.open(os.fspath(self.checkpoint_id))

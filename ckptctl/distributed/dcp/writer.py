@@ -29,7 +29,7 @@ from ckptctl.distributed.saving.place import Place, place_at
 from ckptctl.distributed.saving.rank_local import RankFolder
 from ckptctl.errors import RefusedError, StorageError, listed
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.storage.remote.path import known, named
+from ckptctl.storage.paths import is_known, named
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
@@ -170,7 +170,7 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this writer can write to *checkpoint_id*."""
-        return known(checkpoint_id)
+        return is_known(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """Return what planners and metadata are told of this save."""

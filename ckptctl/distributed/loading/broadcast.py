@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,9 +20,10 @@ import torch.distributed as dist
 from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.group import Group, reaching
 from ckptctl.distributed.loading.targets import Place
+from ckptctl.errors import CkptError
 from ckptctl.ops.ranks.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.files import SourceFiles
 
 SLOW = 1 << 30
 SAMPLE = 1 << 20
@@ -68,17 +68,18 @@ def speed_of(catalog: Catalog) -> float:
     The fastest of several far from each other counts: a busy host can make any of them slow. What
     is behind a URL is taken to be slow: each byte should come over the network once.
     """
-    if is_url(catalog.root):
-        return 0.0
-    name = max(catalog.files, key=lambda one: catalog.files[one], default=None)
-    if name is None or catalog.files[name] < SAMPLES * SAMPLE:
-        return math.inf
-    step = catalog.files[name] // SAMPLES
-    try:
-        with Path(catalog.root, name).open("rb", buffering=0) as file:
-            return max(_timed(file.fileno(), number * step) for number in range(SAMPLES))
-    except OSError:
-        return math.inf
+    with SourceFiles(catalog.root) as files:
+        if not files.local:
+            return 0.0
+        name = max(catalog.files, key=lambda one: catalog.files[one], default=None)
+        if name is None or catalog.files[name] < SAMPLES * SAMPLE:
+            return math.inf
+        step = catalog.files[name] // SAMPLES
+        try:
+            with os.fdopen(files.descriptor(name), "rb", buffering=0) as file:
+                return max(_timed(file.fileno(), number * step) for number in range(SAMPLES))
+        except (OSError, CkptError):
+            return math.inf
 
 
 def _timed(descriptor: int, offset: int) -> float:

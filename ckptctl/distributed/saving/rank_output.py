@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import RefusedError
 from ckptctl.ops.saving.holdings import DIGEST, Chunk, Holding
 from ckptctl.planner.plan import Plan
+from ckptctl.storage import paths
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.remote.urls import is_url, masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +112,9 @@ def require_local(path: str | Path) -> None:
     Raises:
         RefusedError: It is one.
     """
-    if is_url(path):
-        raise RefusedError(
-            "a save without collectives cannot go to a URL",
-            where=masked(os.fspath(path)),
-            hint="save with collectives, or to a file system",
-        )
+    paths.require_local(
+        path,
+        "a save without collectives cannot go to a URL",
+        hint="save with collectives, or to a file system",
+        error=RefusedError,
+    )

@@ -17,7 +17,7 @@ from ckptctl.distributed.saving.rank_output import Held, require_local
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.storage.remote.path import named
+from ckptctl.storage.paths import named
 
 
 def save(

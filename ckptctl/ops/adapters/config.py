@@ -16,7 +16,7 @@ from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.adapters.expressions import check_expressions, matching
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.mapping.adapters import PREFIX, is_adapter, is_factor, module_of
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 REFUSED = {
     "lora_bias": "biases of B",

@@ -25,7 +25,7 @@ from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.errors_between import Errors
-from ckptctl.storage.remote.path import shown
+from ckptctl.storage.paths import shown
 
 __all__ = ["DiffOptions", "Weights", "diff"]
 

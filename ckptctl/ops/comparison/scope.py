@@ -13,7 +13,7 @@ from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.ops.conversion.unpacked import unpacked
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import Leaf, StateMapping, map_state
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 
 @dataclass(frozen=True, slots=True)

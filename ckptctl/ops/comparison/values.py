@@ -24,7 +24,7 @@ from ckptctl.storage.compare import row_major
 from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, parts
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 WINDOW = 1 << 20
 """Elements of a window."""

@@ -28,7 +28,7 @@ from ckptctl.planner.mapping.adapters import (
     scaled_biases,
 )
 from ckptctl.planner.plan import RawCopy
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 
 def beside(catalog: Catalog, assets: Assets) -> Assets:

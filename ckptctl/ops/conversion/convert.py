@@ -39,9 +39,8 @@ from ckptctl.storage.advance import Advance
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.out_of_range import require_in_range
+from ckptctl.storage.paths import named, path_at
 from ckptctl.storage.publish import Staging, staging
-from ckptctl.storage.remote.path import named, path_at
-from ckptctl.storage.remote.urls import is_url
 
 __all__ = [
     "ConversionOptions",
@@ -141,7 +140,7 @@ def run_conversion(
     options = plan.options
     _require_same(plan, ranks)
     together(ranks, lambda: proofs.require_equal(plan, ranks))
-    if is_url(plan.plan.target):
+    if plan.upload:
         return _run_upload(plan, progress, ranks, start)
     with sharing.staged(ranks, lambda: _staging(plan)) as stage:
         on_first(ranks, lambda: _require_room(plan, stage))

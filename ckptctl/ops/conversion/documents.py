@@ -23,8 +23,7 @@ from ckptctl.planner.configs.stated import Json, plain
 from ckptctl.planner.families.statements import spelled
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.plan import OutputFile, RawCopy
-from ckptctl.storage.nearby import nearby
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at, path_hint
 
 CONFIG, PARAMS = "config.json", "params.json"
 NO_CONFIG = (
@@ -108,7 +107,7 @@ def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
             "no such directory",
             where=str(root),
             why=f"--assets names a folder with {CONFIG} or {PARAMS}",
-            hint=nearby(root),
+            hint=path_hint(root),
         )
     found = beside(root)
     if not found.assets and not found.documents:

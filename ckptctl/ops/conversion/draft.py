@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog
@@ -34,7 +33,7 @@ from ckptctl.ops.conversion.reference import reference, require_same_keys
 from ckptctl.ops.conversion.strings import same_data, strings
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
-from ckptctl.ops.destinations import free_bytes_at
+from ckptctl.ops.destinations import Destination
 from ckptctl.ops.located import located
 from ckptctl.ops.recognition.doubts import require_one_model, root_hint
 from ckptctl.ops.recognition.lacking import lacks
@@ -60,7 +59,7 @@ class Draft:
         known: What it was recognised as.
         options: What is asked for.
         target: The format to write.
-        destination: Absolute path of the output.
+        destination: Where the output goes.
         assets: Configuration and side files.
         missing: What of the source is not whole.
     """
@@ -71,7 +70,7 @@ class Draft:
         known: Recognition,
         options: ConversionOptions,
         target: WritableFormat,
-        destination: Path,
+        destination: Destination,
         assets: Assets,
         missing: Missing | None = None,
     ) -> None:
@@ -112,7 +111,7 @@ class Draft:
         beside = self._papers(change, tensors)
         _require_apart(output, beside)
         single_file = self.target.single_file
-        laid = LaidOut(read, tensors, output, beside, self.destination, single_file, said.kept)
+        laid = LaidOut(read, tensors, output, beside, self.destination.path, single_file, said.kept)
         return self._finished(laid, change, equal)
 
     def _change(self, selection: Selection) -> Change:
@@ -185,7 +184,8 @@ class Draft:
             left_out=self.left_out,
             notes=tuple(dict.fromkeys(self.notes)),
             warnings=tuple(self.warnings),
-            free_bytes=free_bytes_at(self.destination),
+            free_bytes=self.destination.free_bytes(),
+            upload=self.destination.upload,
             missing=self.missing,
             not_carried=self.assets.not_carried(self.target),
         )
@@ -336,7 +336,7 @@ class Draft:
         self, tensors: tuple[OutputTensor, ...], blobs: list[Blob], divide: Divide | None
     ) -> OutputRequest:
         request = OutputRequest(
-            name=self.destination.name,
+            name=self.destination.path.name,
             tensors=tensors,
             blobs=blobs,
             max_shard_size=self.options.max_shard_size,

@@ -38,6 +38,7 @@ class ConversionPlan:
         left_out: Other leaves that do not travel, and why.
         notes: What the user should know.
         free_bytes: Free space where the output will be.
+        upload: Whether its files are uploaded one by one: the destination is a URL.
         missing: What would be written if it were whole: tensors, other leaves, and files of which
             nothing tells what they hold; and why it is not there.
         not_carried: What lies beside the weights and does not travel, and why.
@@ -56,6 +57,7 @@ class ConversionPlan:
     left_out: Mapping[str, str]
     notes: tuple[str, ...]
     free_bytes: int
+    upload: bool = False
     missing: Mapping[str, str] = field(default_factory=dict)
     not_carried: Mapping[str, str] = field(default_factory=dict)
     replicated: Catalog | None = None

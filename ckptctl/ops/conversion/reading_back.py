@@ -11,8 +11,8 @@ from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.paths import path_at
 from ckptctl.storage.ranges import crc_of
-from ckptctl.storage.remote.path import path_at
 
 WINDOW = 4 << 20
 """Bytes that are compared at a time."""

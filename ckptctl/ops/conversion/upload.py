@@ -25,11 +25,11 @@ from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.upload_queue import KEPT, WAITING, UploadQueue
+from ckptctl.storage.paths import source_path
 from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.destination import INDEXES, Asked, Destination, open_destination
-from ckptctl.storage.remote.path import path_of
 from ckptctl.storage.remote.store import system_of
-from ckptctl.storage.remote.urls import HUB, is_url, masked, scheme_of
+from ckptctl.storage.remote.urls import HUB, masked, scheme_of
 from ckptctl.storage.termination import terminable
 
 PREFIX = "ckptctl-upload-"
@@ -83,7 +83,7 @@ def upload(
         single=single,
         overwrite=overwrite,
         resume=options.resume,
-        is_checkpoint=lambda: replaceable(path_of(plan.target)),
+        is_checkpoint=lambda: replaceable(source_path(plan.target)),
     )
     _require_apart(plan)
     with terminable(), scratch_directory() as root:
@@ -131,18 +131,18 @@ def _require_apart(plan: Plan) -> None:
     if ".." in plan.target.split("/"):
         raise UsageError("a destination behind a URL has no `..`", where=masked(plan.target))
     system, target = system_of(mounts.secret_of(plan.target))
-    for root, name in _read(plan):
+    read = {plan.source_root: set(plan.sources)}
+    for root, name in plan.inputs:
+        read.setdefault(root, set()).add(name)
+    for root, names in read.items():
+        if scheme_of(root) in ("", HUB):
+            continue
         other, folder = system_of(mounts.secret_of(root))
-        if other == system and f"{folder}/{name}/".startswith(f"{target}/"):
+        inside = (f"{folder}/{name}/".startswith(f"{target}/") for name in names)
+        if other == system and any(inside):
             raise RefusedError(
                 "the source lies inside the destination", where=masked(plan.target), why=root
             )
-
-
-def _read(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the URL of every folder that is read from, and of each file there its name."""
-    places = [*((plan.source_root, name) for name in plan.sources), *plan.inputs]
-    return ((root, name) for root, name in places if is_url(root) and scheme_of(root) != HUB)
 
 
 def _last(plan: Plan) -> list[str]:

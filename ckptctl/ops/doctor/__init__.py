@@ -12,8 +12,7 @@ from pathlib import Path
 from ckptctl.errors import SourceNotFoundError
 from ckptctl.ops.doctor.check import Check
 from ckptctl.storage.destinations import require_path
-from ckptctl.storage.nearby import nearby
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.paths import path_hint
 
 
 def doctor(directory: Path) -> tuple[Check, ...]:
@@ -26,12 +25,10 @@ def doctor(directory: Path) -> tuple[Check, ...]:
         SourceNotFoundError: It is no directory.
         UsageError: It is a URL.
     """
-    if is_url(directory):
-        require_path(directory)
+    require_path(directory)
     place = directory.expanduser().absolute()
     if not place.is_dir():
-        require_path(directory)
-        raise SourceNotFoundError("no such directory", where=str(directory), hint=nearby(place))
+        raise SourceNotFoundError("no such directory", where=str(directory), hint=path_hint(place))
     return tuple(_checks(place))
 
 

@@ -34,7 +34,7 @@ from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.recognition.selection import select
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
-from ckptctl.storage.remote.path import shown
+from ckptctl.storage.paths import shown
 
 __all__ = ["ExtractOptions", "Extraction", "extract"]
 FEW = 8
@@ -75,7 +75,7 @@ def extract(
     reading = _reading(mapping, taken)
     if output is None:
         return _shown(shown(path), reading, taken)
-    target = require_destination(source, output, options.overwrite, OVERWRITABLE)
+    target = require_destination(source, output, options.overwrite, OVERWRITABLE).path
     said = _strings(catalog, taken, target)
     plan = plan_file(reading, taken, target, said.kept)
     done = write_file(plan, target, options)

@@ -14,7 +14,7 @@ from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.numbers import Number, numbers, shown
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 EDGE = 3
 """Values at each end of the last two dimensions; one at each end of others."""

@@ -30,8 +30,7 @@ from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.recognition.quantised import quantised, understood
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.storage.remote.path import path_at, require_answers, shown
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
 from ckptctl.units import natural
 
@@ -74,7 +73,7 @@ def inspect(
         DamagedError: Its index cannot be read.
         StorageError: What is behind a URL did not answer.
     """
-    # Checksums are not shown: behind a URL they are not worth a request.
+    # Checksums are not shown, so they are not worth a request.
     read = partial(
         formats.open_checkpoint,
         path,
@@ -83,7 +82,7 @@ def inspect(
         weights=weights,
         tag=tag,
         rules=rules,
-        manifest=not is_url(path),
+        manifest=None,
     )
     try:
         catalog = _readable(read)

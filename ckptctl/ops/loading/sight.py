@@ -18,7 +18,6 @@ from ckptctl.errors import RefusedError
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.saving.holdings import digest
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.urls import is_url
 
 SAMPLES = 16
 SAMPLE = 256
@@ -88,8 +87,8 @@ def _content(catalog: Catalog) -> bytes:
     ]
     values = [(name, one.file, one.offset) for name, one in sorted(catalog.blobs.items())]
     found = hashlib.blake2b(digest((tensors, values)), digest_size=16)
-    if not is_url(catalog.root):
-        with SourceFiles(catalog.root) as files:
+    with SourceFiles(catalog.root) as files:
+        if files.local:
             for name, offset, nbytes in _samples(catalog, files):
                 found.update(files.read(name, offset, nbytes))
     return found.digest()

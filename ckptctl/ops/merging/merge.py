@@ -18,7 +18,7 @@ from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.merging.tensors import Merging
 from ckptctl.storage.advance import Advance
-from ckptctl.storage.remote.path import named
+from ckptctl.storage.paths import named
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def written(output: Path | None, sources: Sequence[str | Path], overwrite: bool)
         return
     target = output
     for source in sources:
-        target = require_destination(formats.existing(source), output, overwrite, PAGE)
+        target = require_destination(formats.existing(source), output, overwrite, PAGE).path
     with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
 
         def write(found: Report) -> None:

@@ -21,7 +21,7 @@ from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.verify import examine
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.storage.remote.path import shown
+from ckptctl.storage.paths import shown
 from ckptctl.units import natural
 
 if TYPE_CHECKING:

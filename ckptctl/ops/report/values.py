@@ -12,7 +12,7 @@ from ckptctl.ops.verification.items import resolved
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import root_of
 from ckptctl.ops.watch import Watch
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 if TYPE_CHECKING:
     from ckptctl.storage.statistics import Statistics

@@ -17,7 +17,7 @@ from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.storage.contained import real_path
-from ckptctl.storage.nearby import nearby
+from ckptctl.storage.paths import path_hint
 from ckptctl.storage.remote.writing import NAME as LOCK
 
 ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR, LOCK})
@@ -93,7 +93,7 @@ def entries(root: Path) -> list[Entry]:
         FormatError: There is nothing of that kind.
     """
     if not root.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(root), hint=nearby(root))
+        raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
     found = [one for item in root.iterdir() if (one := entry_at(item))]
     if not found:
         raise _no_run(root)

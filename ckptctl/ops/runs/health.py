@@ -16,7 +16,7 @@ from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
 from ckptctl.storage.contained import real_path
-from ckptctl.storage.remote.path import require_answers
+from ckptctl.storage.paths import require_answers
 from ckptctl.storage.remote.writing import unfinished
 
 BUILT_IN_RULES = Path("megatron-core")

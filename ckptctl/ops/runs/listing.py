@@ -24,7 +24,7 @@ from ckptctl.ops.runs.protections import Protected, RunView, protect
 from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, ordered
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.remote.path import path_of, shown
+from ckptctl.storage.paths import shown, source_path
 
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
@@ -135,7 +135,7 @@ def read_run(
         SourceNotFoundError: There is no such directory.
         FormatError: No entry is named as checkpoints of a run are.
     """
-    now, root = clock.time() if now is None else now, path_of(root)
+    now, root = clock.time() if now is None else now, source_path(root)
     found = [one for one in entries(root) if series in (None, one.named.series)]
     company = Company(found)
     examined = [company.compared(examine(one, now)) for one in found]
@@ -240,7 +240,7 @@ def _has(folder: Path, name: str) -> bool:
 
 def run_at(path: str | Path) -> Run | None:
     """Return the run that *path* is; None: it is a checkpoint, or none is named as in a run."""
-    root = path_of(path)
+    root = source_path(path)
     return read_run(root) if is_run(root) and not formats.sniff(root) else None
 
 

@@ -16,7 +16,7 @@ from ckptctl.ops.runs.notes import RunRecord, run_record, stated_step
 from ckptctl.ops.runs.protections import left_in
 from ckptctl.planner.branches import went_on_unsaved
 from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier
-from ckptctl.storage.remote.path import path_of
+from ckptctl.storage.paths import source_path
 
 LIGHTNING = ".ckpt"
 
@@ -56,7 +56,7 @@ def newest(root: Path, now: float | None = None, series: str | None = None) -> N
         UnsupportedError: A newer one is not understood: it may be whole.
         FormatError: No entry is named as checkpoints of a run are.
     """
-    now, root = clock.time() if now is None else now, path_of(root)
+    now, root = clock.time() if now is None else now, source_path(root)
     skipped: list[Checkpoint] = []
     found: list[Checkpoint] = []
     there = [one for one in entries(root) if series in (None, one.named.series)]

@@ -24,8 +24,7 @@ from ckptctl.ops.runs.protections import points_inside, unclear
 from ckptctl.planner.retention import Best, Candidate, Policy, disorder
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.mounts import mounted_in
-from ckptctl.storage.nearby import nearby
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.paths import path_hint, require_local
 from ckptctl.storage.two_phase_delete import TRASH
 
 ENDS = {"min": True, "max": False}
@@ -82,20 +81,19 @@ def require_root(root: Path, *, force: bool = False) -> Path:
         RefusedError: It is a link, ``/``, the home directory or above it, a checkpoint; or a file
             is where what is removed goes.
     """
-    if is_url(root):
-        raise RefusedError(
-            "checkpoints behind a URL are not removed",
-            where=str(root),
-            why="there is no lock and no trash there: a removal that fails half-way stays so",
-            hint="object stores have rules for old objects; "
-            f"{command('ls', root)} says what is there",
-        )
+    require_local(
+        root,
+        "checkpoints behind a URL are not removed",
+        why="there is no lock and no trash there: a removal that fails half-way stays so",
+        hint=f"object stores have rules for old objects; {command('ls', root)} says what is there",
+        error=RefusedError,
+    )
     if root.is_symlink():
         raise RefusedError(
             "this is a symbolic link", where=str(root), hint=f"name `{real_path(root)}` itself"
         )
     if not root.is_dir():
-        raise SourceNotFoundError("no such directory", where=str(root), hint=nearby(root))
+        raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
     real = real_path(root)
     if any(real_path(home).is_relative_to(real) for home in _homes()):
         raise RefusedError("this folder is not one of checkpoints", where=str(real))

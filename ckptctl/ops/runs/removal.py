@@ -29,7 +29,7 @@ from ckptctl.ops.runs.refusals import (
     with_known_metrics,
 )
 from ckptctl.planner.retention import Action, Decision, Policy, decide
-from ckptctl.storage.remote.path import named
+from ckptctl.storage.paths import named
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete, deleting, leftovers, tidy
 
 if TYPE_CHECKING:

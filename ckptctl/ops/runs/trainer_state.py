@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import IO
 
-from ckptctl.errors import CkptError, UnsupportedError
+from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.urls import is_url
 
 NAME = "trainer_state.json"
 BEST = "best_model_checkpoint"
@@ -63,14 +61,12 @@ def trainer_state(folder: Path) -> TrainerState:
     """Return what the state in *folder* says; nothing where there is none."""
     path = folder / NAME
     try:
-        if is_url(folder):
-            return _remote(folder) if path.is_file() else TrainerState()
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return TrainerState()
         with SourceFiles(folder) as files:
             files.path(NAME)
-        return _local(path, FileIdentity.of(status))
+        return _read(path, FileIdentity.of(status))
     except (FileNotFoundError, NotADirectoryError):
         gone = path.is_symlink()
         return TrainerState(True, problem="it is a link to nothing") if gone else TrainerState()
@@ -82,21 +78,8 @@ def trainer_state(folder: Path) -> TrainerState:
         return error.state
 
 
-def _remote(folder: Path) -> TrainerState:
-    with SourceFiles(folder) as files:
-        size = files.size(NAME)
-        if size > MAX_VALUE:
-            raise UnsupportedError(f"a state has more than {MAX_VALUE:,} bytes")
-        data = files.read(NAME, 0, size)
-    return _read(lambda: TextIOWrapper(BytesIO(data), encoding="utf-8-sig"))
-
-
 @lru_cache(maxsize=1024)
-def _local(path: Path, _: FileIdentity) -> TrainerState:
-    return _read(lambda: path.open(encoding="utf-8-sig"))
-
-
-def _read(opened: Callable[[], IO[str]]) -> TrainerState:
+def _read(path: Path, _: FileIdentity) -> TrainerState:
     """Read a state; twice, where its log comes before the step that is looked for in it.
 
     Raises:
@@ -104,9 +87,9 @@ def _read(opened: Callable[[], IO[str]]) -> TrainerState:
     """
     said: dict[str, object] = {}
     try:
-        again, rated = _pass(opened, said)
+        again, rated = _pass(path, said)
         if again:
-            _, rated = _pass(opened, said)
+            _, rated = _pass(path, said)
         return TrainerState(bool(said), _best(said), rated)
     except OSError as error:
         problem, damaged = str(error.strerror or error), False
@@ -120,13 +103,11 @@ def _best(said: Mapping[str, object]) -> str:
     return best if isinstance(best, str) else ""
 
 
-def _pass(
-    opened: Callable[[], IO[str]], said: dict[str, object]
-) -> tuple[bool, Mapping[str, object]]:
+def _pass(path: Path, said: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
     """Read the whole text once.
 
     Args:
-        opened: Opens it.
+        path: The state.
         said: What is known of the best checkpoint and the step; gets every key that is met.
 
     Returns:
@@ -134,7 +115,7 @@ def _pass(
     """
     log_was_first, seen = False, set()
     rated: dict[str, object] = {}
-    with opened() as file:
+    with path.open(encoding="utf-8-sig") as file:
         text = _Text(file)
         for key in text.members():
             if key in seen:

@@ -9,7 +9,7 @@ from ckptctl.catalog import Blob, Catalog, Extent, Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.result import of_error
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.storage.zips.reader import MAX_PICKLE
 

@@ -14,7 +14,7 @@ from ckptctl.ops.ranks.sharing import portion
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import Readable, equal
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 WHAT = "replicas hold different values"
 

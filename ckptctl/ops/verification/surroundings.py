@@ -11,7 +11,7 @@ from ckptctl.errors import CkptError
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.ops.verification.hub_downloads import unfinished
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.remote.path import path_at
+from ckptctl.storage.paths import path_at
 
 OWNED = (".distcp", ".safetensors")
 LEFTOVER = re.compile(

@@ -21,8 +21,7 @@ from ckptctl.ops.verification.result import LEVELS, Verification, of_error, unsa
 from ckptctl.ops.verification.structure import root_of, structure
 from ckptctl.ops.verification.surroundings import surroundings
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.storage.remote.path import path_at, require_answers, shown
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.paths import path_at, require_answers, require_local, shown
 from ckptctl.storage.sources import require_unreplaced
 
 UNUSED = f"{MANIFEST} describes other tensors"
@@ -109,8 +108,8 @@ def examine(
 
 def _begun(path: str | Path, options: VerifyOptions) -> _State:
     _require_sense(options)
-    if options.manifest and is_url(path):
-        raise UsageError("--manifest adds a file, which nothing does behind a URL")
+    if options.manifest:
+        require_local(path, "--manifest adds a file, which nothing does behind a URL")
     state = _opened(formats.existing(path), options)
     if options.manifest:
         from ckptctl.ops.verification import digest_lists

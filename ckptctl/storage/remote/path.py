@@ -12,77 +12,14 @@ import os
 import stat
 from collections.abc import Generator
 from fnmatch import fnmatchcase
-from pathlib import Path, PosixPath
+from pathlib import PosixPath
 from typing import IO, Any, Self
 
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.store import Stored
-from ckptctl.storage.remote.urls import is_url, local_path, scheme_of
 
 READ_ONLY = 0o444
-
-
-def named(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a user names, which may be a URL; nothing is looked at yet.
-
-    Raises:
-        UsageError: The URL names nothing, or what no path can say.
-    """
-    if isinstance(path, RemotePath):
-        return path
-    if is_url(path):
-        return RemotePath(mounts.remember(os.fspath(path)))
-    return path if isinstance(path, Path) else Path(local_path(path))
-
-
-def shown(path: str | os.PathLike[str]) -> str:
-    """Return *path* as it was named, without what is secret in a URL."""
-    return str(named(path)) if is_url(path) else str(path)
-
-
-def known(path: str | os.PathLike[str]) -> bool:
-    """Return whether *path* is a path, or a URL of a kind that fsspec knows."""
-    if not is_url(path):
-        return True
-    import fsspec
-
-    return scheme_of(os.fspath(path)) in fsspec.available_protocols()
-
-
-def path_of(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a user means, which may be a URL; a place is looked at anew.
-
-    Raises:
-        SourceNotFoundError: There is nothing behind the URL.
-        UsageError: No file system for it is known or installed.
-        StorageError: The place cannot be reached, or does not let us look.
-    """
-    found = named(path)
-    if not isinstance(found, RemotePath) or (found is path and mounts.place(str(found))[0]):
-        return found
-    return RemotePath(mounts.mount(str(found)))
-
-
-def path_at(text: str | os.PathLike[str]) -> Path:
-    """Return the path that a catalog or plan names; nothing is looked at."""
-    if isinstance(text, Path):
-        return text
-    return RemotePath(text) if is_url(text) else Path(text)
-
-
-def require_answers(path: Path) -> None:
-    """Prove that what is behind a URL has answered whenever it was asked.
-
-    Readers take a file that cannot be read for a damaged one, which is right on this machine only.
-
-    Raises:
-        StorageError: It has not: nothing that was found out since says what is there.
-    """
-    if isinstance(path, RemotePath):
-        mounted, _ = mounts.place(str(path))
-        if mounted is not None and mounted.failure is not None:
-            raise mounted.failure
 
 
 class RemotePath(PosixPath):

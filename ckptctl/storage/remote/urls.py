@@ -111,8 +111,9 @@ def tidy(url: str) -> str:
 
 
 def scheme_of(url: str) -> str:
-    """Return what stands before ``://``, in lower case, less what it is chained to."""
-    return url.partition("://")[0].rpartition("::")[2].lower()
+    """Return what stands before ``://``, in lower case, less what it is chained to; or nothing."""
+    found = SCHEME.match(url)
+    return found[0].removesuffix("://").rpartition("::")[2].lower() if found else ""
 
 
 def masked(url: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import RefusedError
-from ckptctl.ops.destinations import free_bytes_at, replaceable, require_destination
+from ckptctl.ops.destinations import Destination, replaceable, require_destination
 from ckptctl.storage import destinations
 
 
@@ -17,7 +17,7 @@ def test_free_space_is_counted_in_one_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(destinations, "free_bytes", lambda _: 41)
-    assert free_bytes_at(tmp_path) == 41
+    assert Destination(tmp_path).free_bytes() == 41
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_source_and_destination_lie_apart(tmp_path: Path, target: str, what: str
     with pytest.raises(RefusedError, match=what):
         require_destination(folder / "in", wanted, True, replaceable)
     found = require_destination(folder / "in", folder / "out", False, replaceable)
-    assert found == folder.resolve() / "out"
+    assert found.path == folder.resolve() / "out"
 
 
 FOREIGN = (

@@ -4,25 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.storage.nearby import nearby
+from ckptctl.storage.paths import path_hint
 
 
 def test_what_there_is_instead(tmp_path: Path) -> None:
-    assert nearby(tmp_path / "x") == f"`{tmp_path}` holds nothing"
+    assert path_hint(tmp_path / "x") == f"`{tmp_path}` holds nothing"
     for name in ("step-1000", "step-2000", "step-10000", "logs", ".hidden"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").touch()
-    assert nearby(tmp_path / "stpe-2000") == f"did you mean `{tmp_path / 'step-2000'}`?"
-    assert nearby(tmp_path / "lgos" / "deeper") == f"did you mean `{tmp_path / 'logs'}`?"
-    assert nearby(tmp_path / "q") == f"`{tmp_path}` holds `file`, `logs`, `step-1000` and 2 more"
-    assert nearby(tmp_path / "file") == f"`{tmp_path / 'file'}` is a file"
-    assert nearby(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"
+    assert path_hint(tmp_path / "stpe-2000") == f"did you mean `{tmp_path / 'step-2000'}`?"
+    assert path_hint(tmp_path / "lgos" / "deeper") == f"did you mean `{tmp_path / 'logs'}`?"
+    assert path_hint(tmp_path / "q") == f"`{tmp_path}` holds `file`, `logs`, `step-1000` and 2 more"
+    assert path_hint(tmp_path / "file") == f"`{tmp_path / 'file'}` is a file"
+    assert path_hint(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"
 
 
 def test_a_repository_without_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hub = "a repository of the Hub is written `hf://meta-llama/Llama-3.1-8B`"
-    assert nearby("meta-llama/Llama-3.1-8B") == hub
-    assert "holds" in nearby("meta-llama/Llama/3.1") and "holds" in nearby("Llama-3.1-8B")
+    assert path_hint("meta-llama/Llama-3.1-8B") == hub
+    assert "holds" in path_hint("meta-llama/Llama/3.1") and "holds" in path_hint("Llama-3.1-8B")
     (tmp_path / "meta-llama").mkdir()
-    assert "holds" in nearby("meta-llama/Llama-3.1-8B")
+    assert "holds" in path_hint("meta-llama/Llama-3.1-8B")

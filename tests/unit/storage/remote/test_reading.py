@@ -20,11 +20,12 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.paths import named, path_at, source_path
 from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.blocks import BLOCK, MOST, Blocks
 from ckptctl.storage.remote.hub import parse
 from ckptctl.storage.remote.mounts import Mount
-from ckptctl.storage.remote.path import RemotePath, named, path_at, path_of
+from ckptctl.storage.remote.path import RemotePath
 from ckptctl.storage.remote.store import FsspecStore, Stored
 from ckptctl.storage.remote.urls import hide, is_url, local_path, masked
 
@@ -72,7 +73,7 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
     (tmp_path / "a:b/x.json").write_text("{}")
     with SourceFiles(tmp_path / "a:b") as files:
         assert files.local and files.read("x.json", 0, 2) == b"{}"
-    assert path_of(tmp_path / "a:b").is_dir()
+    assert source_path(tmp_path / "a:b").is_dir()
     for scheme in ("file", "FILE", "local"):
         assert local_path(f"{scheme}://{tmp_path}") == str(tmp_path)
 
@@ -104,7 +105,7 @@ def test_no_secret_is_shown(url: str, shown: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_scheme_in_capitals(url: str) -> None:
     loud = url.replace("memory", "MEMory")
-    assert is_url(loud) and str(named(loud)) == str(path_of(loud)) == url
+    assert is_url(loud) and str(named(loud)) == str(source_path(loud)) == url
     with SourceFiles(loud) as files:
         assert files.size("a.bin") == 1024
     assert FsspecStore(loud).members("") and parse("HF://o/n") == parse("hf://o/n")
@@ -254,7 +255,7 @@ def test_what_names_no_repository(text: str) -> None:
 @pytest.mark.parametrize("text", ["nosuch://x/y", "simplecache::memory://x"])
 def test_what_no_file_system_is_for(text: str) -> None:
     with pytest.raises(UsageError if is_url(text) else SourceNotFoundError):
-        path = path_of(text)
+        path = source_path(text)
         if not path.exists():
             raise SourceNotFoundError("not a URL")
 
@@ -276,7 +277,7 @@ def test_no_part_of_a_url_is_empty(text: str) -> None:
     with pytest.raises(UsageError, match="nothing between two"):
         named(text)
     with pytest.raises(UsageError, match="nothing between two"):
-        path_of(text)
+        source_path(text)
 
 
 def test_slashes_that_are_not_empty_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,14 +285,14 @@ def test_slashes_that_are_not_empty_parts(monkeypatch: pytest.MonkeyPatch) -> No
     for text in ("s3://b/q", "s3://b/q/", "s3://b/q///", "https://h/x//?a//b", "s3://k:a//b@b/q"):
         assert "//" not in str(named(text)).partition("://")[2]
     with pytest.raises(UsageError, match="chained"):
-        path_of("zip://a.zip::s3://bucket/x")
+        source_path("zip://a.zip::s3://bucket/x")
 
 
 @pytest.mark.parametrize(
     "text", ["s3://", "hf://", "S3:///", "memory://", "http://u:p@", "gs:////"]
 )
 def test_what_names_nothing(text: str) -> None:
-    for call in (named, path_of):
+    for call in (named, source_path):
         with pytest.raises(UsageError, match="nothing is named") as caught:
             call(text)
         assert caught.value.where == masked(text)
@@ -313,7 +314,7 @@ def test_what_names_nothing(text: str) -> None:
 )
 def test_local_urls(text: str, expected: str) -> None:
     assert local_path(text) == expected
-    assert named(text) == path_of(text) == Path(expected)
+    assert named(text) == source_path(text) == Path(expected)
     odd = Path(os.fsdecode(b"/tmp/\xff %20"))
     assert local_path(odd.as_uri()) == local_path(f"file://{odd.parent}/\udcff %2520") == str(odd)
 
@@ -331,14 +332,14 @@ def test_local_urls(text: str, expected: str) -> None:
     ],
 )
 def test_what_is_no_local_path(text: str, said: str) -> None:
-    for call in (local_path, named, path_of):
+    for call in (local_path, named, source_path):
         with pytest.raises(UsageError, match=said) as caught:
             call(text)
         assert "pw" not in f"{caught.value.to_json()}"
 
 
 def test_a_tree(url: str) -> None:
-    path = path_of(url)
+    path = source_path(url)
     assert path.is_dir() and not path.is_file() and path.exists()
     assert sorted(item.name for item in path.iterdir()) == ["a.bin", "empty", "sub"]
     assert [item.name for item in path.glob("*.bin")] == ["a.bin"]
@@ -356,7 +357,7 @@ def test_a_tree(url: str) -> None:
 
 
 def test_a_file_and_what_lies_beside_it(url: str) -> None:
-    path = path_of(f"{url}/a.bin")
+    path = source_path(f"{url}/a.bin")
     assert path.is_file() and path.stat().st_size == 1024
     assert (path.parent / "empty").is_file()
     assert sorted(item.name for item in path.parent.iterdir()) == ["a.bin", "empty", "sub"]
@@ -364,11 +365,11 @@ def test_a_file_and_what_lies_beside_it(url: str) -> None:
 
 def test_nothing_there(url: str) -> None:
     with pytest.raises(SourceNotFoundError, match="nothing"):
-        path_of(f"{url}/nothing")
+        source_path(f"{url}/nothing")
 
 
 def test_a_name_cannot_leave(url: str) -> None:
-    with SourceFiles(path_of(f"{url}/sub")) as files, pytest.raises(UnsupportedError):
+    with SourceFiles(source_path(f"{url}/sub")) as files, pytest.raises(UnsupportedError):
         files.read("../a.bin", 0, 4)
 
 
@@ -377,7 +378,7 @@ def test_a_name_cannot_leave(url: str) -> None:
 
 def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
     """There is nothing on the disk that could be taken for data: not a file, not zeros."""
-    path = path_of(url) / "a.bin"
+    path = source_path(url) / "a.bin"
     for text in (path, str(path), os.fspath(path)):
         with pytest.raises(FileNotFoundError):
             os.open(text, os.O_RDONLY)
@@ -399,7 +400,7 @@ def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
 
 
 def test_reads(url: str) -> None:
-    path_of(url)
+    source_path(url)
     content = bytes(range(256)) * 4
     with SourceFiles(url) as files:
         assert not files.local and files.root == path_at(url)
@@ -459,12 +460,14 @@ def test_a_place_that_sends_everything(url: str) -> None:
 
 
 def test_a_changed_file_is_another_one(url: str) -> None:
-    path_of(url)
+    source_path(url)
     with SourceFiles(url) as files:
         before = files.identity("a.bin")
         assert files.identity("a.bin") == before
         time.sleep(0.01)
-        MEMORY.pipe_file(f"{path_of(url).as_posix().removeprefix('memory:/')}/a.bin", b"x" * 1024)
+        MEMORY.pipe_file(
+            f"{source_path(url).as_posix().removeprefix('memory:/')}/a.bin", b"x" * 1024
+        )
         files.forget()
         assert files.identity("a.bin") != before
         assert files.read("a.bin", 0, 4) == b"xxxx"
