@@ -168,7 +168,7 @@ def open_checkpoint(
         return replace(_read(path, format, asked, manifest), opened=opened)
 
 
-def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool) -> Catalog:
+def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | None) -> Catalog:
     inside = None if format or sniff(path) else only_inside(path)
     problem = unfinished(path)
     if problem and not asked.partial:

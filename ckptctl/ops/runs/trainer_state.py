@@ -89,7 +89,7 @@ def _read(path: Path, _: FileIdentity) -> TrainerState:
     try:
         again, rated = _pass(path, said)
         if again:
-            _, rated = _pass(path, said)
+            rated = _pass(path, said)[1]
         return TrainerState(bool(said), _best(said), rated)
     except OSError as error:
         problem, damaged = str(error.strerror or error), False

@@ -100,7 +100,8 @@ def examine(
 
         state.findings += lacking(state.catalog, options.model_type)
     require_answers(state.path)
-    together(ranks, lambda: require_unreplaced(state.catalog and state.catalog.opened))
+    opened = state.catalog.opened if state.catalog else None
+    together(ranks, lambda: require_unreplaced(opened))
     if options.manifest:
         _add_list(state, options.jobs, progress, ranks)
     return _result(shown(path), state, options, time.monotonic() - start), state.catalog
