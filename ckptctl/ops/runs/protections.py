@@ -4,7 +4,7 @@ Each protection is a function that claims checkpoints of a run, with a reason. W
 *stays*, and counts for the rules of ``prune`` as before; or it is *left alone*: it stays and does
 not count. What the rules themselves keep stands in :mod:`ckptctl.planner.retention`.
 
-A pointer of which nobody knows what it names protects all: see :func:`unclear`.
+A pointer of which nobody knows what it names protects all: see :func:`require_pointers`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.megatron.files import POINTER as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.ops.runs.entries import Entry, entry_at
+from ckptctl.ops.runs.health import health
 from ckptctl.ops.runs.names import is_last, parse
-from ckptctl.ops.runs.notes import LAST, noted, run_record
+from ckptctl.ops.runs.notes import LAST, Noted, noted, run_record
 from ckptctl.ops.runs.references import (
     alike,
     decoded,
@@ -33,7 +34,7 @@ from ckptctl.ops.runs.references import (
     understood,
 )
 from ckptctl.ops.runs.trainer_state import NAME as TRAINER
-from ckptctl.ops.runs.trainer_state import trainer_state
+from ckptctl.ops.runs.trainer_state import TrainerState, trainer_state
 from ckptctl.planner.branches import Lineage, left_behind
 from ckptctl.planner.retention import NOT_UNDERSTOOD, State
 
@@ -45,6 +46,8 @@ POINTERS = {
 }
 """Files in a run that name one of its checkpoints, and whose trainers open that one next."""
 MAX_TEXT = 1 << 16
+SHOWN = 80
+"""How many characters of a pointer are shown."""
 AT_WORK_WITH = "the run that is at work"
 
 
@@ -257,63 +260,54 @@ def _series(name: str) -> str:
 # --- what nobody understands -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Unclear:
-    """A pointer of which nobody knows what it names.
-
-    Attributes:
-        path: The file.
-        why: What keeps it from being read; empty: it can be.
-        text: What it says, which is not understood.
-        damaged: Whether it is its content that keeps it from being read.
-    """
-
-    path: Path
-    why: str = ""
-    text: str = ""
-    damaged: bool = False
-
-
-def unclear(root: Path, torn: Callable[[Path], bool]) -> Unclear | None:
-    """Return a pointer that is there and does not tell what it names; None: there is none.
+def require_pointers(root: Path) -> None:
+    """Refuse a run of which a pointer cannot be read, or not be understood.
 
     What a torn checkpoint calls the best counts only while it can be read: training does not go on
     from it.
 
-    Args:
-        root: The run.
-        torn: Returns whether a checkpoint is torn.
+    Raises:
+        RefusedError: Nobody knows what it names.
     """
     items = sorted(item for item in root.iterdir() if parse(item.name) or is_last(item.name))
     members = [item for item in items if not item.is_symlink()]
-    names = [item.name for item in members]
-    pointers = (_unclear_pointer(root, file, names) for file in POINTERS)
-    best = (_unclear_best(path, torn) for path in members)
-    return next((one for one in (*pointers, _unclear_state(root), *best) if one), None)
+    for file in POINTERS:
+        _require_pointer(root, file, [item.name for item in members])
+    _require_read(root / TRAINER, trainer_state(root))
+    for path in members:
+        note, state = noted(path), trainer_state(path)
+        torn = (note.problem or state.problem) and health(path).verdict == "torn"
+        if not torn or (is_last(path.name) and not note.damaged):
+            _require_read(path, note)
+        if not torn:
+            _require_read(path / TRAINER, state)
 
 
-def _unclear_pointer(root: Path, file: str, names: Sequence[str]) -> Unclear | None:
+def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
     try:
         text, whole = _text(root, file)
     except (CkptError, OSError) as error:
-        return Unclear(root / file, str(error))
+        _require_read(root / file, Noted(problem=str(error)))
+        return
     known = mentioned(text, names, alike(root, names)) or understood(text, root)
-    return None if whole and (not text or known) else Unclear(root / file, text=text)
+    if not whole or (text and not known):
+        raise RefusedError(
+            "a pointer cannot be understood",
+            where=str(root / file),
+            why=f"it says {text[:SHOWN]!r}: the checkpoint that it means might be removed",
+            hint="write the name of a checkpoint into it, or move it away",
+        )
 
 
-def _unclear_state(folder: Path) -> Unclear | None:
-    state = trainer_state(folder)
-    path = folder / TRAINER
-    return Unclear(path, state.problem, damaged=state.damaged) if state.problem else None
-
-
-def _unclear_best(path: Path, torn: Callable[[Path], bool]) -> Unclear | None:
-    """Return what notes the best one in a checkpoint and cannot be read."""
-    note = noted(path)
-    if note.problem and ((is_last(path.name) and not note.damaged) or not torn(path)):
-        return Unclear(path, note.problem, damaged=note.damaged)
-    state = _unclear_state(path)
-    return state if state and not torn(path) else None
+def _require_read(path: Path, found: Noted | TrainerState) -> None:
+    damaged = "put back a copy of it, or move the checkpoint that it lies in out of the run"
+    if found.problem:
+        raise RefusedError(
+            "a pointer cannot be read",
+            where=str(path),
+            why=f"{found.problem}: the checkpoint that it names might be removed",
+            hint=damaged if found.damaged else "run it as somebody who may read it",
+        )
 
 
 def points_inside(root: Path) -> bool:

@@ -18,9 +18,8 @@ from ckptctl.errors import (
     nearest,
 )
 from ckptctl.ops.runs.entries import entry_at, is_run
-from ckptctl.ops.runs.health import health
 from ckptctl.ops.runs.listing import Checkpoint, rfc3339
-from ckptctl.ops.runs.protections import points_inside, unclear
+from ckptctl.ops.runs.protections import points_inside
 from ckptctl.planner.retention import Best, Candidate, Policy, disorder
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.mounts import mounted_in
@@ -29,8 +28,6 @@ from ckptctl.storage.two_phase_delete import TRASH
 
 ENDS = {"min": True, "max": False}
 LOW, HIGH = ("loss",), ("accuracy",)
-TEXT = 80
-"""How many characters of a pointer are shown."""
 
 
 def parse_best(text: str) -> Best:
@@ -137,30 +134,6 @@ def _homes() -> list[Path]:
 def _is_checkpoint(root: Path) -> bool:
     """Return whether *root* is one, other than by a pointer to an entry of it."""
     return bool(formats.sniff(root)) and not points_inside(root)
-
-
-def require_pointers(root: Path) -> None:
-    """Refuse a run of which a pointer cannot be read, or not be understood.
-
-    Raises:
-        RefusedError: Nobody knows what it names.
-    """
-    found = unclear(root, lambda path: health(path).verdict == "torn")
-    if found and not found.why:
-        raise RefusedError(
-            "a pointer cannot be understood",
-            where=str(found.path),
-            why=f"it says {found.text[:TEXT]!r}: the checkpoint that it means might be removed",
-            hint="write the name of a checkpoint into it, or move it away",
-        )
-    if found:
-        damaged = "put back a copy of it, or move the checkpoint that it lies in out of the run"
-        raise RefusedError(
-            "a pointer cannot be read",
-            where=str(found.path),
-            why=f"{found.why}: the checkpoint that it names might be removed",
-            hint=damaged if found.damaged else "run it as somebody who may read it",
-        )
 
 
 def require_order(checkpoints: Sequence[Checkpoint]) -> None:

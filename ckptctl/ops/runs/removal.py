@@ -18,11 +18,10 @@ from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import health
 from ckptctl.ops.runs.listing import AT_WORK, Checkpoint, Run, read_run, view_of
-from ckptctl.ops.runs.protections import Protected, protect
+from ckptctl.ops.runs.protections import Protected, protect, require_pointers
 from ckptctl.ops.runs.refusals import (
     require_match,
     require_order,
-    require_pointers,
     require_policy,
     require_removable,
     require_root,
