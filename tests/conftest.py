@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,25 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Start no workers for a part of the tests: that takes them longer than most parts."""
+    return None if _asks_for_all(config) else 0
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say how long it will take."""
+    if hasattr(config, "workerinput") or not _asks_for_all(config):
+        return None
+    return (
+        "all tests: about 5 minutes on two cores; `pytest tests/unit/planner`, say, a few seconds"
+    )
+
+
+def _asks_for_all(config: pytest.Config) -> bool:
+    return all(Path(name).resolve() in (DATA.parent, DATA.parents[1]) for name in config.args)
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """Return ``tests/data``, described in its README."""
@@ -26,3 +47,13 @@ def data() -> Path:
 def tiny_llama3_hf(data: Path) -> Path:
     """Return the sharded Llama 3.1 folder that transformers wrote; read only."""
     return data / "tiny-llama3-hf"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def command_trees() -> Iterator[None]:
+    """Let Typer's runner make the commands of an app once: that takes longer than running most."""
+    from typer.main import get_command
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", cache(get_command))
+        yield

@@ -25,6 +25,8 @@ from tests.contract.samples import SAMPLES, expected
 
 KINDS = ("missing", "cut", "flip", "swapped", "copied", "surplus", "stale")
 FINE = ("refused", "harmless", "no checksum")
+ONE_OF_EACH = {sample.format: name for name, sample in reversed(SAMPLES.items())}
+"""For each format the first sample; the slow test damages all of them."""
 
 
 class Exempt(NamedTuple):
@@ -149,7 +151,7 @@ def check(name: str, scratch: Path, thorough: bool) -> None:
     assert used == set(known), "some exceptions are none any more: take them out of the list"
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_damage_is_never_a_silently_wrong_result(tmp_path: Path, name: str) -> None:
     """The last file of each kind: cut, flipped, swapped, of another save, or not there."""
     check(name, tmp_path / "scratch", thorough=False)

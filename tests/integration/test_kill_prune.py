@@ -25,7 +25,8 @@ from tests.integration.test_kill import MEMORY, Bomb, forked
 from tests.runs import START, age, save_step
 
 SCENARIOS = {"remove": 1, "thin": 7, "files": 5}
-"""How many system calls lie between two points."""
+"""How many system calls lie between two points; many times as many in the quick test."""
+QUICK = 5
 SAVED = Path(__file__).parents[1] / "data" / "wrappers" / "lightning_fsdp1" / "ckpt"
 NAMES = [f"epoch=0-step={step}.ckpt" for step in (1, 2, 3)]
 
@@ -91,9 +92,9 @@ def check_files(path: Path, before: list[tuple[str, bytes]]) -> None:
     assert "model.safetensors.index.json" in (path / "SHA256SUMS").read_text()
 
 
-def at_every_call(scenario: str) -> int:
+def at_every_call(scenario: str, stride: int) -> int:
     changed, points = False, 0
-    for point in range(1, 20_000, SCENARIOS[scenario]):
+    for point in range(1, 20_000, stride):
         with tempfile.TemporaryDirectory(dir=MEMORY) as name:
             root = Path(name)
             prepared(root, scenario)
@@ -113,19 +114,21 @@ def at_every_call(scenario: str) -> int:
     raise AssertionError("it never ended")
 
 
+@pytest.mark.parametrize("times", [QUICK, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_killed_run_leaves_whole_checkpoints(scenario: str) -> None:
+def test_a_killed_run_leaves_whole_checkpoints(scenario: str, times: int) -> None:
+    stride = str(SCENARIOS[scenario] * times)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.test_kill_prune", scenario],
+        [sys.executable, "-m", "tests.integration.test_kill_prune", scenario, stride],
         capture_output=True,
         text=True,
         timeout=240,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 9
+    assert int(done.stdout) * times > 9
 
 
 if __name__ == "__main__":
     assert "torch" not in sys.modules
-    print(at_every_call(sys.argv[1]))
+    print(at_every_call(sys.argv[1], int(sys.argv[2])))
