@@ -21,7 +21,7 @@ from ckptctl.errors import (
     UsageError,
     listed,
 )
-from ckptctl.formats.shared.value_bytes import value_bytes
+from ckptctl.formats.shared.unknown_classes import value_bytes
 from ckptctl.ops.loading.leftovers import held_as, kept_apart
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.files import SourceFiles

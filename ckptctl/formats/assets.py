@@ -171,7 +171,7 @@ def kind_of(name: str) -> str | None:
     return next(found, None)
 
 
-def is_housekeeping(name: str) -> bool:
+def _is_housekeeping(name: str) -> bool:
     """Return whether a file of this name is about a checkpoint's files, or is no one's work."""
     return name in _DESCRIBING or name.startswith(_HOUSEKEEPING)
 
@@ -229,7 +229,7 @@ def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tu
     """Yield all that is no housekeeping by its name, what is in folders of known kinds, too."""
     opened = {*modules, *(glob.partition("/")[0] for globs in KINDS.values() for glob in globs)}
     for name, item in items.items():
-        if is_housekeeping(name):
+        if _is_housekeeping(name):
             continue
         if not item.is_dir():
             yield name, item

@@ -23,10 +23,8 @@ from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.dcp.metadata import METADATA, TABLE, Leaf, leaves_of
 from ckptctl.formats.dcp.partial import usable
-from ckptctl.formats.shared.faults import UNUSABLE
-from ckptctl.formats.shared.findings import of_error
-from ckptctl.formats.shared.inert_fields import attributes
-from ckptctl.formats.shared.malformed import malformed
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.malformed import attributes, malformed
 from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Table, loads

@@ -20,11 +20,9 @@ from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp.metadata import METADATA, Decoded, decode, metadata_name
 from ckptctl.formats.dcp.partial import usable
-from ckptctl.formats.dcp.union import Union
-from ckptctl.formats.dcp.values import Values
-from ckptctl.formats.shared.faults import UNUSABLE
-from ckptctl.formats.shared.findings import of_error
-from ckptctl.formats.shared.own_values import kept_apart
+from ckptctl.formats.dcp.union import Union, Values
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.structure import kept_apart
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import ahead
@@ -189,12 +187,7 @@ def rank_files(path: Path) -> list[str]:
 
 
 def _ranks(files: SourceFiles) -> list[int]:
-    """Return the numbers of the ranks, 0 to the last.
-
-    Raises:
-        DamagedError: One is missing.
-        FormatError: There are none.
-    """
+    """Return the numbers of the ranks, 0 to the last."""
     path = files.root
     ranks = _numbers(path, _RANK)
     if not ranks:

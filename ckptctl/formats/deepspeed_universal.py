@@ -17,7 +17,7 @@ from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, tag_folder, tags
 from ckptctl.storage.files import SourceFiles
 
 
-def evidence(folder: Path) -> str | None:
+def _evidence(folder: Path) -> str | None:
     """Return what tells that *folder* is a universal checkpoint, or None."""
     if not (folder / ZERO).is_dir() or not folder.is_dir():
         return None
@@ -54,21 +54,20 @@ class DeepSpeedUniversalFormat(Format):
         """
         if not path.is_dir() or hf.FORMAT.sniff(path) or deepspeed.FORMAT.sniff(path):
             return None
-        here = evidence(path)
-        if here is None and (path / LATEST_UNIVERSAL).is_file() and tags(path, evidence):
+        here = _evidence(path)
+        if here is None and (path / LATEST_UNIVERSAL).is_file() and tags(path, _evidence):
             here = f"`{LATEST_UNIVERSAL}`"
         return Sniff(here) if here else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.deepspeed.assembly import catalog_of
+        from ckptctl.formats.deepspeed.reader import catalog_of
         from ckptctl.formats.deepspeed.replicas import Replicas, of_models
-        from ckptctl.formats.deepspeed.universal import UniversalSave
-        from ckptctl.formats.deepspeed.universal_optimizer import surroundings
+        from ckptctl.formats.deepspeed.universal import UniversalSave, surroundings
 
         if not path.is_dir():
             raise FormatError("this is a file", where=str(path), why="expected the whole folder")
-        folder = tag_folder(path, asked.tag, LATEST_UNIVERSAL, evidence)
+        folder = tag_folder(path, asked.tag, LATEST_UNIVERSAL, _evidence)
         with SourceFiles(path) as files:
             save = UniversalSave.of(files, f"{folder}/" if folder else "", asked.partial)
             model = save.weights(asked)

@@ -21,8 +21,7 @@ from ckptctl.errors import CoverageError, DamagedError, FormatError, Unsupported
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
-from ckptctl.formats.shared.faults import UNUSABLE
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads, read_json
@@ -208,12 +207,7 @@ def _shards(path: Path) -> dict[str, re.Match[str]]:
 
 
 def _ranks(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
-    """Return the number of the last rank.
-
-    Raises:
-        DamagedError: The files are of different saves.
-        FormatError: There are none.
-    """
+    """Return the number of the last rank."""
     if not shards:
         raise FormatError(
             "there are no shards of single ranks here",
@@ -232,11 +226,7 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
 def _gaps(
     path: Path, shards: Mapping[str, re.Match[str]], ranks: int, partial: bool
 ) -> Iterator[Finding]:
-    """Yield that files of ranks are missing, where a part was asked for.
-
-    Raises:
-        DamagedError: They are, and the whole was asked for; or their numbers are impossible.
-    """
+    """Yield that files of ranks are missing, where a part was asked for."""
     files = int(next(iter(shards.values()))[3])
     missing = _missing(shards, ranks, files)
     if missing or len(shards) != ranks * files:
@@ -340,15 +330,7 @@ def _unlisted(
     known: Sequence[Finding],
     following: str,
 ) -> Iterator[Finding]:
-    """Yield what the index lists and no shard that can be used has.
-
-    Args:
-        error: That there is such.
-        path: The directory.
-        tensors: What the shards have.
-        known: What is wrong with others; it may lie in those.
-        following: The shard that is missing if all others can be used.
-    """
+    """Yield what the index lists and no shard that can be used has."""
     file = next((one.file for one in known if one.file), following)
     if not known:
         yield of_error(error, path, file=file)

@@ -23,7 +23,7 @@ from ckptctl.formats.base import (
     Sniff,
     WritableFormat,
 )
-from ckptctl.formats.mistral.params import is_mistral
+from ckptctl.formats.mistral import is_mistral
 from ckptctl.formats.shared.rank_files import in_order, lay_out
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead

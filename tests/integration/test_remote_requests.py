@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 import ckptctl
-from ckptctl.formats.hf import proof
+from ckptctl.formats.hf import files
 from ckptctl.storage import read_ahead
 from ckptctl.storage.remote import blocks
 from tests import hub_server
@@ -119,7 +119,7 @@ def test_shards_that_are_damaged_prove_nothing(hub: Hub, tmp_path: Path) -> None
 def test_nothing_is_tried_where_no_digest_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "_candidates", None)
+    monkeypatch.setattr(files, "_candidates", None)
     assert ckptctl.inspect(TINY).parameters == 127296
 
 

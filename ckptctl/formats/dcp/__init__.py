@@ -166,8 +166,8 @@ def catalog_of(
         path=str(path),
         format=name,
         files=sizes,
-        tensors={key: entry_of(leaf) for key, leaf in leaves.items() if leaf.dtype},
-        blobs={key: blob_of(leaf) for key, leaf in leaves.items() if not leaf.dtype},
+        tensors={key: _entry_of(leaf) for key, leaf in leaves.items() if leaf.dtype},
+        blobs={key: _blob_of(leaf) for key, leaf in leaves.items() if not leaf.dtype},
         assets=around.assets,
         others=around.others,
         documents=around.documents,
@@ -272,7 +272,7 @@ def _data_files(
     return sizes
 
 
-def entry_of(leaf: Leaf) -> TensorEntry:
+def _entry_of(leaf: Leaf) -> TensorEntry:
     """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
     if leaf.dtype not in dtypes.BY_NAME:
         why = f"the dtype `{leaf.dtype}` is not read"
@@ -287,7 +287,7 @@ def entry_of(leaf: Leaf) -> TensorEntry:
     )
 
 
-def blob_of(leaf: Leaf) -> Blob:
+def _blob_of(leaf: Leaf) -> Blob:
     """Return another leaf of the metadata as a catalog has it."""
     item = leaf.items[0][1]
     return Blob(leaf.name, leaf.path, item.file, item.offset, item.nbytes)

@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.formats.shared.faults import UNUSABLE
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.storage.files import SourceFiles

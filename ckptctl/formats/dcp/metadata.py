@@ -167,11 +167,7 @@ def decode(raw: bytes, where: str) -> Decoded:
 
 
 def origin_of(root: object) -> Origin:
-    """Return which save wrote a pickle that was read already: torch has a field for its id.
-
-    Args:
-        root: The pickle.
-    """
+    """Return which save wrote a pickle that was read already: torch has a field for its id."""
     metadata = _fields(root)
     save_id = _fields(metadata.get("storage_meta")).get("save_id")
     own = metadata.get(OWN)
@@ -232,10 +228,6 @@ def _leaves(metadata: Mapping[str, object], where: str, scanner: Scanner) -> dic
 def refuse_twins(leaves: Mapping[str, Leaf], where: str) -> None:
     """Refuse names that stand for one and the same key path.
 
-    Args:
-        leaves: By name.
-        where: What lists them, for the error.
-
     Raises:
         UnsupportedError: There are such.
     """
@@ -293,11 +285,7 @@ def _chunks(
 
 
 def _add_scanned(stored: dict[str, _Items], scanner: Scanner, target: object, where: str) -> None:
-    """Add the storage that was not read opcode by opcode.
-
-    Raises:
-        UnsupportedError: Something is there twice, or belongs elsewhere.
-    """
+    """Add the storage that was not read opcode by opcode."""
     if scanner.stored and (scanner.repeated or scanner.target is not target):
         raise UnsupportedError("the storage of a chunk is there twice", where=where)
     checked = {file: contained(file, where) for file in scanner.files}

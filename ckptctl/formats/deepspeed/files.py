@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import absent
-from ckptctl.formats.shared.faults import Faults
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.units import natural
 
@@ -78,7 +78,7 @@ def saved_name(name: str) -> str | None:
     return name if _RANK.fullmatch(name) or _SHARED.fullmatch(name) else None
 
 
-def model_names(folder: Path) -> list[str]:
+def _model_names(folder: Path) -> list[str]:
     """Return the files of model states directly in *folder*, in natural order."""
     names = (item.name for item in folder.iterdir() if item.name.endswith("_model_states.pt"))
     return natural([name for name in names if saved_name(name)])
@@ -95,7 +95,7 @@ def model_files(root: Path, folder: str, faults: Faults | None = None) -> tuple[
     Raises:
         DamagedError: Ranks are missing.
     """
-    names = model_names(root / folder)
+    names = _model_names(root / folder)
     found = [match for name in names if (match := _RANK.fullmatch(name)) and not int(match[2])]
     if not found or len(found) < len(names):
         return tuple(f"{folder}/{name}" if folder else name for name in names)

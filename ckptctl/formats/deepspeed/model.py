@@ -12,7 +12,7 @@ from ckptctl.errors import UnsupportedError
 from ckptctl.formats.deepspeed.partitions import Part, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save
-from ckptctl.formats.shared.faults import Faults
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.torch_file import Contents, contents_of, extent_of
 from ckptctl.storage.zips.reader import StoredTensor
 

@@ -11,16 +11,71 @@ from pathlib import Path
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import UnsupportedError, listed
-from ckptctl.formats.deepspeed.partitions import Segment, Strip, extents
-from ckptctl.formats.deepspeed.stage0 import NUMBERED, named_optimizer
+from ckptctl.formats.deepspeed.partitions import Segment, Shapes, Strip, extents
 from ckptctl.formats.deepspeed.states import OptimState
 from ckptctl.formats.deepspeed.trainer import OPTIMIZER, add_other_ranks, other_steps, rest_of
 from ckptctl.formats.deepspeed.zero import Save, strips_of
-from ckptctl.formats.shared.leaves import Leaves, stored_entry
 from ckptctl.formats.shared.structure import join
+from ckptctl.formats.torch_file import Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.zips.reader import StoredTensor
+
+INNER = "optimizer_state_dict"
+NUMBERED = (
+    "the optimizer's states have numbers: neither `param_names` nor `param_shapes` says which "
+    "parameters they belong to"
+)
+
+
+def _named_optimizer(
+    optimizer: Mapping[str, object], groups: Sequence[Shapes] | None, module: Mapping[str, object]
+) -> dict[str, object] | None:
+    """Return the optimizer with names in place of numbers; None where nothing says them."""
+    inner = optimizer.get(INNER, optimizer)
+    state = inner.get("state") if isinstance(inner, dict) else None
+    settings = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(inner, dict) or not isinstance(state, dict) or not isinstance(settings, list):
+        return None
+    names = dict(_names(settings, groups))
+    numbers = [g.get("params") if isinstance(g, dict) else None for g in settings]
+    count = sum(len(held) for held in numbers if isinstance(held, list))
+    if None in numbers or not count == len(names) == len(set(names.values())):
+        return None
+    if not state.keys() <= names.keys():
+        return None
+    if not all(_fits(state[number], module.get(names[number])) for number in state):
+        return None
+    rest = {key: value for key, value in {**optimizer, **inner}.items() if key != INNER}
+    return {
+        **rest,
+        "state": {names[number]: value for number, value in state.items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in settings
+        ],
+    }
+
+
+def _names(
+    settings: Sequence[object], groups: Sequence[Shapes] | None
+) -> Iterator[tuple[object, str]]:
+    """Yield number and name of every parameter that has both."""
+    known = groups if groups is not None and len(groups) == len(settings) else [{}] * len(settings)
+    for group, shapes in zip(settings, known, strict=True):
+        numbers = group.get("params") if isinstance(group, dict) else None
+        said = group.get("param_names") if isinstance(group, dict) else None
+        names = said if isinstance(said, list) else [*shapes]
+        if isinstance(numbers, list) and len(numbers) == len(names):
+            pairs = zip(numbers, names, strict=True)
+            yield from ((n, name) for n, name in pairs if type(n) is int and isinstance(name, str))
+
+
+def _fits(state: object, parameter: object) -> bool:
+    """Whether moments have the shape of the parameter; counters have none."""
+    if not isinstance(state, dict) or not isinstance(parameter, StoredTensor):
+        return False
+    moments = (v for k, v in state.items() if isinstance(v, StoredTensor) and k != "step")
+    return all(not value.shape or value.shape == parameter.shape for value in moments)
 
 
 def surroundings(save: Save, files: SourceFiles) -> Leaves:
@@ -34,7 +89,7 @@ def surroundings(save: Save, files: SourceFiles) -> Leaves:
     rest = rest_of(model)
     optimizer = rest.get(OPTIMIZER)
     if isinstance(optimizer, dict) and not save.optims:
-        named = named_optimizer(optimizer, model.groups, model.module)
+        named = _named_optimizer(optimizer, model.groups, model.module)
         found.notes += [] if named else [NUMBERED]
         rest[OPTIMIZER] = named or optimizer
     found.add(rest, (), model.file, str(root / model.file))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import UsageError
+from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.assembly import catalog_of
-from ckptctl.formats.deepspeed.files import evidence, rank_files
+from ckptctl.formats.deepspeed.files import SCRIPTS, evidence, rank_files
 from ckptctl.formats.deepspeed.model import as_saved, master, optimised, without_partitions
 from ckptctl.formats.deepspeed.optimizer import surroundings
 from ckptctl.formats.deepspeed.replicas import Replicas, of_counters, of_models
 from ckptctl.formats.deepspeed.zero import Save, read_save
-from ckptctl.formats.shared.faults import Faults
+from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.tags import LATEST, tag_folder
-from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents
+from ckptctl.formats.shared.unknown_classes import unknown_notes
+from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves
 from ckptctl.storage.files import SourceFiles
 
 
@@ -89,3 +90,54 @@ def _weights(save: Save, root: Path, asked: ReadOptions, faults: Faults) -> Cont
             hint="`--weights module`",
         )
     return as_saved(save.model)
+
+
+def catalog_of(
+    path: Path,
+    name: str,
+    *,
+    folder: str,
+    files: Mapping[str, int],
+    model: Contents,
+    others: Leaves,
+    usable: tuple[Mapping[str, TensorEntry], Lost],
+    replicas: Replicas,
+    notes: Iterable[str],
+    findings: Iterable[Finding],
+) -> Catalog:
+    """Return the catalog.
+
+    Args:
+        path: The checkpoint: the folder of one save, or the one above it.
+        name: The format's.
+        folder: What in *path* is read, and not left behind.
+        files: The files that were read, with their sizes.
+        model: The model.
+        others: Everything outside it.
+        usable: The tensors of both, and the boxes of them that are in no usable file.
+        replicas: What other ranks have of them.
+        notes: What a reader should know first.
+        findings: What is wrong.
+    """
+    tensors, lost = usable
+    around = beside(path, {folder, *files, *SCRIPTS})
+    return Catalog(
+        root=str(path),
+        path=str(path),
+        format=name,
+        files=files,
+        tensors={**tensors, **replicas.apart},
+        blobs={**model.blobs, **others.blobs},
+        assets=around.assets,
+        others=around.others,
+        documents=around.documents,
+        notes=(
+            *notes,
+            *others.notes,
+            *unknown_notes(others.blobs.values()),
+            *replicas.notes(),
+        ),
+        replicas=replicas.listed(),
+        findings=tuple(findings),
+        lost=lost,
+    )

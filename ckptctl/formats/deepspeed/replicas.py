@@ -16,9 +16,8 @@ from ckptctl.formats.deepspeed.model import ROOT
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.trainer import OPTIMIZER
 from ckptctl.formats.deepspeed.zero import Save
-from ckptctl.formats.shared.leaves import stored_entry
-from ckptctl.formats.shared.own_values import below_rank, kept_apart
-from ckptctl.formats.torch_file import extent_of
+from ckptctl.formats.shared.structure import below_rank, kept_apart
+from ckptctl.formats.torch_file import extent_of, stored_entry
 from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.reader import StoredTensor

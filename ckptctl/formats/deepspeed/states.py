@@ -13,23 +13,139 @@ from pathlib import PurePosixPath
 from typing import cast
 
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.deepspeed.fields import (
-    base_of,
-    groups_of,
-    items_of,
-    mapping_of,
-    mappings_of,
-    paddings_of,
-    segment_of,
-    shapes_of,
-    stage_of,
-    whole_number,
-    world_of,
-)
 from ckptctl.formats.deepspeed.files import ADVICE, saved_name
 from ckptctl.formats.deepspeed.partitions import Segment, Shape
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.zips.reader import TorchArchive, read_archive
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.zips.reader import StoredTensor, TorchArchive, read_archive
+
+
+def _mapping_of(value: object, what: str, where: str) -> Mapping[str, object]:
+    """Return a dict whose keys are strings."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UnsupportedError(f"`{what}` is not a map of names", where=where)
+    return value
+
+
+def _items_of(value: object, what: str, where: str) -> Sequence[object]:
+    """Return a list or tuple that is not empty."""
+    if not isinstance(value, list | tuple) or not value:
+        raise UnsupportedError(f"`{what}` is not a list with anything in it", where=where)
+    return value
+
+
+def _whole_number(value: object, what: str, where: str) -> int:
+    """Return a number that is not negative."""
+    if type(value) is not int or value < 0:
+        raise UnsupportedError(f"`{what}` is not a number", where=where)
+    return value
+
+
+def _shape_of(value: object, where: str) -> Shape:
+    """Return the shape of a parameter."""
+    if isinstance(value, tuple | list) and len(value) <= MAX_RANK:
+        return tuple(_whole_number(size, "a size of a parameter", where) for size in value)
+    raise UnsupportedError("the shape of a parameter is not one", where=where)
+
+
+def _shapes_of(value: object, where: str) -> dict[str, Shape]:
+    """Return the shapes of parameters by name."""
+    found = _mapping_of(value, "the shapes of parameters", where)
+    return {name: _shape_of(shape, where) for name, shape in found.items()}
+
+
+def _groups_of(value: object, where: str) -> tuple[dict[str, Shape], ...]:
+    """Return a dict per group; versions before 0.6 wrote the only group without a list."""
+    many = [value] if isinstance(value, dict) else _items_of(value, "param_shapes", where)
+    groups = tuple(_shapes_of(group, where) for group in many)
+    names = [name for group in groups for name in group]
+    if len(set(names)) < len(names):
+        raise UnsupportedError("`param_shapes` names a parameter twice", where=where)
+    return groups
+
+
+def _segment_of(value: object, file: str, where: str) -> Segment:
+    """Return a partition: a flat tensor without gaps."""
+    if not isinstance(value, StoredTensor) or len(value.shape) != 1 or value.strides is not None:
+        raise UnsupportedError("a partition is not a flat tensor", where=where)
+    return Segment(file, value)
+
+
+def _stage_of(value: object, where: str) -> int:
+    """Return the number in a ``ZeroStageEnum``, which is a record here."""
+    if isinstance(value, Inert) and len(value.args) == 1:
+        value = value.args[0]
+    if type(value) is not int or value not in (1, 2):
+        raise UnsupportedError("`zero_stage` does not fit the partitions", where=where)
+    return value
+
+
+def _world_of(value: object, where: str) -> int:
+    """Return the number of ranks, which all groups must have in common."""
+    counts = {
+        _whole_number(count, "partition_count", where)
+        for count in (value if isinstance(value, list | tuple) else [value])
+    }
+    if len(counts) > 1:
+        raise FormatError(
+            "this was saved with a mixture of experts divided among ranks, which is not read",
+            where=where,
+            why=f"groups have {' or '.join(map(str, sorted(counts)))} partitions",
+        )
+    if not counts or counts == {0}:
+        raise UnsupportedError("`partition_count` is not a number of ranks", where=where)
+    return counts.pop()
+
+
+def _paddings_of(value: object, where: str) -> tuple[tuple[int, ...], ...] | None:
+    """Return the elements after each parameter of each group; None: none."""
+    if value is None:
+        return None
+    groups = _items_of(value, "param_alignment_paddings", where)
+    if not all(isinstance(group, list | tuple) for group in groups):
+        raise UnsupportedError(
+            "`param_alignment_paddings` is not a list for each group", where=where
+        )
+    return tuple(
+        tuple(_whole_number(gap, "an alignment padding", where) for gap in group)
+        for group in cast("Sequence[Sequence[object]]", groups)
+    )
+
+
+def _mappings_of(value: object) -> tuple[Mapping[str, tuple[object, object]], ...] | None:
+    """Return ``(start, numel)`` of every ``fragment_address``; None: they are not recorded."""
+    if not isinstance(value, list):
+        return None
+    return tuple(
+        {
+            name: (record.state.get("start"), record.state.get("numel"))
+            for name, record in group.items()
+            if isinstance(record, Inert) and isinstance(record.state, dict)
+        }
+        for group in value
+        if isinstance(group, dict)
+    )
+
+
+def _base_of(
+    value: object, count: int, where: str
+) -> tuple[tuple[Mapping[str, object], ...], Sequence[object]]:
+    """Return the inner optimizer's states by partition, and its settings.
+
+    Elastic checkpoints have a list of states; files that a script has made smaller have none.
+    """
+    if value is None:
+        return ({},) * count, ()
+    if isinstance(value, list):
+        elastic = dict(enumerate(value))
+        return tuple(_mapping_of(elastic.get(n, {}), "state", where) for n in range(count)), ()
+    base = _mapping_of(value, "the inner optimizer's state", where)
+    state, settings = base.get("state"), base.get("param_groups")
+    found = state if isinstance(state, dict) else {}
+    states = tuple(_mapping_of(found.get(n, {}), "state", where) for n in range(count))
+    return states, settings if isinstance(settings, list) else ()
+
 
 INDEX = (
     "module",
@@ -118,7 +234,7 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
     """
     archive = _archive(files, name)
     where = str(files.root / name)
-    content = mapping_of(archive.root, "the file", where)
+    content = _mapping_of(archive.root, "the file", where)
     if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
         raise UnsupportedError(
             "these are no model states", where=where, why=f"the file has {listed([*content])}"
@@ -126,17 +242,17 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
     _refuse_experts(content, where)
     if whole:
         _refuse_divided(content, where)
-    shared = mapping_of(content.get("shared_params") or {}, "shared_params", where)
+    shared = _mapping_of(content.get("shared_params") or {}, "shared_params", where)
     if not all(isinstance(source, str) for source in shared.values()):
         raise UnsupportedError("`shared_params` is not a map of names", where=where)
     groups = content.get("param_shapes")
     return ModelState(
         file=name,
         content=content,
-        module={} if content["module"] is None else mapping_of(content["module"], "module", where),
-        groups=None if groups is None else groups_of(groups, where),
-        frozen=shapes_of(content.get("frozen_param_shapes") or {}, where),
-        fragments=mapping_of(content.get("frozen_param_fragments") or {}, "fragments", where),
+        module={} if content["module"] is None else _mapping_of(content["module"], "module", where),
+        groups=None if groups is None else _groups_of(groups, where),
+        frozen=_shapes_of(content.get("frozen_param_shapes") or {}, where),
+        fragments=_mapping_of(content.get("frozen_param_fragments") or {}, "fragments", where),
         shared=cast("dict[str, str]", shared),
         checksums=archive.checksums,
     )
@@ -150,8 +266,8 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
         UnsupportedError: The file is not what DeepSpeed writes.
     """
     where = str(files.root / name)
-    content = mapping_of(_archive(files, name).root, "the file", where)
-    inner = mapping_of(content.get("optimizer_state_dict"), "optimizer_state_dict", where)
+    content = _mapping_of(_archive(files, name).root, "the file", where)
+    inner = _mapping_of(content.get("optimizer_state_dict"), "optimizer_state_dict", where)
     _refuse_experts(inner, where)
     sharded = "fp32_flat_groups" in inner
     key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
@@ -162,18 +278,18 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
             why=f"they have {listed([*inner])}",
             hint="versions of DeepSpeed before 0.4 are not read",
         )
-    partitions = tuple(segment_of(item, name, where) for item in items_of(inner[key], key, where))
+    partitions = tuple(_segment_of(item, name, where) for item in _items_of(inner[key], key, where))
     base_key = "optimizer_state_dict" if sharded else "base_optimizer_state"
-    states, settings = base_of(inner.get(base_key), len(partitions), where)
+    states, settings = _base_of(inner.get(base_key), len(partitions), where)
     index = {key, base_key, "zero_stage", "partition_count", "ds_version"}
     index |= {"group_paddings", "param_alignment_paddings", "param_slice_mappings"}
     return OptimState(
         file=name,
-        stage=3 if sharded else stage_of(inner.get("zero_stage", 1), where),
-        world=world_of(inner.get("partition_count"), where),
+        stage=3 if sharded else _stage_of(inner.get("zero_stage", 1), where),
+        world=_world_of(inner.get("partition_count"), where),
         partitions=partitions,
-        paddings=paddings_of(inner.get("param_alignment_paddings"), where),
-        mappings=mappings_of(inner.get("param_slice_mappings")),
+        paddings=_paddings_of(inner.get("param_alignment_paddings"), where),
+        mappings=_mappings_of(inner.get("param_slice_mappings")),
         states=states,
         settings=settings,
         rest={name: value for name, value in inner.items() if name not in index},
@@ -206,7 +322,7 @@ def _refuse_experts(content: Mapping[str, object], where: str) -> None:
 
 
 def _refuse_divided(content: Mapping[str, object], where: str) -> None:
-    if whole_number(content.get("mp_world_size", 1), "mp_world_size", where) > 1:
+    if _whole_number(content.get("mp_world_size", 1), "mp_world_size", where) > 1:
         raise FormatError(
             "this was saved with tensor parallelism, which is not read",
             where=where,

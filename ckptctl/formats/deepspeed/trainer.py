@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from ckptctl.catalog import Blob, TensorEntry
 from ckptctl.formats.deepspeed.states import INDEX, ModelState
-from ckptctl.formats.shared.leaves import Leaves
-from ckptctl.formats.shared.own_values import below_rank, kept_apart
 from ckptctl.formats.shared.rank_merge import same_value
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.structure import below_rank, join, kept_apart
+from ckptctl.formats.torch_file import Leaves
 from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles
 

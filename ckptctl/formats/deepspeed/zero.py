@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
-from ckptctl.formats.deepspeed.absent import complete_models, complete_optims
 from ckptctl.formats.deepspeed.files import RankFiles, require_world
+from ckptctl.formats.deepspeed.folders import complete_models, complete_optims
 from ckptctl.formats.deepspeed.partitions import Part, Parts, Segment, Strip, in_groups, in_ranks
 from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
-from ckptctl.formats.shared.faults import Faults
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
 

@@ -35,11 +35,11 @@ from ckptctl.formats.hf.files import (
     chosen,
     main_files,
     of_rank,
+    proven,
     set_of,
+    shards_of,
     torch_consolidated,
 )
-from ckptctl.formats.hf.partial import usable
-from ckptctl.formats.hf.proof import proven, shards_of
 from ckptctl.formats.hf.shards import (
     Strings,
     checked_index,
@@ -49,6 +49,7 @@ from ckptctl.formats.hf.shards import (
     read_shard,
     unnamed,
     unnamed_note,
+    usable,
 )
 from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.planner.output_shards import fill, grouped

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.catalog import TensorEntry
+from ckptctl.errors import CkptError, DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
+from ckptctl.formats.hf.shards import Shard, read_shard
+from ckptctl.storage.digests import is_digest_of
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.read_ahead import heads_ahead
 
+ENDS = ("\n", "")
+Index = dict[str, dict[str, object]]
 INDEX = ".safetensors.index.json"
 BIN = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
@@ -123,7 +132,7 @@ def _complete_set(names: Sequence[str]) -> bool:
     return len(stems) == 1 and set(names) == expected
 
 
-def shards_beside(root: Path, index: str) -> list[str]:
+def _shards_beside(root: Path, index: str) -> list[str]:
     """Return the whole set of safetensors that is called as *index* is; nothing: there is none."""
     stem = index.removesuffix(INDEX)
     matches = (_PART.fullmatch(item.name) for item in root.iterdir())
@@ -148,3 +157,46 @@ def torch_consolidated(root: Path) -> tuple[str, ...]:
 def set_of(path: Path, main: str) -> list[str]:
     """Return the files of the model that *main* is the first of."""
     return [main] if path.is_file() else sorted(main_files(path))
+
+
+def shards_of(files: SourceFiles, main: str) -> dict[str, Shard]:
+    """Return the set of shards beside an index; nothing where that cannot prove the index."""
+    names = _shards_beside(files.root, main) if files.digest(main) else []
+    try:
+        return {name: read_shard(files, name) for name in heads_ahead(files, names)}
+    except CkptError:
+        return {}  # whoever reads what the index names is told again
+
+
+def proven(files: SourceFiles, main: str, shards: Mapping[str, Shard]) -> Index | None:
+    """Return what the index *main* says; None: it has to be read.
+
+    Args:
+        files: The model's files.
+        main: The index.
+        shards: Of :func:`shards_of`.
+    """
+    digest, size = files.digest(main), files.size(main)
+    if digest is None or not shards:
+        return None
+    for index, text in _candidates(shards):
+        if len(text) == size and is_digest_of(digest, text):
+            return index
+    return None
+
+
+def _candidates(shards: Mapping[str, Shard]) -> Iterator[tuple[Index, bytes]]:
+    """Yield every index that a usual writer would have made of these shards, and its text."""
+    weight_map: dict[str, object] = {key: name for name, one in shards.items() for key in one[0]}
+    for order in (dict(sorted(weight_map.items())), weight_map):
+        rest = json.dumps({"weight_map": order}, indent=2)[1:]
+        for metadata, end in product(_metadata(shards), ENDS):
+            first = json.dumps({"metadata": metadata}, indent=2)[: -len("\n}")]
+            text = f"{first},{rest}{end}"
+            yield {"metadata": metadata, "weight_map": order}, text.encode()
+
+
+def _metadata(shards: Mapping[str, Shard]) -> tuple[dict[str, object], ...]:
+    tensors: list[TensorEntry] = [entry for one in shards.values() for entry in one[0].values()]
+    size: dict[str, object] = {"total_size": sum(entry.nbytes for entry in tensors)}
+    return size, {"total_parameters": sum(entry.numel for entry in tensors), **size}, {}

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import listed
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.megatron.arguments import described
 from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, save_folder
 from ckptctl.formats.megatron.grid import Grid, read_grid
 from ckptctl.formats.megatron.join import Joined, join_tensors
 from ckptctl.formats.megatron.rules import load
 from ckptctl.formats.megatron.state import is_model
-from ckptctl.formats.shared.faults import Faults
-from ckptctl.formats.shared.leaves import Leaves
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.unknown_classes import unknown_notes
-from ckptctl.formats.torch_file import NO_CHECKSUMS
+from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
 from ckptctl.storage.files import SourceFiles
 
+_SAME = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "kv_channels": ("head_dim",),
+    "rotary_base": ("rope_theta",),
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+}
+_ROTARY = "rope"
 _LEFT_OUT = {
     "optimizer": "its state has no names of parameters",
     "rng_state": "each rank has its own",
@@ -59,7 +70,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         assets=around.assets,
         others=around.others,
         documents=around.documents,
-        arguments=described(grid.first.arguments),
+        arguments=_described(grid.first.arguments),
         notes=(
             *_notes(grid, model, path),
             *others.notes,
@@ -97,3 +108,22 @@ def _notes(grid: Grid, model: Joined, root: Path) -> Iterator[str]:
     if model.uncompared:
         names = list(dict.fromkeys(model.uncompared))
         yield f"not compared between the ranks, the lowest one's is used: {listed(names)}"
+
+
+def _described(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return the facts that *arguments* state, under each of the names that config.json may use."""
+    return dict(_facts(arguments))
+
+
+def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    rotary = arguments.get("position_embedding_type") == _ROTARY
+    for name, called in _SAME.items():
+        value = arguments.get(name)
+        if isinstance(value, (int, float)) and (rotary or name != "rotary_base"):
+            yield from ((one, value) for one in called)
+    heads = arguments.get("num_query_groups")
+    if arguments.get("group_query_attention") is True and isinstance(heads, int):
+        yield "num_key_value_heads", heads
+    untied = arguments.get("untie_embeddings_and_output_weights")
+    if isinstance(untied, bool):
+        yield "tie_word_embeddings", not untied

@@ -67,10 +67,6 @@ class RankState:
 def read_state(files: SourceFiles, name: str) -> RankState:
     """Return what one rank's file says.
 
-    Args:
-        files: The checkpoint's files.
-        name: The file.
-
     Raises:
         UnsupportedError: It is damaged, or has no model in it.
         FormatError: It is no zip.

@@ -1,11 +1,42 @@
-"""What Python raises at metadata of another shape than expected, as an error of ours."""
+"""Fields of foreign metadata, and one error for all that is not where it is expected."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ckptctl.errors import UnsupportedError
+from ckptctl.storage.pickles.reader import Inert
+from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
+
+Ints = tuple[int, ...]
+
+
+def attributes(record: object) -> Mapping[str, object]:
+    """Return the attributes of an inert record, from its dict or its slots.
+
+    Raises:
+        TypeError: It has none.
+    """
+    state = record.state if isinstance(record, Inert) else record
+    if isinstance(state, tuple) and len(state) == 2:
+        state = {**(state[0] or {}), **(state[1] or {})}
+    if not isinstance(state, dict):
+        raise TypeError(f"a {type(record).__name__} without attributes")
+    return state
+
+
+def integers(value: object) -> Ints:
+    """Return a short sequence of numbers from 0 on.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
+        raise TypeError("a size is not a short sequence")
+    if any(type(item) is not int or not 0 <= item < MAX_INT for item in value):
+        raise TypeError("a size is not made of numbers from 0 on")
+    return tuple(value)
 
 
 @contextmanager

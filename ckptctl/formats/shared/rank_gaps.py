@@ -18,8 +18,7 @@ from ckptctl.errors import (
     UnsafePickleError,
     listed,
 )
-from ckptctl.formats.shared.faults import UNUSABLE
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.storage.files import SourceFiles
 
 MAX_MISSING = 1024

@@ -2,8 +2,8 @@
 
 Shards are boxes of one tensor and must agree on its dtype and shape; equal boxes are replicas and
 must hold the same bytes where the files' checksums tell. A leaf that is no shard and is not the
-same everywhere (a random-number state) is kept once for each rank
-(:mod:`ckptctl.formats.shared.own_values`).
+same everywhere (a random-number state) is kept once for each rank: the lowest rank's under its
+name, another one's below ``rank_N.`` if it differs from that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import AS_IT_IS, ReadOptions
 from ckptctl.formats.shared.dtensor import Piece, Sharded, nothing_known
-from ckptctl.formats.shared.own_values import below_rank, kept_apart
 from ckptctl.formats.shared.rank_gaps import Gap
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.structure import below_rank, join, kept_apart
 from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import Contents, extent_of
 from ckptctl.storage.compare import WINDOW, equal, row_major

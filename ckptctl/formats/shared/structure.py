@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
 from ckptctl.catalog import Index, Path, TupleIndex
-from ckptctl.errors import UnsupportedError
+from ckptctl.errors import UnsupportedError, listed
 
 
 def flatten(
@@ -32,7 +32,7 @@ def flatten(
                 yield from below(value, (*path, key))
         elif isinstance(node, list | tuple) and entered(node):
             for position, value in enumerate(node):
-                yield from below(value, (*path, position_in(node, position)))
+                yield from below(value, (*path, _position_in(node, position)))
         else:
             yield path, node
 
@@ -65,7 +65,7 @@ class _Entered:
         return self._known[id(node)]
 
 
-def position_in(container: object, position: int) -> Index:
+def _position_in(container: object, position: int) -> Index:
     """Return a position in a list or a tuple as paths have it."""
     return TupleIndex(position) if isinstance(container, tuple) else Index(position)
 
@@ -121,3 +121,16 @@ def _finished(level: Mapping[object, object]) -> object:
         values = [value for _, value in ordered]
         return tuple(values) if ordered[0][0] is TupleIndex else values
     return {key[1] if isinstance(key, tuple) else key: value for key, value in built.items()}
+
+
+def below_rank(rank: int, path: Path) -> Path:
+    """Return where what *rank* has at *path* lies."""
+    return (f"rank_{rank}", *path)
+
+
+def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a note on the values called *names*, if there are any."""
+    found = list(dict.fromkeys(names))
+    if not found:
+        return ()
+    return (f"ranks differ, so each one's is kept, below `rank_N.`: {listed(found)}",)

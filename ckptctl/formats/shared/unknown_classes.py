@@ -1,4 +1,4 @@
-"""Leaves with objects of classes that plain torch does not load: kept, said, never written.
+"""Leaves that are no tensors as they are written; those of unknown classes never are.
 
 A file of states may hold anything that its trainer put there. Nothing of it is run to read it, so
 it does not stop the tensors beside it; but to write it would hand it to a reader that runs it.
@@ -10,12 +10,15 @@ from collections.abc import Iterable, Iterator
 
 from ckptctl.catalog import Blob
 from ckptctl.errors import RefusedError, UnsafePickleError, excluding, listed
+from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.pickles.writer import dumps
 from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.writer import lay_out
 
 
-def unknown_class(value: object) -> str | None:
+def _unknown_class(value: object) -> str | None:
     """Return the first class or function in *value* that plain torch does not load."""
     for node in walk(value):
         if isinstance(node, Inert | Global) and (node.module, node.name) not in TORCH_TABLE:
@@ -25,7 +28,7 @@ def unknown_class(value: object) -> str | None:
 
 def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
     """Yield which of *blobs* cannot be written."""
-    found = {blob.name: name for blob in blobs if (name := unknown_class(blob.value))}
+    found = {blob.name: name for blob in blobs if (name := _unknown_class(blob.value))}
     if found:
         names = listed([f"{leaf}: {name}" for leaf, name in found.items()])
         yield f"objects of classes that are not known can be read, not written: {names}"
@@ -44,7 +47,7 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
     """
     inside: list[str] = []
     for blob in blobs:
-        name = unknown_class(blob.value)
+        name = _unknown_class(blob.value)
         if name is not None:
             raise UnsafePickleError(
                 f"`{blob.name}` asks for `{name}`, which is not allowed",
@@ -63,3 +66,25 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
 
 def _holds_tensors(value: object) -> bool:
     return any(isinstance(node, StoredTensor) for node in walk(value))
+
+
+def value_bytes(files: SourceFiles, blob: Blob) -> bytes:
+    """Return the zip that ``torch.load`` reads *blob* from.
+
+    Args:
+        files: The checkpoint's.
+        blob: A leaf; one that lies in a larger file is written anew.
+
+    Raises:
+        DamagedError: The file ends before it does.
+        UnsafePickleError: It is to be written anew and holds an object of an unknown class.
+        RefusedError: Likewise, and it holds tensors inside of objects.
+    """
+    if blob.file is not None:
+        return files.read(blob.file, blob.offset, blob.nbytes)
+    require_known([blob])
+    layout = lay_out(dumps(blob.value), [], base=0)
+    content = bytearray(layout.size)
+    for offset, part in layout.frame([]):
+        content[offset : offset + len(part)] = part
+    return bytes(content)

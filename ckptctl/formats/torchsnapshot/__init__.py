@@ -17,7 +17,7 @@ from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, Unsaf
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.dtensor import Piece, Sharded
-from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.formats.shared.findings import UNUSABLE
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.structure import flatten, join
@@ -26,14 +26,16 @@ from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.formats.torchsnapshot.manifest import (
     METADATA,
     PRIMITIVES,
+    SHARDED,
     Entry,
+    Lost,
     Stored,
     located,
     primitive,
     read_manifest,
     shards_of,
+    unfit,
 )
-from ckptctl.formats.torchsnapshot.partial import SHARDED, Lost, unfit
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.reader import StoredTensor, read_archive, read_item_tensor
 

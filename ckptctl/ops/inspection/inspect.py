@@ -23,8 +23,7 @@ from ckptctl.errors import (
     UnsupportedError,
     listed,
 )
-from ckptctl.formats.shared.faults import UNUSABLE
-from ckptctl.formats.shared.findings import severity_of
+from ckptctl.formats.shared.findings import UNUSABLE, severity_of
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.recognition.quantised import quantised, understood

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from ckptctl.catalog import Path
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.shared.own_values import below_rank
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.structure import below_rank, join
 from ckptctl.ops.saving.holdings import DIGEST, Described, Holding, Packed, Structure
 
 Groups = Mapping[int, Sequence[str]]

@@ -14,7 +14,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError, UsageError, listed
 from ckptctl.formats.checksums import MANIFEST
-from ckptctl.formats.shared.faults import UNUSABLE
+from ckptctl.formats.shared.findings import UNUSABLE
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import LEVELS, Verification, of_error, unsaid

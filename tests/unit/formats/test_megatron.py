@@ -28,8 +28,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.formats.megatron.parts import divide
-from ckptctl.formats.megatron.rules import Rule
+from ckptctl.formats.megatron.rules import Rule, divide
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted
 
