@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copyreg import __newobj__  # type: ignore[attr-defined]
 
 SHOWN = 5
 ALTERNATIVES = 3
@@ -54,6 +55,10 @@ class CkptError(Exception):
         self.where = where
         self.why = why
         self.hint = hint
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle its attributes, whatever its class is made of: ranks tell each other of errors."""
+        return __newobj__, (type(self), self.what), self.__dict__
 
     def to_json(self) -> dict[str, object]:
         """Return the published error object (``docs/reference/json.md``)."""

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 
 import pytest
 
-from ckptctl.errors import command, nearest
+from ckptctl.errors import ChangedError, CkptError, HomelessError, command, nearest
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ChangedError("/run/step-1", "a.distcp", "it is gone"),
+        HomelessError("no such tensor", where="m", keys=("a", "b")),
+        CkptError("interrupted"),
+    ],
+)
+def test_ranks_can_tell_each_other_of_it(error: CkptError) -> None:
+    error.exit_code = 77
+    told = pickle.loads(pickle.dumps(error))
+    assert (type(told), str(told), told.args) == (type(error), str(error), error.args)
+    assert told.__dict__ == error.__dict__
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ class CollectiveLoad:
         entries = reading.locate(wanted)
         checksum = self._options.checksum
         if known and known.turns is None and same_places(known.entries, entries, checksum):
-            plan = plan_elsewhere(known.plan, catalog.root)
+            plan = plan_elsewhere(known.plan, catalog)
         else:
             plan = reading.plan_of(wanted, entries)
         self._values = self._read_values(reading)

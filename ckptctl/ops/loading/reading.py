@@ -151,9 +151,12 @@ def _place(extent: Extent) -> Extent:
     return extent if extent.crc32 is None else replace(extent, crc32=0)
 
 
-def plan_elsewhere(plan: Plan, root: str) -> Plan:
-    """Return *plan* for files that hold the same in the same places below another directory."""
-    return replace(plan, source_root=root, sources=identities(root, plan.sources))
+def plan_elsewhere(plan: Plan, catalog: Catalog) -> Plan:
+    """Return *plan* for another checkpoint whose files hold the same in the same places."""
+    root = catalog.root
+    return replace(
+        plan, source_root=root, sources=identities(root, plan.sources), opened=catalog.opened
+    )
 
 
 def prepare(
