@@ -125,7 +125,7 @@ class Keeper:
             self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
     def beside(self, rated: Mapping[str, float]) -> Mapping[str, bytes]:
-        """Return what the checkpoint says of itself that is about to be published.
+        """Return the record of the checkpoint that is about to be published.
 
         Args:
             rated: Its metrics.
@@ -233,7 +233,7 @@ class Keeper:
         return [one.path.name for one in found if one.named.order[0] > step and one.counts]
 
     def _newest_save(self) -> int:
-        """Return how many saves into the run are known of."""
+        """Return the number of the newest save into the run that is known of."""
         known = self._lineage.save if self._lineage else 0
         return max([known, *(run_record(one).lineage.save for one in self.root.glob(f"{SERIES}*"))])
 

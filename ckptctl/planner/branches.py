@@ -44,7 +44,7 @@ class Lineage(NamedTuple):
     left: int = 0
 
     def going_on(self, step: int, newest: int) -> Lineage:
-        """Return what a run is that goes on from this checkpoint.
+        """Return the lineage of a run that goes on from this checkpoint.
 
         Args:
             step: Its step.
@@ -54,7 +54,7 @@ class Lineage(NamedTuple):
         return Lineage(newest, (*before, Resume(step, self.save, newest)))
 
     def next(self) -> Lineage:
-        """Return what the next save of the same run is."""
+        """Return the lineage of the next save of the same run."""
         return Lineage(self.save + 1, self.resumed)
 
 

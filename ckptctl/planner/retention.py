@@ -70,17 +70,17 @@ class Candidate:
 
     @property
     def aside(self) -> str:
-        """Return why it is left alone, if its state does not say so already."""
+        """Return the reason to leave it alone, if its state does not say so already."""
         return "" if self.exempt == self.state else self.exempt
 
     @property
     def protection(self) -> tuple[str, ...]:
-        """Return what keeps it from being removed beside its state and all rules."""
+        """Return the reasons that keep it, beside its state and the rules."""
         return (*self.pinned, *([self.aside] if self.aside else ()))
 
     @property
     def step(self) -> int:
-        """Return what it is counted by."""
+        """Return its step, or its epoch where there is no step."""
         return self.order[0]
 
 
@@ -100,7 +100,7 @@ class Best:
     lowest: bool
 
     def value(self, candidate: Candidate) -> float | None:
-        """Return what *candidate* has, a larger number being better; None: nothing."""
+        """Return the metric of *candidate*, negated if small is good; None: it has none."""
         found = candidate.metrics.get(self.metric)
         if found is None or math.isnan(found):
             return None
@@ -154,7 +154,7 @@ class Decision(Generic[C]):
 def decide(
     candidates: Iterable[C], policy: Policy, now: float, *, replaced: bool = False
 ) -> tuple[Decision[C], ...]:
-    """Return what becomes of each checkpoint, series by series, in their order.
+    """Decide on each checkpoint, series by series, in their order.
 
     Args:
         candidates: The checkpoints of a run.
@@ -213,7 +213,7 @@ def earlier(one: Candidate, other: Candidate) -> bool:
 def _reasons(
     whole: Sequence[Candidate], policy: Policy, now: float, replaced: bool
 ) -> Mapping[str, Sequence[str]]:
-    """Return why each complete checkpoint of a series is kept; nothing for those that are not."""
+    """Return the reasons to keep each complete checkpoint of a series that is kept."""
     kept: dict[str, list[str]] = {one.name: [] for one in whole}
     for one, reason in _kept(whole, policy, now):
         kept[one.name].append(reason)
@@ -263,7 +263,7 @@ def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C
 
 
 def _staying(one: Candidate, policy: Policy, now: float, others: bool) -> Iterator[str]:
-    """Yield why an incomplete checkpoint stays although incomplete ones are to go."""
+    """Yield the reasons to keep an incomplete checkpoint although incomplete ones are to go."""
     yield from (f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
     if not others:
         yield "no other one of its series is complete"

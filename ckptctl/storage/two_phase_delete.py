@@ -108,7 +108,7 @@ class TwoPhaseDelete:
         return self.folder / name
 
     def now(self) -> float:
-        """Return what the clock of the file system says: another machine's, where it is remote."""
+        """Return the time by the clock of the file system, which may be another machine's."""
         path = self.root if self._cramped else self.folder / lock.NAME
         os.utime(path)
         return path.stat().st_mtime

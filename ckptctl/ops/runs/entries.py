@@ -1,4 +1,4 @@
-"""What in a folder is named as a checkpoint: its bytes, its times, how to know it again."""
+"""The entries of a run folder: what is named as a checkpoint, its bytes, times and identity."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def is_run(root: Path) -> bool:
 
 
 def entries(root: Path) -> list[Entry]:
-    """Return what is named as a checkpoint directly in *root*, links included, in natural order.
+    """Return the entries of *root*, links included, in natural order.
 
     Raises:
         SourceNotFoundError: There is no such directory.
@@ -101,7 +101,7 @@ def entries(root: Path) -> list[Entry]:
 
 
 def entry_at(item: Path) -> Entry | None:
-    """Return what lies at *item*; None: nothing that is named as a checkpoint."""
+    """Return the entry at *item*; None: nothing there is named as a checkpoint."""
     target = staged(item.name)
     if not parse(target or item.name) and not is_last(item.name):
         return None
@@ -143,7 +143,7 @@ def _leads_to_another(link: Path) -> bool:
 
 
 def _last(item: Path) -> Named | None:
-    """Return what Lightning's last checkpoint says itself; None: it does not."""
+    """Return the step that Lightning's last checkpoint states, as a name; None: it does not."""
     step = stated_step(item)
     return None if step is None else Named("last", (step,))
 

@@ -46,7 +46,7 @@ class Health:
 
 
 def health(path: Path) -> Health:
-    """Return what is known of the checkpoint at *path*; every part of it has to be whole.
+    """Judge the checkpoint at *path*: whole if every part of it is.
 
     Raises:
         StorageError: What is behind a URL did not answer.
@@ -85,7 +85,7 @@ def _health(path: Path) -> Health:
 
 
 def _of_parts(path: Path, found: tuple[tuple[Path, str], ...]) -> Health:
-    """Return what is known of a checkpoint with these parts: torn if one is, understood if all."""
+    """Judge a checkpoint by its parts: torn if one is, understood if all are."""
     parts = tuple(dict.fromkeys(part for part, _ in found))
     several = len(parts) != len(found)
     judged = []
@@ -131,7 +131,7 @@ def _unfinished(path: Path) -> Path | None:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """Return what lies in a folder, in order; nothing where it is a file, or not to be listed."""
+    """Return the entries of a folder, in order; none of a file, or where they cannot be listed."""
     try:
         return sorted(folder.iterdir())
     except (NotADirectoryError, PermissionError):
@@ -172,7 +172,7 @@ def _by_rules(path: Path, asked: VerifyOptions) -> Verification | None:
 
 
 def _first(found: Verification, path: Path) -> str:
-    """Return what is wrong first, and where inside of *path*."""
+    """Return the first thing that is wrong, and where inside of *path*."""
     wrong = (*found.errors, *found.unknown)
     if not wrong:
         return ""

@@ -11,7 +11,7 @@ import time as clock
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl import formats
@@ -19,7 +19,7 @@ from ckptctl.errors import CkptError
 from ckptctl.ops.inspection.result import Inspection, Member
 from ckptctl.ops.runs.entries import Entry, entries, is_run
 from ckptctl.ops.runs.health import Health, health
-from ckptctl.ops.runs.notes import metrics, run_record
+from ckptctl.ops.runs.notes import RunRecord, metrics, run_record
 from ckptctl.ops.runs.protections import Protected, RunView, protect
 from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, ordered
 from ckptctl.storage import lock
@@ -49,17 +49,19 @@ class Checkpoint(Candidate):
 
     Attributes:
         entry: Where it is.
+        record: Its ``ckptctl.run.json``.
         format: Its format; None: none is known.
         parts: What it consists of: itself, or checkpoints inside of it.
     """
 
     entry: Entry
+    record: RunRecord = field(default_factory=RunRecord)
     format: str | None = None
     parts: tuple[Path, ...] = ()
 
     @property
     def path(self) -> Path:
-        """Return where it is."""
+        """Return the path of the checkpoint."""
         return self.entry.path
 
     def to_json(self) -> dict[str, object]:
@@ -155,19 +157,16 @@ def view_of(
     in_use: Collection[str] = (),
     branches: bool = True,
 ) -> RunView:
-    """Return what protections see of *found*, in *root*."""
+    """Return the view that protections have of *found*, in *root*."""
     known = list(found)
     states = {one.name: one.state for one in known}
-    return RunView(root, [one.entry for one in known], states, in_use, branches)
+    records = {one.name: one.record for one in known}
+    return RunView(root, [one.entry for one in known], states, records, in_use, branches)
 
 
 def examine(entry: Entry, now: float) -> Checkpoint:
-    """Return what is known of a checkpoint by itself.
-
-    Args:
-        entry: The checkpoint.
-        now: Seconds since the epoch.
-    """
+    """Examine one checkpoint by itself; *now* in seconds since the epoch."""
+    record = run_record(entry.path)
     unfinished = Health(None, (), "torn", "it is not finished")
     seen = unfinished if entry.staging else health(entry.path)
     found = Checkpoint(
@@ -175,9 +174,10 @@ def examine(entry: Entry, now: float) -> Checkpoint:
         series=entry.named.series,
         order=entry.named.order,
         time=entry.time,
-        metrics={**entry.named.metrics, **metrics(entry.path)},
-        lineage=run_record(entry.path).lineage,
+        metrics={**entry.named.metrics, **metrics(entry.path, record)},
+        lineage=record.lineage,
         entry=entry,
+        record=record,
         format=seen.format,
         parts=seen.parts,
     )

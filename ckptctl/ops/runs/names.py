@@ -52,7 +52,7 @@ class Named:
 
 
 def parse(name: str) -> Named | None:
-    """Return what the name of a checkpoint says; None: it is no such name."""
+    """Parse the name of a checkpoint; None: it is no such name."""
     if match := _COUNTED.fullmatch(name):
         return Named(match[1], (int(match[2]),))
     if match := _OLMO.fullmatch(name):

@@ -61,7 +61,8 @@ def newest(root: Path, now: float | None = None, series: str | None = None) -> N
     found: list[Checkpoint] = []
     there = [one for one in entries(root) if series in (None, one.named.series)]
     waiting = sorted(there, key=lambda one: (one.named.order, one.time), reverse=True)
-    company, left = Company(waiting), left_in(waiting)
+    records = {one.path.name: run_record(one.path) for one in waiting}
+    company, left = Company(waiting), left_in(waiting, records)
     for one in sorted(waiting, key=lambda one: one.path.name in left):
         if any(one.named.series == other.series for other in found):
             continue
@@ -79,20 +80,24 @@ def newest(root: Path, now: float | None = None, series: str | None = None) -> N
         chosen,
         tuple(skipped),
         tuple(one for one in others if one is not chosen and not _same(one, chosen)),
-        tuple(_doubts(chosen, waiting, left, now)),
+        tuple(_doubts(chosen, waiting, records, left, now)),
     )
 
 
 def _doubts(
-    chosen: Checkpoint, entries: Sequence[Entry], left: Mapping[str, int], now: float
+    chosen: Checkpoint,
+    entries: Sequence[Entry],
+    records: Mapping[str, RunRecord],
+    left: Mapping[str, int],
+    now: float,
 ) -> Iterator[str]:
-    """Yield why one might think that another checkpoint than *chosen* is the newest."""
+    """Yield the reasons to doubt that *chosen* is the newest."""
     own = [one for one in entries if one.named.series == chosen.series and one.counts]
-    records = {one.path.name: run_record(one.path) for one in own}
-    for name, record in records.items():
-        if record.problem:
+    for one in own:
+        name, problem = one.path.name, records[one.path.name].problem
+        if problem:
             yield (
-                f"`{SIDECAR}` of `{name}` cannot be read ({record.problem}): what it was rated "
+                f"`{SIDECAR}` of `{name}` cannot be read ({problem}): what it was rated "
                 "with, and whether the run went on from it, is not known"
             )
     name, order = chosen.name, chosen.order
@@ -102,7 +107,7 @@ def _doubts(
             f"{listed(higher)} has a higher step than `{name}` and is left out: the run went on "
             f"from step {left[higher[0]]}, and `{name}` was saved after that"
         )
-    back = went_on_unsaved({name: record.lineage for name, record in records.items()})
+    back = went_on_unsaved({o.path.name: records[o.path.name].lineage for o in own})
     if back and name not in back:
         yield (
             f"a run went on from {listed(back)} and has saved nothing since: `{name}` was there "
@@ -152,12 +157,7 @@ def _written_later(one: Checkpoint, chosen: Checkpoint) -> bool:
 
 
 def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
-    """Refuse to pass over what may be whole.
-
-    Args:
-        newer: Those that are newer than *chosen* and not complete.
-        chosen: The newest complete one; None: there is none.
-    """
+    """Refuse to pass over a checkpoint, newer than *chosen*, that may be whole."""
     found = next((one for one in newer if one.state == NOT_UNDERSTOOD), None)
     if found:
         name = f", or name `{chosen.path}`, the newest complete one" if chosen else ""

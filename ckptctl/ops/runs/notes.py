@@ -37,9 +37,10 @@ SCORES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int
 SCHEMA = "ckptctl.run/1"
 
 
-def metrics(folder: Path) -> dict[str, float]:
-    """Return what a checkpoint was rated with, as it says itself."""
-    rated = {**noted(folder).scores, **trainer_state(folder).rated, **run_record(folder).metrics}
+def metrics(folder: Path, record: RunRecord | None = None) -> dict[str, float]:
+    """Return the metrics that a checkpoint states of itself; *record*: if it was read before."""
+    record = record or run_record(folder)
+    rated = {**noted(folder).scores, **trainer_state(folder).rated, **record.metrics}
     rated.pop("step", None)
     return {
         key: float(value)
@@ -105,13 +106,7 @@ def _count(value: object) -> int:
 def encoded(
     rated: Mapping[str, float], lineage: Lineage, known: Mapping[str, object] | None = None
 ) -> bytes:
-    """Return the content of a record.
-
-    Args:
-        rated: What the checkpoint is rated with.
-        lineage: Which save of its run it is.
-        known: The members of the record that it replaces.
-    """
+    """Return the content of a record; *known*: the members of the one that it replaces."""
     own = {"save": lineage.save, "resumed": [one._asdict() for one in lineage.resumed]}
     own |= {"left": lineage.left} if lineage.left else {}
     counted = own if lineage.save else {}
@@ -139,7 +134,7 @@ class Noted:
 
 
 def noted(path: Path) -> Noted:
-    """Return what the callbacks noted in the checkpoint at *path*; nothing where there is none."""
+    """Read the notes of Lightning's callbacks in the checkpoint at *path*."""
     if path.suffix != ".ckpt":
         return Noted()
     try:

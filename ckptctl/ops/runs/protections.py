@@ -24,7 +24,7 @@ from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_conten
 from ckptctl.ops.runs.entries import Entry, entry_at
 from ckptctl.ops.runs.health import health
 from ckptctl.ops.runs.names import is_last, parse
-from ckptctl.ops.runs.notes import LAST, Noted, noted, run_record
+from ckptctl.ops.runs.notes import LAST, Noted, RunRecord, noted
 from ckptctl.ops.runs.references import (
     alike,
     decoded,
@@ -73,6 +73,7 @@ class RunView:
         root: Its folder.
         entries: What is named as a checkpoint there, the newest last.
         states: What is known of these, by name.
+        records: Their ``ckptctl.run.json``, likewise.
         in_use: Names of those with which a training is at work.
         branches: Whether what the run left behind stays.
     """
@@ -80,6 +81,7 @@ class RunView:
     root: Path
     entries: Sequence[Entry]
     states: Mapping[str, State] = field(default_factory=dict)
+    records: Mapping[str, RunRecord] = field(default_factory=dict)
     in_use: Collection[str] = ()
     branches: bool = True
 
@@ -121,7 +123,7 @@ class Protected(NamedTuple):
 
 
 def protect(view: RunView) -> dict[str, Protected]:
-    """Return what protects each checkpoint of a run, for those that something protects."""
+    """Return the protections of each checkpoint that has any, by its name."""
     known, names = {one.path.name for one in view.entries}, view.names
     spelt = alike(view.root, names)
     found: dict[str, Protected] = {}
@@ -194,7 +196,8 @@ def _in_use(view: RunView) -> Iterator[Claim]:
 
 def _left_behind(view: RunView) -> Iterator[Claim]:
     """Claim what a run left behind when it went on from an earlier checkpoint."""
-    for name, step in left_in(view.entries).items() if view.branches else ():
+    left = left_in(view.entries, view.records) if view.branches else {}
+    for name, step in left.items():
         yield Claim(f"left behind: the run went on from step {step}", name)
 
 
@@ -212,7 +215,7 @@ def _is_last(view: RunView) -> Iterator[Claim]:
 def _unread_record(view: RunView) -> Iterator[Claim]:
     """Claim what may be the best, or of another branch: its record cannot be read."""
     for name in view.in_state("complete", NOT_UNDERSTOOD):
-        problem = run_record(view.root / name).problem
+        problem = view.records[name].problem
         if problem:
             yield Claim(f"its `{SIDECAR}` cannot be read: {problem}", name)
 
@@ -227,13 +230,13 @@ def _not_understood(view: RunView) -> Iterator[Claim]:
     yield from (Claim(NOT_UNDERSTOOD, name) for name in view.in_state(NOT_UNDERSTOOD))
 
 
-def left_in(entries: Sequence[Entry]) -> dict[str, int]:
-    """Return for what a run left behind the step from which it went on instead."""
+def left_in(entries: Sequence[Entry], records: Mapping[str, RunRecord]) -> dict[str, int]:
+    """Return the names of what a run left behind, and the steps from which it went on instead."""
     series: dict[str, dict[str, Lineage]] = {}
     for one in entries:
         if not one.link:
             lineages = series.setdefault(one.named.series, {})
-            lineages[one.path.name] = run_record(one.path).lineage
+            lineages[one.path.name] = records[one.path.name].lineage
     return {name: step for some in series.values() for name, step in left_behind(some).items()}
 
 
@@ -327,12 +330,7 @@ def points_inside(root: Path) -> bool:
 
 
 def _text(root: Path, file: str) -> tuple[str, bool]:
-    """Return what a pointer says, and whether that is all; nothing where there is none.
-
-    Raises:
-        CkptError: It is there and cannot be read, or leads out of the run.
-        OSError: The system does not let us look.
-    """
+    """Return the text of a pointer, and whether that is all of it; none where there is no file."""
     if not (root / file).is_file():
         return "", True
     content, whole = pointer_content(root, file, MAX_TEXT)

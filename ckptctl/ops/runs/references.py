@@ -68,7 +68,7 @@ def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
 
 
 def alike(root: Path, names: Sequence[str]) -> Alike:
-    """Return what tells which of *names* in *root* is meant by a name that is spelt otherwise.
+    """Return a function that finds the one of *names* that another spelling means.
 
     A file system may fold cases or compose accents, and a hard link has two names.
     """
@@ -206,7 +206,7 @@ def _all(root: Path, name: str) -> Iterator[Path | None]:
 
 
 def _listed(folder: Path | str) -> list[os.DirEntry[str]]:
-    """Return what lies in a folder, in order; nothing where it cannot be listed, or is a file."""
+    """Return the entries of a folder, in order; none where it cannot be listed, or is a file."""
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda item: item.name)

@@ -1,4 +1,4 @@
-"""What must not be pruned, and policies that say too little."""
+"""Refusals of ``prune``: folders that are no runs, and policies that say too little."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOW, HIGH = ("loss",), ("accuracy",)
 
 
 def parse_best(text: str) -> Best:
-    """Return what ``METRIC[:min|max]`` means.
+    """Parse ``METRIC[:min|max]``.
 
     Raises:
         UsageError: It does not say which end is good, and the name does not, either.
@@ -48,11 +48,7 @@ def parse_best(text: str) -> Best:
 
 
 def require_policy(policy: Policy) -> None:
-    """Refuse a policy that keeps nothing.
-
-    Raises:
-        RefusedError: It has no rule, or a count of zero.
-    """
+    """Refuse a policy that keeps nothing: it has no rule, or a count of zero."""
     if policy.empty:
         raise RefusedError(
             "nothing says which checkpoints are kept",
@@ -117,7 +113,7 @@ def _require_trash(real: Path) -> None:
 
 
 def _instead(real: Path) -> str | None:
-    """Return what may have been meant with a checkpoint, as a hint; None: nothing that is safe."""
+    """Return a hint at the run that may have been meant; None: nothing safe."""
     run = f"did you mean the run `{real.parent}`? " if entry_at(real) else ""
     inside = f"`--force` removes checkpoints inside of `{real}` itself" if is_run(real) else ""
     return (run + inside).rstrip() or None
@@ -137,14 +133,7 @@ def _is_checkpoint(root: Path) -> bool:
 
 
 def require_order(checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse where the highest step is not the newest checkpoint.
-
-    Args:
-        checkpoints: Those of a run.
-
-    Raises:
-        RefusedError: Two of them are in disorder.
-    """
+    """Refuse a run in which the highest step is not the newest checkpoint."""
     found = disorder(checkpoints)
     if found:
         newer, older = found
@@ -209,7 +198,7 @@ def with_known_metrics(policy: Policy, candidates: Sequence[Candidate]) -> Polic
 
 
 def _of_names(pattern: str, names: Sequence[str]) -> str:
-    """Return what a path says of names: ``runs/a/step-2/``, as shells complete it, ``step-2``."""
+    """Return the name at the end of a path as shells complete it: ``runs/a/step-2/``."""
     if any(fnmatchcase(name, pattern) for name in names):
         return pattern
     return pattern.rstrip("/").rpartition("/")[2] or pattern
@@ -228,11 +217,7 @@ def _known(best: Best, known: Sequence[str]) -> Best:
 
 
 def require_removable(paths: Iterable[Path]) -> None:
-    """Refuse to remove mount points, what holds one, and where this process is.
-
-    Raises:
-        RefusedError: One of *paths* is that.
-    """
+    """Refuse to remove a mount point, what holds one, or the working directory."""
     here = _working_directory()
     for path in paths:
         mounted = mounted_in(path)

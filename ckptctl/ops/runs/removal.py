@@ -86,17 +86,17 @@ class PrunePlan:
 
     def of(self, action: Action) -> tuple[PruneDecision, ...]:
         """Return those of which *action* becomes."""
-        return tuple(one for one in self.decisions if one.action == action)
+        return tuple(decision for decision in self.decisions if decision.action == action)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that are freed."""
-        return sum(one.nbytes for one in self.decisions)
+        return sum(decision.nbytes for decision in self.decisions)
 
     @property
     def thinned(self) -> int:
-        """Return how many of those that are removed keep their weights."""
-        return sum(one.thinning is not None for one in self.decisions)
+        """Return the number of those that keep their weights."""
+        return sum(decision.thinning is not None for decision in self.decisions)
 
     @property
     def idle(self) -> bool:
@@ -108,7 +108,7 @@ class PrunePlan:
         return {
             "root": str(self.root),
             "series": list(self.run.series),
-            "decisions": [one.to_json() for one in self.decisions],
+            "decisions": [decision.to_json() for decision in self.decisions],
             "kept": len(self.of("keep")),
             "removed": len(self.of("remove")),
             "thinned": self.thinned,
@@ -137,9 +137,12 @@ class PruneResult:
 
     @property
     def thinned(self) -> int:
-        """Return how many of what was done kept their weights."""
+        """Return the number of those that kept their weights."""
         done = {*self.done}
-        return sum(one.thinning is not None and one.name in done for one in self.plan.decisions)
+        return sum(
+            decision.thinning is not None and decision.name in done
+            for decision in self.plan.decisions
+        )
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
@@ -188,7 +191,7 @@ def plan_prune(
     if not replaced:
         require_match(run.checkpoints, policy)
     decisions = decide(run.checkpoints, policy, now, replaced=replaced)
-    return _plan(real, policy, run, [_priced(one, thin) for one in decisions], thin)
+    return _plan(real, policy, run, [_priced(decision, thin) for decision in decisions], thin)
 
 
 def plan_discard(root: Path, series: str, step: int, now: float | None = None) -> PrunePlan:
@@ -209,39 +212,47 @@ def plan_discard(root: Path, series: str, step: int, now: float | None = None) -
     real = require_root(root)
     require_pointers(real)
     run = read_run(real, now, series, branches=False)
-    return _plan(real, Policy(), run, [_discarded(one, step) for one in run.checkpoints])
+    return _plan(
+        real, Policy(), run, [_discarded(checkpoint, step) for checkpoint in run.checkpoints]
+    )
 
 
 def _plan(
     root: Path, policy: Policy, run: Run, decisions: list[PruneDecision], thin: bool = False
 ) -> PrunePlan:
     plan = PrunePlan(root, policy, run, tuple(decisions), thin, tuple(leftovers(root)))
-    require_removable(one.candidate.path for one in plan.of("remove"))
+    require_removable(decision.candidate.path for decision in plan.of("remove"))
     return plan
 
 
-def _discarded(one: Checkpoint, step: int) -> PruneDecision:
-    if one.step <= step:
-        return PruneDecision(one, "keep" if one.counts else "skip", (f"not after step {step}",))
-    if one.pinned or one.exempt:
-        named = (f"named by {pin}" for pin in one.pinned)
-        return PruneDecision(one, "skip", tuple(filter(None, (*named, one.aside, one.problem))))
-    return _priced(Decision(one, "remove", (f"after step {step}",)))
+def _discarded(checkpoint: Checkpoint, step: int) -> PruneDecision:
+    if checkpoint.step <= step:
+        return PruneDecision(
+            checkpoint, "keep" if checkpoint.counts else "skip", (f"not after step {step}",)
+        )
+    if checkpoint.pinned or checkpoint.exempt:
+        named = (f"named by {pin}" for pin in checkpoint.pinned)
+        return PruneDecision(
+            checkpoint, "skip", tuple(filter(None, (*named, checkpoint.aside, checkpoint.problem)))
+        )
+    return _priced(Decision(checkpoint, "remove", (f"after step {step}",)))
 
 
 def _priced(decision: Decision[Checkpoint], thin: bool = False) -> PruneDecision:
     """Return the decision with the bytes that it frees, and what thinning leaves out."""
-    one, action, reasons = decision.candidate, decision.action, decision.reasons
+    checkpoint, action, reasons = decision.candidate, decision.action, decision.reasons
     if action != "remove":
-        return PruneDecision(one, action, reasons)
-    if not thin or not one.complete:
-        return PruneDecision(one, action, reasons, one.entry.nbytes - one.entry.shared)
+        return PruneDecision(checkpoint, action, reasons)
+    if not thin or not checkpoint.complete:
+        return PruneDecision(
+            checkpoint, action, reasons, checkpoint.entry.nbytes - checkpoint.entry.shared
+        )
     from ckptctl.ops.runs.thinning import plan_thinning
 
-    thinning = plan_thinning(one)
+    thinning = plan_thinning(checkpoint)
     if isinstance(thinning, str):
-        return PruneDecision(one, "skip", (thinning,))
-    return PruneDecision(one, action, reasons, thinning.freed, thinning)
+        return PruneDecision(checkpoint, "skip", (thinning,))
+    return PruneDecision(checkpoint, action, reasons, thinning.freed, thinning)
 
 
 def run_prune(plan: PrunePlan) -> PruneResult:
@@ -260,37 +271,37 @@ def run_prune(plan: PrunePlan) -> PruneResult:
         _require_kept(plan)
         require_pointers(plan.root)
         protected = protect(view_of(plan.root, plan.run.checkpoints))
-        for one in plan.of("remove"):
-            if not os.path.lexists(one.candidate.path):
+        for decision in plan.of("remove"):
+            if not os.path.lexists(decision.candidate.path):
                 continue  # somebody else has removed it
             try:
-                _require_unchanged(one, protected.get(one.name, Protected()))
-                _require_old(one, deletion.now() - max(plan.policy.min_age, AT_WORK))
-                _remove(deletion, one)
+                _require_unchanged(decision, protected.get(decision.name, Protected()))
+                _require_old(decision, deletion.now() - max(plan.policy.min_age, AT_WORK))
+                _remove(deletion, decision)
             except CkptError as error:
-                failed[one.name] = error
+                failed[decision.name] = error
             else:
-                done.append(one.name)
-                freed += one.nbytes
+                done.append(decision.name)
+                freed += decision.nbytes
         stuck = CkptError("it could not be removed for good", where=str(deletion.folder))
         failed |= {name: stuck for name in deletion.left() if name not in failed}
     return PruneResult(plan, tuple(done), failed, freed)
 
 
-def _remove(deletion: TwoPhaseDelete, one: PruneDecision) -> None:
+def _remove(deletion: TwoPhaseDelete, decision: PruneDecision) -> None:
     """Remove or thin one checkpoint."""
-    if not one.thinning:
-        deletion.delete(one.name, one.candidate.entry.identity)
+    if not decision.thinning:
+        deletion.delete(decision.name, decision.candidate.entry.identity)
         return
     from ckptctl.ops.runs.thinning import run_thinning
 
-    run_thinning(one.thinning, deletion)
+    run_thinning(decision.thinning, deletion)
 
 
 def _require_kept(plan: PrunePlan) -> None:
     """Refuse if a checkpoint because of which others may go is gone meanwhile, or torn."""
-    for one in plan.of("keep"):
-        known = one.candidate.entry
+    for decision in plan.of("keep"):
+        known = decision.candidate.entry
         entry = entry_at(known.path)
         why = ""
         if entry is None or not entry.identity.one_with(known.identity):
@@ -306,21 +317,21 @@ def _require_kept(plan: PrunePlan) -> None:
             )
 
 
-def _require_old(one: PruneDecision, before: float) -> None:
+def _require_old(decision: PruneDecision, before: float) -> None:
     """Refuse what is not complete and was changed of late, as the file system's clock has it."""
-    if not one.candidate.complete and one.candidate.entry.touched > before:
+    if not decision.candidate.complete and decision.candidate.entry.touched > before:
         raise RefusedError(
             "it may still be being written",
-            where=str(one.candidate.path),
+            where=str(decision.candidate.path),
             why="by the clock of its file system, which is behind that of this machine",
         )
 
 
-def _require_unchanged(one: PruneDecision, protected: Protected) -> None:
-    entry = one.candidate.entry
+def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
+    entry = decision.candidate.entry
     now = entry_at(entry.path)
     if now is None or not now.same(entry):
         raise RefusedError("it has changed since it was looked at", where=str(entry.path))
-    new = [pin for pin in protected.pinned if pin not in one.candidate.pinned]
+    new = [pin for pin in protected.pinned if pin not in decision.candidate.pinned]
     if new:
         raise RefusedError(f"{new[0]} names it by now", where=str(entry.path))

@@ -83,7 +83,7 @@ class Thinning:
 
 
 def plan_thinning(found: Checkpoint) -> Thinning | str:
-    """Return what is to be taken out of a checkpoint, or why nothing can be."""
+    """Plan what is taken out of a checkpoint; a string says why nothing can be."""
     path, name = found.path, found.format or ""
     try:
         catalogs = [formats.open_checkpoint(part, name) for part in _models(found)]
@@ -112,11 +112,7 @@ def _none_of_it(named: Sequence[str]) -> str:
 
 
 def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
-    """Carry out *thinning*.
-
-    Args:
-        thinning: What to do.
-        deletion: Where what is taken out goes.
+    """Carry out *thinning*; what is taken out goes into the trash.
 
     Raises:
         CkptError: It failed; the checkpoint is as it was, or lacks files of the optimizer.
@@ -130,16 +126,7 @@ def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
 
 
 def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -> None:
-    """Take what is said of *files* out of the lists in a checkpoint; the rest stays proven.
-
-    Args:
-        folder: The checkpoint.
-        files: Files and folders directly or further in it, which are going to be removed.
-        deletion: Where a new list is written before it takes the old one's place.
-
-    Raises:
-        StorageError: A list cannot be read or written; it is as it was.
-    """
+    """Take the lines about *files* out of the lists of digests; the rest stays proven."""
     gone = [str(path.relative_to(folder)) for path in files]
 
     def goes(file: str) -> bool:
@@ -268,7 +255,7 @@ def _models(found: Checkpoint) -> list[Path]:
 
 
 def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
-    """Yield what belongs to optimizers alone: nothing that a catalog of the weights refers to."""
+    """Yield the files of optimizers alone, to which no catalog of the weights refers."""
     if not found.path.is_dir():
         return
     used = {Path(catalog.root) / name for catalog in catalogs for name in catalog.files}

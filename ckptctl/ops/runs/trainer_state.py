@@ -58,7 +58,7 @@ class _CutError(Exception):
 
 
 def trainer_state(folder: Path) -> TrainerState:
-    """Return what the state in *folder* says; nothing where there is none."""
+    """Read the state in *folder*, if there is one."""
     path = folder / NAME
     try:
         status = path.stat()
