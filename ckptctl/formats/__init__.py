@@ -10,6 +10,7 @@ import importlib
 import os
 import pkgutil
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -140,6 +141,7 @@ def open_checkpoint(
     rules: Path | None = None,
     partial: bool = False,
     replicas: bool = False,
+    documents: Mapping[str, Mapping[str, object]] | None = None,
     manifest: bool | None = True,
 ) -> Catalog:
     """Recognise *path* and read its index.
@@ -153,6 +155,7 @@ def open_checkpoint(
         rules: See :class:`ReadOptions`.
         partial: See :class:`ReadOptions`.
         replicas: See :class:`ReadOptions`.
+        documents: See :class:`ReadOptions`.
         manifest: Whether to take checksums from the manifest beside it; None: not if that takes a
             request.
 
@@ -164,7 +167,7 @@ def open_checkpoint(
     path = existing(path)
     opened = str(path), identity_of(path)
     with unreplaced(opened):
-        asked = ReadOptions(model_type, weights, tag, rules, partial, replicas)
+        asked = ReadOptions(model_type, weights, tag, rules, partial, replicas, documents or {})
         return replace(_read(path, format, asked, manifest), opened=opened)
 
 

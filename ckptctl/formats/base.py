@@ -146,6 +146,8 @@ class ReadOptions:
         partial: Read what there is of a checkpoint that is not whole: what cannot be read becomes
             :attr:`~ckptctl.catalog.Catalog.findings`. Tensors may have holes then.
         replicas: List :attr:`~ckptctl.catalog.Catalog.replicas`, too.
+        documents: ``config.json`` and ``params.json`` by which shards are joined; empty: those
+            beside them.
     """
 
     model_type: str | None = None
@@ -154,6 +156,7 @@ class ReadOptions:
     rules: Path | None = None
     partial: bool = False
     replicas: bool = False
+    documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 AS_IT_IS = ReadOptions()

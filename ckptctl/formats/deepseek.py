@@ -72,7 +72,8 @@ class DeepSeekFormat(WritableFormat):
         with SourceFiles(root) as files:
             read = [read_shard(files, name) for name in heads_ahead(files, names)]
             shards = [tensors for tensors, _ in read]
-            joined = Joined(shards, names, self.name, around.documents, asked.model_type)
+            described = asked.documents or around.documents
+            joined = Joined(shards, names, self.name, described, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
         return Catalog(
@@ -83,7 +84,7 @@ class DeepSeekFormat(WritableFormat):
             tensors=tensors,
             assets=around.assets,
             others=around.others,
-            documents=joined.documents,
+            documents=around.documents if asked.documents else joined.documents,
             metadata=dict(read[0][1]),
             notes=joined.notes,
         )

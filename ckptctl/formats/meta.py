@@ -79,7 +79,8 @@ class MetaFormat(WritableFormat):
             around = beside(root, names)
             read = [torch_file.read_contents(files, name) for name in zips_ahead(files, names)]
             shards = [found.tensors for found in read]
-            joined = Joined(shards, names, LAYOUT, around.documents, asked.model_type)
+            described = asked.documents or around.documents
+            joined = Joined(shards, names, LAYOUT, described, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
         return Catalog(
@@ -91,7 +92,7 @@ class MetaFormat(WritableFormat):
             blobs=read[0].blobs,
             assets=around.assets,
             others=around.others,
-            documents=joined.documents,
+            documents=around.documents if asked.documents else joined.documents,
             notes=(
                 *joined.notes,
                 *dict.fromkeys(note for found in read for note in found.notes),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import RefusedError, StorageError, UsageError
+from ckptctl.errors import RefusedError, StorageError, UsageError, listed
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.paths import require_local
 from ckptctl.storage.remote.urls import SCHEME, local_path
@@ -103,7 +103,10 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
         raise RefusedError(
             f"the destination is not {kind.noun}, so it is not overwritten",
             where=str(target),
-            hint="remove it yourself, or choose another destination",
+            why=f"it holds {listed(sorted(item.name for item in target.iterdir()))}"
+            if folder
+            else None,
+            hint="move it away, or choose another destination",
         )
 
 

@@ -122,6 +122,8 @@ def path_hint(path: str | Path) -> str:
         return f"`{absolute}` is a file"
     there = next(one for one in absolute.parents if one.is_dir())
     wanted = absolute.relative_to(there).parts[0]
+    if (there / wanted).is_symlink():
+        return _link_hint(there / wanted)
     scheme, colon, _ = wanted.partition(":")
     if colon and scheme in (HUB, *PACKAGES):
         return f"a URL begins with `{scheme}://`"
@@ -137,3 +139,15 @@ def path_hint(path: str | Path) -> str:
         return f"did you mean `{there / close}`?"
     inside = sorted(names, key=natural_key)
     return f"`{there}` holds {listed(inside, SHOWN) if inside else 'nothing'}"
+
+
+def _link_hint(link: Path) -> str:
+    """Say where a symbolic link leads to that leads to nothing."""
+    said = f"`{link}` is a symbolic link to `{link.readlink()}`"
+    try:
+        link.stat()
+    except FileNotFoundError:
+        return f"{said}, which is not there"
+    except OSError as error:
+        return f"{said}: {os.strerror(error.errno or 0)}"
+    return said

@@ -24,7 +24,7 @@ from ckptctl.planner.mapping.completeness import lacking
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import map_tensors
-from tests.checkpoints import save_hf, tiny_llama
+from tests.checkpoints import save_hf, save_torch, tiny_llama
 from tests.contract.support import WRITABLE, build, message, place, refused
 from tests.contract.tables import ALL, FAMILIES, PAIRS, tiny, tiny_lists
 
@@ -193,6 +193,22 @@ def test_what_is_left_out_leaves_whole_tensors(name, source, target, number):
 @pytest.mark.parametrize(("name", "source", "target"), CHANGES)
 def test_whatever_is_left_out_leaves_whole_tensors(name, source, target, alone):
     require_left_out(name, source, target, None, alone=alone)
+
+
+@pytest.mark.parametrize(("name", "source", "target", "number"), numbered(CHANGES)[::SOME])
+def test_what_may_be_missing_leaves_whole_tensors(name, source, target, number):
+    """What is fused with it, or stacked, goes with it, and is named with what it lacks."""
+    whole = tiny(FAMILIES[name], source)
+    needed = made_of(mapped(name, source, target, whole))
+    for key in keys_of(name, source, number):
+        rest = {other: shape for other, shape in whole.items() if other != key}
+        found = mapped(name, source, target, rest, partial=True, whole=whole, missing=[key])
+        made = made_of(found)
+        assert all(count == needed[made_key] for made_key, count in made.items()), key
+        read = {view.key for one in found.tensors for view in one.sources}
+        assert not read & found.left_out.keys(), key
+        assert all(f"`{key}`" in why for why in found.left_out.values()), key
+        assert rest.keys() == read | found.left_out.keys() | found.dropped.keys(), key
 
 
 FUSED = [
@@ -504,3 +520,39 @@ def test_the_first_stage_of_a_pipeline(tmp_path: Path, name: str) -> None:
     with refused(source, tmp_path / "out", 6) as caught:
         ckptctl.convert(source, tmp_path / "out", to="hf")
     assert "pipeline" not in str(caught.value.hint)
+
+
+def fused_source(tmp_path, gone):
+    """A Phi 3 of torchtune, which Hugging Face fuses, with the moments of an optimizer."""
+    shapes = tiny(FAMILIES["phi3"], "torchtune")
+    state = {key: torch.randn(shape) for key, shape in shapes.items()}
+    kept = {key: value for key, value in state.items() if key != gone}
+    moments = {key: {"exp_avg": torch.ones_like(value)} for key, value in state.items()}
+    source = tmp_path / "in.pt"
+    save_torch(source, {"model": kept, "optimizer": {"state": moments}})
+    return source
+
+
+def test_a_fused_tensor_is_left_out_with_a_part_that_may_be_missing(tmp_path):
+    gone = "layers.0.attn.v_proj.weight"
+    source = fused_source(tmp_path, gone)
+    options: dict[str, Any] = {"model_type": "phi3", "to_layout": "hf"}
+    sizes = {axis: FAMILIES["phi3"].tiny[axis] for axis in "hk"}
+    with refused(source, tmp_path / "out", 6):
+        ckptctl.convert(source, tmp_path / "out", to="hf", sizes=sizes, **options)
+    options |= {"sizes": sizes, "allow_missing": True}
+    result = ckptctl.convert(source, tmp_path / "out", to="hf", **options)
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    names = {tensor.name for tensor in result.plan.output}
+    assert fused not in names and fused.replace(".0.", ".1.") in names
+    parts = {f"model.layers.0.attn.{part}_proj.weight" for part in "qkv"}
+    assert result.plan.missing.keys() == parts
+    for name in parts - {f"model.{gone}"}:
+        why = result.plan.missing[name]
+        assert fused in why and f"`{gone}`" in why
+    plan = ckptctl.plan_conversion(source, tmp_path / "all.pt", to="torch", only="all", **options)
+    lost = {f"optimizer.state.layers.0.attn.{part}_proj.weight.exp_avg" for part in "qkv"}
+    assert plan.missing.keys() == parts | lost
+    with refused(source, tmp_path / "other", 5):
+        left = {**options, "exclude": "*layers.1.attn.v_proj*"}
+        ckptctl.convert(source, tmp_path / "other", to="hf", **left)

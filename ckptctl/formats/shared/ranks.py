@@ -199,9 +199,8 @@ class Joined:
         (zeros, say) they say nothing.
         """
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
-        if params is None:
-            return 1
-        possible = possible_repeats(read_sizes(self.family, params=params), self.ranks)
+        heads = read_sizes(self.family, params=params) if params else self.stored.axes
+        possible = possible_repeats(heads, self.ranks)
         repeated = [key for key in self.order if self._is_repeated(key)]
         if not repeated or not possible:
             return 1
@@ -217,8 +216,9 @@ class Joined:
                 return 1
         if repeats > 1:
             self.notes += (f"each key/value head is stored {repeats} times; one is used",)
-            kept = self.ranks // repeats
-            self.documents["params.json"] = amended(params, "n_kv_heads", kept)
+            if params is not None:
+                kept = self.ranks // repeats
+                self.documents["params.json"] = amended(params, "n_kv_heads", kept)
         return repeats
 
     def _require_copies(self, files: SourceFiles, repeated: Sequence[str], repeats: int) -> None:
@@ -312,7 +312,8 @@ class Joined:
             f"the tensors do not add up to the model that {file} describes",
             where=", ".join(filter(None, (listed(self.names), error.where))),
             why=error.why if error.where else ": ".join(filter(None, (error.what, error.why))),
-            hint=f"a shard may be missing, or {file} belongs to another model",
+            hint=f"a shard may be missing, or {file} belongs to another model: "
+            "`--assets DIR --trust-assets` takes that of DIR",
         )
 
 

@@ -20,7 +20,7 @@ from ckptctl.ops.adapters.config import factors_only, require_adapter
 from ckptctl.ops.conversion import proofs, upload
 from ckptctl.ops.conversion.adapter_files import beside
 from ckptctl.ops.conversion.checks import require_sense
-from ckptctl.ops.conversion.documents import gather, unquantised
+from ckptctl.ops.conversion.documents import gather, stated_in, unquantised
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.missing import Missing, find_missing
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -96,6 +96,7 @@ def plan_changed(
         rules=options.rules,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
+        documents=stated_in(options.assets) if options.assets and options.trust_assets else None,
     )
     if options.only == "model":
         catalog = unwrapped(catalog)

@@ -10,11 +10,18 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
-from ckptctl.formats.assets import DOCUMENTS, QUANTISATION, amended, beside, left_behind
+from ckptctl.formats.assets import (
+    DOCUMENTS,
+    QUANTISATION,
+    amended,
+    beside,
+    documents,
+    left_behind,
+)
 from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.rank_states import CONFIGURATION
 from ckptctl.ops.conversion.carrying import carried
-from ckptctl.ops.recognition.agreement import ARGUMENTS, Description
+from ckptctl.ops.recognition.agreement import Description, of_training
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.config_to_params import config_to_params
@@ -81,6 +88,23 @@ class Papers:
     notes: tuple[str, ...] = ()
 
 
+def stated_in(directory: Path) -> dict[str, Json]:
+    """Return the configuration that ``--assets`` holds.
+
+    Raises:
+        SourceNotFoundError: There is no such directory.
+    """
+    root = directory.expanduser().absolute()
+    if not root.is_dir():
+        raise SourceNotFoundError(
+            "no such directory",
+            where=str(root),
+            why=f"--assets names a folder with {CONFIG} or {PARAMS}",
+            hint=path_hint(root),
+        )
+    return documents(root)
+
+
 def gather(catalog: Catalog, directory: Path | None, globs: Sequence[str] = ()) -> Assets:
     """Return the checkpoint's side files, those of ``--assets`` instead where it has them.
 
@@ -102,17 +126,10 @@ def gather(catalog: Catalog, directory: Path | None, globs: Sequence[str] = ()) 
 
 def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
     """Return *own* with the files of ``--assets``, which is *root*."""
-    if not root.is_dir():
-        raise SourceNotFoundError(
-            "no such directory",
-            where=str(root),
-            why=f"--assets names a folder with {CONFIG} or {PARAMS}",
-            hint=path_hint(root),
-        )
-    found = beside(root)
-    if not found.assets and not found.documents:
+    stated, found = stated_in(root), beside(root, documented=False)
+    if not found.assets and not stated:
         raise UsageError("there is no configuration or tokenizer here", where=str(root))
-    described = own.documents if str(root) == catalog.root else found.documents
+    described = own.documents if str(root) == catalog.root else stated
     theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
     return Assets(
         {**own.roots, **dict.fromkeys(found.assets, str(root))},
@@ -137,10 +154,7 @@ def _own(catalog: Catalog) -> Assets:
         for name, content in catalog.documents.items()
         if name in DOCUMENTS
     )
-    told = (
-        Description(ARGUMENTS, f"the trainer's arguments in {catalog.path}", catalog.arguments),
-    )
-    files = (*described, *(told if catalog.arguments else ()))
+    files = (*described, *of_training(catalog))
     return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
 
 

@@ -17,7 +17,14 @@ from ckptctl.ops.conversion.adapter_files import adapter_papers
 from ckptctl.ops.conversion.checks import require_scaled
 from ckptctl.ops.conversion.documents import Assets, Papers, papers
 from ckptctl.ops.conversion.executable import LaidOut, executable, provenance
-from ckptctl.ops.conversion.missing import Missing, asked_of, leave_out, present, without
+from ckptctl.ops.conversion.missing import (
+    Missing,
+    asked_of,
+    dependent,
+    leave_out,
+    present,
+    without,
+)
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.output_tensors import (
     in_checkpoint,
@@ -91,6 +98,7 @@ class Draft:
         """Go through the steps."""
         selection = self._selected()
         change = self._change(selection)
+        selection = self._without_parts(selection, change)
         rest = self._rest(selection, change)
         mapped = self._mapped(change)
         read = [*mapped, *rest.tensors]
@@ -126,6 +134,7 @@ class Draft:
             given=self.options.sizes,
             vocab=self.options.vocab_size,
             whole=self.whole,
+            missing={name.removeprefix(self.known.root) for name in self.missing},
             documents=self.assets.described,
             trust_assets=self.options.trust_assets,
         )
@@ -142,6 +151,16 @@ class Draft:
             dtype=self.options.dtype,
         )
         return change
+
+    def _without_parts(self, selection: Selection, change: Change) -> Selection:
+        """Return *selection* without what is nothing without what is missing, and note that."""
+        root = self.known.root
+        lost = {root + name: why for name, why in change.left_out.items()}
+        everything = {root + name for name in (*selection.tensors, *change.left_out)}
+        outside = selection.rest if self.keep_root else ()
+        gone = {**self.missing, **lost}
+        self.missing = {**dependent(gone, everything | gone.keys(), outside, root), **gone}
+        return without(selection, self.missing)
 
     def _strange(self, change: Change) -> list[str]:
         """Warn of names that become Hugging Face's only in that they are in its files."""
@@ -231,6 +250,7 @@ class Draft:
         found = asked_of(found, self.catalog, options)
         if not options.allow_missing:
             found.require_whole(self.catalog.path)
+        self.whole += found.names if found.certain else ()
         self.missing |= found.missing
         self.notes += found.doubts
         return selection

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptctl import families
+from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, MappingError, UsageError
 from ckptctl.planner.configs.agreement import (
     Contradiction,
@@ -20,6 +21,7 @@ from ckptctl.planner.configs.agreement import (
     switched,
     unsaid,
 )
+from ckptctl.planner.configs.compared_keys import TOLD
 from ckptctl.planner.configs.stated import Json, facts
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
@@ -27,6 +29,9 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import match
 
 CONFIG, ARGUMENTS = "config.json", "arguments"
+HYPER_PARAMETERS = "hyper_parameters"
+HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
+"""What people call the part of a module's arguments that describes the model."""
 Signs: TypeAlias = tuple[Sign, ...]
 
 WRONG = "by the wrong description the same tensors compute something else"
@@ -62,6 +67,42 @@ class Agreement:
 
     decided: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+def of_training(catalog: Catalog) -> Iterator[Description]:
+    """Yield what the trainer was told of the model, as far as the checkpoint records it.
+
+    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
+    among them, or single sizes under its names.
+    """
+    if catalog.arguments:
+        place = f"the trainer's arguments in {catalog.path}"
+        yield Description(ARGUMENTS, place, catalog.arguments)
+    given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]
+    for holder in ((), *((name,) for name in HOLDERS)) if given else ():
+        path = (HYPER_PARAMETERS, *holder)
+        place, held = f"`{'.'.join(path)}` in {catalog.path}", _below(given, path)
+        if isinstance(held.get("model_type"), str):
+            yield Description(CONFIG, place, held)
+        elif told := {name: value for name, value in held.items() if _is_told(name, value)}:
+            yield Description(ARGUMENTS, place, told)
+
+
+def _below(blobs: Iterable[Blob], path: Path) -> Json:
+    """Return the dictionary of dictionaries that leaves below *path* are."""
+    held: dict[str, Any] = {}
+    for blob in blobs:
+        keys = [key for key in blob.path[len(path) :] if isinstance(key, str)]
+        if keys and blob.path == (*path, *keys):
+            inner = held
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[keys[-1]] = blob.value
+    return held
+
+
+def _is_told(name: str, value: object) -> bool:
+    return name in TOLD and isinstance(value, (bool, int, float, str))
 
 
 def agree(

@@ -42,6 +42,7 @@ class Change:
         tilings: What becomes of embeddings of tiles that the target stores in another way.
         vocab: Size that the vocabulary was padded or cut to; None: it was kept.
         decided: Facts on which descriptions differ, and what ``--trust-assets`` took.
+        left_out: Source keys of what is fused or stacked and lacks other parts, and which.
     """
 
     family: Family | None
@@ -58,6 +59,7 @@ class Change:
     tilings: tuple[Tiling, ...] = ()
     vocab: int | None = None
     decided: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def identity(self) -> bool:
@@ -80,6 +82,7 @@ class LayoutRequest:
         given: Axis sizes that the user states.
         vocab: Size that the vocabulary is padded or cut to; None: keep it.
         whole: Names of all of the model's tensors, where those to be changed are a part of them.
+        missing: Names of those that are missing and may be.
         documents: The files that describe the model, those that ``--assets`` replaces, too.
         trust_assets: Whether ``--assets`` is right where they contradict each other.
     """
@@ -93,6 +96,7 @@ class LayoutRequest:
     given: Mapping[str, int] | None = None
     vocab: int | None = None
     whole: Collection[str] | None = None
+    missing: Collection[str] = ()
     documents: tuple[Description, ...] = ()
     trust_assets: bool = False
 
@@ -148,6 +152,7 @@ def change_layout(
         found.tilings,
         asked.vocab,
         agreed.decided,
+        found.left_out,
     )
 
 
@@ -170,6 +175,7 @@ def _mapped(
         lists=read_lists(family, known.config),
         whole=asked.whole,
         without=does_without(family, known.config, base=known.layout == BASE),
+        missing=asked.missing,
     )
     return found if asked.vocab is None else _with_vocabulary(found, family, layouts, asked.vocab)
 

@@ -58,6 +58,17 @@ NOTED = (
 )
 """Keys of config.json that change no logits: that two files differ on them is said in a note."""
 
+TOLD = frozenset(
+    {
+        *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings", "rope_theta"),
+        *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+        *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+        "moe_intermediate_size",
+    }
+)
+"""Keys of config.json that among the arguments of a training mean the model."""
+
 PLACED = ("dynamic", "longrope", "su", "yarn")
 """Kinds of rotary scaling that ``max_position_embeddings`` takes part in."""
 

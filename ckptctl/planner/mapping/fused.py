@@ -1,14 +1,18 @@
-"""What the target fuses of several tensors, or stacks, is written whole or not at all."""
+"""What the target fuses of several tensors, or stacks, is written whole or not at all.
+
+Where parts were chosen, that is an error. Where they are missing and may be, it is left out whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 from ckptctl.errors import MappingError, listed
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Layout
 from ckptctl.planner.mapping.completeness import MANY
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.matching import Lead, Values, key_of, leads
 from ckptctl.planner.mapping.numbering import Numbering
 from ckptctl.planner.mapping.source import Source
@@ -24,10 +28,15 @@ class Fusing:
         source: What is there.
         target: The layout to produce.
         numbering: How that numbers its layers.
+        missing: Keys that may be missing.
     """
 
-    def __init__(self, source: Source, target: Layout, numbering: Numbering) -> None:
+    def __init__(
+        self, source: Source, target: Layout, numbering: Numbering, missing: Collection[str]
+    ) -> None:
         self._source, self._target, self._numbering = source, target, numbering
+        self._missing = missing
+        self._incomplete: dict[str, str] = {}
         self._fused = {
             tensor.name: stored
             for stored in target.stored
@@ -36,7 +45,7 @@ class Fusing:
         }
 
     def require_parts(self, tensor: Tensor, values: Values) -> None:
-        """Refuse a fused tensor of which only some parts are there.
+        """Refuse a fused tensor, or note it as left out, of which only some parts are there.
 
         Args:
             tensor: One of its parts, which is there.
@@ -61,10 +70,10 @@ class Fusing:
             names = [(other.name, values) for other, _ in stored.parts]
             held = [key for name in names for key in there.get(name, {}).values()]
             lacking = [key for other in gone for key in self._keys(other, values)]
-            raise self._partial(tensor, values, held, lacking)
+            self._leave_out(tensor, values, held, lacking)
 
     def require_entries(self, tensor: Tensor, held: Tensor, values: Values) -> None:
-        """Refuse a stacked tensor of which only some entries are there.
+        """Refuse a stacked tensor, or note it as left out, of which only some entries are there.
 
         Args:
             tensor: What is stacked.
@@ -85,7 +94,24 @@ class Fusing:
         gone = list(islice(missing, MANY))
         if gone:
             lacking = [self._key(held, values, lead) for lead in gone]
-            raise self._partial(tensor, values, list(keys.values()), lacking)
+            self._leave_out(tensor, values, list(keys.values()), lacking)
+
+    def whole(self, tensors: Sequence[MappedTensor]) -> tuple[list[MappedTensor], dict[str, str]]:
+        """Return *tensors* without what cannot be made whole, and the keys that are not read.
+
+        Each of these with the reason.
+        """
+        kept, left_out = list(tensors), dict[str, str]()
+        while self._incomplete:
+            gone = [one for one in kept if any(v.key in self._incomplete for v in one.targets)]
+            if not gone:
+                break
+            kept = [one for one in kept if all(one is not other for other in gone)]
+            for mapped in gone:
+                why = next(filter(None, (self._incomplete.get(v.key) for v in mapped.targets)))
+                self._incomplete |= {view.key: why for view in mapped.targets}
+                left_out |= {view.key: why for view in mapped.sources}
+        return kept, left_out
 
     def _keys(self, tensor: Tensor, values: Values) -> Iterator[str]:
         leaf = self._source.layout.leaves.get(tensor.name)
@@ -97,12 +123,19 @@ class Fusing:
         numbering = self._source.matched.numbering
         return key_of(self._source.layout, tensor, values, lead, numbering)
 
-    def _partial(
+    def _leave_out(
         self, tensor: Tensor, values: Values, held: list[str], lacking: list[str]
-    ) -> MappingError:
-        lead = (0,) * len(self._target.leaves[tensor.name].spread)
-        key = key_of(self._target, tensor, values, lead, self._numbering)
-        return MappingError(
+    ) -> None:
+        """Note what cannot be made whole for want of what may be missing, or refuse it."""
+        entries = leads(self._target.leaves[tensor.name], self._source.sizes.axes)
+        keys = [key_of(self._target, tensor, values, lead, self._numbering) for lead in entries]
+        if all(key in self._missing for key in lacking):
+            for key in keys:
+                why = f"it is a part of `{key}`, which is left out whole for want of"
+                self._incomplete[key] = f"{why} {listed(lacking)}"
+            return
+        key = keys[0]
+        raise MappingError(
             "a fused tensor is written whole or not at all",
             where=f"tensor `{key}`",
             why=f"it is made of {listed(held)}, which are there, and {listed(lacking)}, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from ckptctl.errors import HomelessError, MappingError, listed
@@ -36,6 +36,7 @@ class TensorMap:
         sizes: All axis sizes that are known, and the number of layers as ``i``.
         tied: Whether tied tensors are one.
         tilings: What becomes of embeddings of tiles that the target stores in another way.
+        left_out: Source keys of fused or stacked tensors that lack other parts, and which.
     """
 
     tensors: tuple[MappedTensor, ...]
@@ -46,6 +47,7 @@ class TensorMap:
     sizes: Mapping[str, int]
     tied: bool
     tilings: tuple[Tiling, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def map_tensors(
@@ -61,6 +63,7 @@ def map_tensors(
     lists: Mapping[str, Sequence[int]] | None = None,
     whole: Collection[str] | None = None,
     without: Collection[str] = (),
+    missing: Collection[str] = (),
 ) -> TensorMap:
     """Return how the tensors of *shapes* become those of another layout.
 
@@ -78,6 +81,7 @@ def map_tensors(
         whole: The keys of the model that *shapes* is a part of; None: it is the model.
         without: Logical tensors that this model does not have
             (:func:`ckptctl.planner.configs.stated.does_without`).
+        missing: Keys that may be missing: what else a fused tensor is made of goes with them.
 
     Raises:
         MappingError: Unknown keys, contradictory shapes, axis sizes that do not follow from shapes
@@ -99,7 +103,7 @@ def map_tensors(
         without=without,
     )
     run = _Run(held, target, untie, partial)
-    return run.unchanged() if source is target else run.result(lists or {})
+    return run.unchanged() if source is target else run.result(lists or {}, missing)
 
 
 class _Run:
@@ -121,14 +125,14 @@ class _Run:
             if kept and not self.source.found(tie.tensor):
                 key, name = kept[1][()], self.target.leaves[tie.tensor].key.text
                 tensors.append(MappedTensor.same(key, name, shapes[key]))
-        return self._map(tensors, ())
+        return self._map(tensors, (), {})
 
-    def result(self, lists: Mapping[str, Sequence[int]]) -> TensorMap:
+    def result(self, lists: Mapping[str, Sequence[int]], missing: Collection[str]) -> TensorMap:
         """Return the map to another layout."""
         require_stated(self.family, self.source.layout.name, self.source.matched.numbering, lists)
         self.numbering = planned(self.family, self.target.name, self.source.counts, lists)
-        self.fusing = Fusing(self.source, self.target, self.numbering)
-        tensors = list(self._tensors())
+        self.fusing = Fusing(self.source, self.target, self.numbering, missing)
+        tensors, left_out = self.fusing.whole(list(self._tensors()))
         self.origins.drop()
         tensors = self._once(tensors)
         require_covered(tensors)
@@ -136,9 +140,11 @@ class _Run:
         for found in self.tilings:
             tensors += found.tensors
             zeros += found.zeros
-        return self._map(tensors, tuple(zeros))
+        return self._map(tensors, tuple(zeros), left_out)
 
-    def _map(self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...]) -> TensorMap:
+    def _map(
+        self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...], left_out: Mapping[str, str]
+    ) -> TensorMap:
         changed = self.source.layout is not self.target
         checked = self.source.matched.dropped.items() if changed else ()
         return TensorMap(
@@ -150,6 +156,7 @@ class _Run:
             self.source.sizes.axes,
             self.source.tied and not self.untie,
             tuple(self.tilings),
+            left_out,
         )
 
     # ------------------------------------------------------------------- what is read from where

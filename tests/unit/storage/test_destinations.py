@@ -55,6 +55,10 @@ def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:
     assert refused(other, PAGE, True).what.startswith("the destination is not a page, so")
     assert refused(other, FOLDER, True).what.startswith("the destination is not a checkpoint, so")
     check_target(page, overwrite=True, is_checkpoint=PAGE)
+    notes = tmp_path / "folder" / "notes.txt"
+    notes.parent.mkdir()
+    notes.touch()
+    assert refused(notes.parent, FOLDER, True).why == "it holds `notes.txt`"
 
 
 def test_urls_and_what_was_one(tmp_path: Path) -> None:

@@ -19,6 +19,15 @@ def test_what_there_is_instead(tmp_path: Path) -> None:
     assert path_hint(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"
 
 
+def test_a_symbolic_link_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("a")
+    (tmp_path / "b").symlink_to("gone/away")
+    said = f"`{tmp_path / 'a'}` is a symbolic link to `a`: Too many levels of symbolic links"
+    assert path_hint(tmp_path / "a") == said
+    gone = f"`{tmp_path / 'b'}` is a symbolic link to `gone/away`, which is not there"
+    assert path_hint(tmp_path / "b") == gone == path_hint(tmp_path / "b" / "model")
+
+
 def test_a_repository_without_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hub = "a repository of the Hub is written `hf://meta-llama/Llama-3.1-8B`"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.errors import MappingError, UsageError
-from tests.checkpoints import save_hf, save_meta, tiny_llama
+from ckptctl.errors import CkptError, MappingError, SourceNotFoundError, UsageError
+from tests.checkpoints import save_hf, save_meta, save_torch, tiny_llama
 from tests.checkpoints.llama import Config, StateDict
 
 SCALED = {
@@ -203,3 +203,52 @@ def test_a_named_model_type_is_compared_too(tmp_path: Path) -> None:
     right = save_hf(tmp_path / "right", state, config)
     plan = ckptctl.plan_conversion(right, tmp_path / "out", to="dcp", model_type="llama3")
     assert plan.model_type == "llama3" and plan.from_layout == "hf"
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_trusted_assets_decide_how_shards_are_joined(tmp_path: Path, shards: int) -> None:
+    """Heads that ranks repeat, too: by a params.json that is wrong they cannot be read at all."""
+    state, config = model(kv_heads=2)
+    source = save_meta(tmp_path / "in", state, config, shards)
+    params = json.loads((source / "params.json").read_text())
+    folder(source, params | {"n_heads": 2 * params["n_heads"], "n_kv_heads": 1}, "params.json")
+    assets = folder(tmp_path / "assets", config)
+    out = tmp_path / "out"
+    for other in (assets, None):
+        with pytest.raises(CkptError) as caught:
+            ckptctl.plan_conversion(source, out, to="torch", to_layout="hf", assets=other)
+        assert "--trust-assets" in str(caught.value.hint)
+    with pytest.raises(SourceNotFoundError, match="no such directory"):
+        gone = tmp_path / "gone"
+        ckptctl.plan_conversion(source, out, to="hf", assets=gone, trust_assets=True)
+    ckptctl.convert(source, out, to="torch", to_layout="hf", assets=assets, trust_assets=True)
+    written = torch.load(out, weights_only=True)
+    torch.testing.assert_close(written, state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"rms_norm_eps": 1e-2, "lr": 1e-3}, "`rms_norm_eps` is 0.01 in `hyper_parameters` in"),
+        ({"config": {"num_attention_heads": 8}}, "8 in `hyper_parameters.config` in"),
+        ({"model": {"model_type": "llama", "hidden_act": "gelu"}}, "'gelu' in `hyper_parameters"),
+        ({"rms_norm_eps": "1e-5", "hidden_size": 64, "teacher": {"hidden_size": 9}}, None),
+        ({"learning_rate": 1.0, "hidden_size": None, "config": "llama"}, None),
+    ],
+)
+def test_what_lightning_was_told_is_compared(
+    tmp_path: Path, arguments: dict[str, Any], named: str | None
+) -> None:
+    state, config = model()
+    source = tmp_path / "epoch=1.ckpt"
+    nested = {f"model.{name}": value for name, value in state.items()}
+    save_torch(source, {"state_dict": nested, "hyper_parameters": arguments, "epoch": 1})
+    assets = folder(tmp_path / "assets", config)
+    if named:
+        with pytest.raises(MappingError) as caught:
+            ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
+        assert named in str(caught.value.why) and str(assets) in str(caught.value.why)
+    plan = ckptctl.plan_conversion(
+        source, tmp_path / "out", to="hf", assets=assets, trust_assets=True
+    )
+    assert bool(plan.change.decided) == bool(named)
