@@ -86,8 +86,7 @@ def _line_of(error: BaseException, file: Path) -> int:
 
 def _check(found: Family, file: Path) -> None:
     from ckptctl.planner.families.tables import TableError
-    from ckptctl.planner.field_types import misfits
-    from ckptctl.planner.soundness import flaws
+    from ckptctl.planner.families.validation import flaws, misfits
 
     where = str(file)
     try:

@@ -84,7 +84,7 @@ def _load(name: str) -> Family:
 
 
 def _require_sound(found: Family) -> None:
-    from ckptctl.planner.soundness import flaws
+    from ckptctl.planner.families.validation import flaws
 
     flaw = next(flaws(found), None)
     if flaw:

@@ -14,8 +14,8 @@ from ckptctl.cli.output import Output
 
 if TYPE_CHECKING:
     from ckptctl.ops.key_map import KeyMap
-    from ckptctl.planner.mapping.arrivals import Arrival, Piece
     from ckptctl.planner.mapping.formulas import Range
+    from ckptctl.planner.mapping.preview import Arrival, Piece
 
 SCHEMA = "ckptctl.map/1"
 EPILOG = opt.examples(

@@ -13,12 +13,11 @@ from ckptctl.formats.assets import DOCUMENTS, documents
 from ckptctl.ops.recognition.agreement import Description, agree
 from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.arrivals import Arrival, Piece
 from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.formulas import Range
 from ckptctl.planner.mapping.numbering import KeyNumbers
-from ckptctl.planner.mapping.routes import Route, route
-from ckptctl.planner.parallel.joining import possible_repeats
+from ckptctl.planner.mapping.preview import Arrival, Piece, Route, route
+from ckptctl.planner.parallel.division import possible_repeats
 from ckptctl.storage.paths import path_hint
 
 

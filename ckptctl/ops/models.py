@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from ckptctl import families
 from ckptctl.errors import UsageError, nearest
-from ckptctl.planner.families.declarations import Signs
-from ckptctl.planner.families.statements import spellings
+from ckptctl.planner.families.declarations import Signs, spellings
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
 from ckptctl.planner.layouts import Family, Layout
 

@@ -1,14 +1,8 @@
-"""Who writes what: replicated chunks are spread so that all ranks write about as many bytes.
-
-Longest processing time first (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969):
-the largest chunk goes to the candidate with the least to do so far, what only one rank has counted
-from the start. Small chunks stay together on the first candidate that has room for them: what
-saves a file to be opened is worth more than what they weigh.
-"""
+"""Which rank or file gets how much: by bytes, in a deterministic order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heapreplace
 
 from ckptctl.catalog import Box
@@ -119,3 +113,38 @@ def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
         )
         for rows in split_rows((size,), min(count, size))
     ]
+
+
+def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Group names into shards of at most *limit* bytes, in order.
+
+    The rule of ``huggingface_hub.split_torch_state_dict_into_shards``: a shard is closed by the
+    first tensor that does not fit; a tensor above the limit gets a shard of its own.
+
+    Args:
+        sizes: Names with their bytes, in output order.
+        limit: Bytes per shard.
+    """
+    shards: list[list[str]] = []
+    current: list[str] = []
+    used = 0
+    for name, nbytes in sizes:
+        if nbytes > limit:
+            shards.append([name])
+            continue
+        if current and used + nbytes > limit:
+            shards.append(current)
+            current, used = [], 0
+        current.append(name)
+        used += nbytes
+    if current:
+        shards.append(current)
+    return shards or [[]]
+
+
+def grouped(names: Iterable[str], file_of: Mapping[str, int], files: int) -> list[list[str]]:
+    """Group *names* by the file index that *file_of* gives, keeping their order."""
+    shards: list[list[str]] = [[] for _ in range(files)]
+    for name in names:
+        shards[file_of[name]].append(name)
+    return shards

@@ -30,8 +30,21 @@ from typing import TypeAlias
 
 from ckptctl.errors import UsageError, listed, nearest
 from ckptctl.planner.families.companions import BLOCK_AXES, Companion, with_companions
-from ckptctl.planner.families.declarations import PRESENT, SIZES, Drop, Shift, Signs, Tie, Tiles
-from ckptctl.planner.families.statements import META, NEEDED, ParamsStyle, Rule, Same, spellings
+from ckptctl.planner.families.declarations import (
+    META,
+    NEEDED,
+    PRESENT,
+    SIZES,
+    Drop,
+    ParamsStyle,
+    Rule,
+    Same,
+    Shift,
+    Signs,
+    Tie,
+    Tiles,
+    spellings,
+)
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
 

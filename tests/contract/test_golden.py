@@ -10,7 +10,7 @@ import torch
 
 import ckptctl
 from ckptctl.families import families
-from ckptctl.planner.families.statements import spelled, states
+from ckptctl.planner.families.declarations import spelled, states
 from tests.checkpoints.golden import Golden, digest, family_of, names
 
 GOLDEN = {name: Golden.read(name) for name in names()}

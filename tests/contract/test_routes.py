@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ckptctl.planner.mapping.routes import route
+from ckptctl.planner.mapping.preview import route
 from tests.contract.tables import (
     FAMILIES,
     PAIRS,

@@ -10,8 +10,8 @@ from ckptctl.catalog import Blob, Box
 from ckptctl.formats.base import SPLIT_BYTES, OutputRequest, OutputTensor, Place
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.torch_file import ZipFrame
+from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.boxes import split_rows
-from ckptctl.planner.output_shards import fill, grouped
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.storage_tensor import StorageTensor

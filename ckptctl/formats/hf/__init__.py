@@ -52,7 +52,7 @@ from ckptctl.formats.hf.shards import (
     usable,
 )
 from ckptctl.formats.shared.tiled_files import sizes_of
-from ckptctl.planner.output_shards import fill, grouped
+from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json

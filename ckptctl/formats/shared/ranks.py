@@ -19,8 +19,8 @@ from ckptctl.planner.configs.stated import read_sizes
 from ckptctl.planner.layouts import Family, Stored
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.parallel.cuts import Piece, Share, cuts, owned
-from ckptctl.planner.parallel.division import divide
-from ckptctl.planner.parallel.joining import (
+from ckptctl.planner.parallel.division import (
+    divide,
     possible_repeats,
     stored_sizes,
     whole_shape,

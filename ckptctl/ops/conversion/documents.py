@@ -24,10 +24,9 @@ from ckptctl.ops.conversion.carrying import carried
 from ckptctl.ops.recognition.agreement import Description, of_training
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.ops.recognition.quantised import QUANTIZATION
-from ckptctl.planner.configs.config_to_params import config_to_params
-from ckptctl.planner.configs.params_to_config import assumed, params_to_config
 from ckptctl.planner.configs.stated import Json, plain
-from ckptctl.planner.families.statements import spelled
+from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
+from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.plan import OutputFile, RawCopy
 from ckptctl.storage.paths import path_at, path_hint

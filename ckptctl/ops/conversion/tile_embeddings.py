@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import MappingError
 from ckptctl.planner.mapping.mapped import Region
-from ckptctl.planner.mapping.tile_embeddings import Tiling
+from ckptctl.planner.mapping.resizing import Tiling
 from ckptctl.storage.compare import Readable, read_box
 
 

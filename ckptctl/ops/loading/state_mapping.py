@@ -27,7 +27,7 @@ from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.recognition.selection import select
 from ckptctl.planner.mapping.mapped import MappedTensor, View
-from ckptctl.planner.mapping.tile_embeddings import Tiling
+from ckptctl.planner.mapping.resizing import Tiling
 
 STATE = "the state"
 

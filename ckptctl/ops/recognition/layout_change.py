@@ -15,9 +15,8 @@ from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, re
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.matching import match
-from ckptctl.planner.mapping.resize import resized
+from ckptctl.planner.mapping.resizing import Tiling, resized
 from ckptctl.planner.mapping.tensors import TensorMap, map_tensors
-from ckptctl.planner.mapping.tile_embeddings import Tiling
 
 LARGEST = 1 << 32
 """Rows that a vocabulary may be padded to."""

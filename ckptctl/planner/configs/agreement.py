@@ -23,20 +23,19 @@ from ckptctl.planner.configs.compared_keys import (
     SAME_WORDS,
     SILENT,
 )
-from ckptctl.planner.configs.feed_forward import ffn_of
 from ckptctl.planner.configs.params_facts import (
     MODULES,
     SCALED,
     canonical,
     facts_of,
+    ffn_of,
     named_in,
     preset,
     rules_of,
     value_of,
 )
 from ckptctl.planner.configs.stated import Json, axis_called, fact_of, facts, plain, read_sizes
-from ckptctl.planner.families.declarations import SWITCHES
-from ckptctl.planner.families.statements import NEEDED, looked_up, spellings
+from ckptctl.planner.families.declarations import NEEDED, SWITCHES, looked_up, spellings
 from ckptctl.planner.layouts import Family
 
 PRECISION = 1e-6

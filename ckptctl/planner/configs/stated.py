@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, UsageError, nearest
-from ckptctl.planner.families.statements import looked_up, spelled, spellings
+from ckptctl.planner.families.declarations import looked_up, spelled, spellings
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family

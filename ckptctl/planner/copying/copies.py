@@ -1,21 +1,259 @@
-"""Transfers lowered to tiles: which bytes are read, where they go, which bytes are written.
-
-A tile is a buffer of bounded size laid out as the target pieces it fills, one after the other, so
-that writes and checksums are contiguous and only reads scatter. Lowering is lazy and depends on
-nothing but its arguments: the n-th tile of a transfer is always the same.
-"""
+"""How a transfer is cut into tiles, each of which fits into a buffer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 from ckptctl import dtypes
+from ckptctl.catalog import is_computed
 from ckptctl.planner.copying import runs
-from ckptctl.planner.copying.runs import Frame, Index
-from ckptctl.planner.copying.tile import UNCHECKED, Limits, Read, Tile, Write
-from ckptctl.planner.copying.tiling import has_gaps, permuted_in_memory, tiled, work_of
+from ckptctl.planner.copying.runs import Block, Frame, Index, Ints, Piece
+from ckptctl.planner.copying.tile import UNCHECKED, Limits, Move, Read, Tile, Write, moves
 from ckptctl.planner.plan import Operand, Record, Transfer
+
+SHORT_RUN = 256
+"""Bytes of a run, on average, below which elements are permuted in memory ..."""
+FEW_RUNS = 1024
+"""... unless the whole tensor has fewer runs than this."""
+FEW_READS = 64
+"""Reads of a tile up to which each is checked by itself; else the source is read once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A transfer, ready to be cut into tiles.
+
+    Attributes:
+        transfer: The copy.
+        frame: Its axes, merged where both sides allow it.
+        records: Those of the plan; none: positions in them are not wanted.
+        sources: Where the source's pieces lie.
+        targets: Where the target's pieces lie.
+        order: Axes in the target's order.
+        prefix: How many of the first of them come first in the source, too.
+        item: Bytes of a source element.
+        out: Bytes of a target element.
+        lo: First indices of the box that all targets lie in.
+        sizes: Its sizes.
+    """
+
+    transfer: Transfer
+    frame: Frame
+    records: Sequence[Record]
+    sources: Index
+    targets: Index
+    order: Ints
+    prefix: int
+    item: int
+    out: int
+    lo: Ints
+    sizes: Ints
+
+
+def has_gaps(operand: Operand, item: int) -> bool:
+    """Return whether bytes lie between the elements of *operand*, *item* bytes each."""
+    return operand.nbytes != math.prod(operand.sizes) * item
+
+
+def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work:
+    """Return what :func:`tiled` takes.
+
+    Args:
+        transfer: A transfer.
+        frame: What its axes are.
+        records: See :func:`ckptctl.planner.copying.copies.lower`.
+    """
+    order = tuple(axis for group in frame.target for axis in group)
+    other = tuple(axis for group in frame.source for axis in group)
+    same = (a == b for a, b in zip(order, other, strict=True))
+    prefix = next((index for index, equal in enumerate(same) if not equal), len(order))
+    targets = runs.pieces(transfer.target, frame.target, frame.sizes)
+    return Work(
+        transfer,
+        frame,
+        records,
+        Index(runs.pieces(transfer.source, frame.source, frame.sizes)),
+        Index(targets),
+        order,
+        prefix,
+        dtypes.itemsize(transfer.source_dtype),
+        dtypes.itemsize(transfer.target_dtype),
+        *_bounds(targets, frame.sizes),
+    )
+
+
+def _bounds(targets: Sequence[Piece], sizes: Ints) -> tuple[Ints, Ints]:
+    """Return the box that all *targets* lie in: less than the tensor where a part is wanted."""
+    if not targets:
+        return (0,) * len(sizes), sizes
+    lo = tuple(min(starts) for starts in zip(*(piece.lo for piece in targets), strict=True))
+    ends = (
+        max(start + count for start, count in axis)
+        for axis in zip(*(zip(p.lo, p.sizes, strict=True) for p in targets), strict=True)
+    )
+    return lo, tuple(end - start for end, start in zip(ends, lo, strict=True))
+
+
+def domains(sizes: Ints, order: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]:
+    """Yield boxes that are intervals of *order* and hold at most *limit* elements each.
+
+    Yields:
+        ``(first indices, counts)`` along each axis; together they are the whole tensor.
+    """
+    depth, inner = len(order), 1
+    while depth and inner * sizes[order[depth - 1]] <= limit:
+        depth -= 1
+        inner *= sizes[order[depth]]
+    if not depth:
+        yield (0,) * len(sizes), sizes
+        return
+    outer, axis = order[: depth - 1], order[depth - 1]
+    parts = -(-sizes[axis] // max(1, limit // inner))
+    step = -(-sizes[axis] // parts)
+    for indices in product(*(range(sizes[a]) for a in outer)):
+        lo, count = [0] * len(sizes), list(sizes)
+        for a, index in zip(outer, indices, strict=True):
+            lo[a], count[a] = index, 1
+        for start in range(0, sizes[axis], step):
+            lo[axis], count[axis] = start, min(step, sizes[axis] - start)
+            yield tuple(lo), tuple(count)
+
+
+def _domains(work: Work, limit: int) -> Iterator[tuple[list[Piece], dict[int, list[Block]]]]:
+    """Yield what of the targets lies in each domain, and what fills it; nothing is left out."""
+    for start, count in domains(work.sizes, work.order, limit):
+        lo = tuple(first + offset for first, offset in zip(start, work.lo, strict=True))
+        parts, blocks = _meet(work, lo, count)
+        if parts:
+            yield parts, blocks
+
+
+def _limit(work: Work, limits: Limits) -> int:
+    """Return the elements of a tile: enough for one step of the common prefix if that fits."""
+    sizes, order = work.sizes, work.order
+    step = math.prod(sizes[axis] for axis in order[work.prefix :]) * work.item
+    size = max(limits.tile, min(step, limits.widest))
+    return max(1, size // max(work.item, work.out))
+
+
+def permuted_in_memory(work: Work, limits: Limits) -> bool:
+    """Return whether runs are so short that elements are better permuted in memory."""
+    item, sizes = work.item, work.sizes
+    first = next(_domains(work, _limit(work, limits)), None)
+    if first is None:
+        return False
+    parts, blocks = first
+    total = sum(block.runs for some in blocks.values() for block in some)
+    if any(s % item for o in work.transfer.source.operands for s in o.strides):
+        return False
+    size = sum(math.prod(part.sizes) for part in parts) * item
+    return size < SHORT_RUN * total and math.prod(sizes) * item * total > FEW_RUNS * size
+
+
+def _meet(work: Work, lo: Ints, count: Ints) -> tuple[list[Piece], dict[int, list[Block]]]:
+    """Return the target pieces in the box and, by source operand, what fills their places."""
+    parts = work.targets.meeting(lo, count)
+    blocks: dict[int, list[Block]] = {}
+    position = 0
+    for part in parts:
+        strides = runs.dense(part.sizes, work.order, work.item)
+        place = Piece(part.operand, position, part.lo, part.sizes, strides)
+        for source in work.sources.meeting(part.lo, part.sizes):
+            blocks.setdefault(source.operand, []).append(runs.block(source, place, work.item))
+        position += math.prod(part.sizes) * work.item
+    return parts, blocks
+
+
+def tiled(work: Work, limits: Limits) -> Iterator[Tile]:
+    """Yield the tiles; see :func:`ckptctl.planner.copying.copies.lower`."""
+    permuted = permuted_in_memory(work, limits)
+    limit = limits.arithmetic // max(work.item, work.out) if permuted else _limit(work, limits)
+    operands = work.transfer.source.operands
+    inline: bool | None = None
+    gaps = any(has_gaps(o, work.item) for o in operands if o.checked)
+    partial = work.sizes != work.frame.sizes
+    if permuted or gaps or partial or not limits.check:
+        inline = False
+    for parts, blocks in _domains(work, limit):
+        nbytes = sum(math.prod(part.sizes) for part in parts) * work.item
+        writes = _writes(work, parts)
+        if permuted:
+            yield Tile(nbytes, (), _moves(work, blocks, limits), writes, False)
+            continue
+        found = _reads(work, blocks, checked=inline is not False)
+        if inline is None:
+            inline = len(found) <= FEW_READS
+            found = found if inline else _reads(work, blocks, checked=False)
+        yield Tile(nbytes, tuple(found), (), writes, False)
+    if limits.check and not inline and not partial:
+        yield from _checks(operands, limits.tile)
+
+
+def _reads(work: Work, blocks: dict[int, list[Block]], *, checked: bool) -> list[Read]:
+    found: list[Read] = []
+    for number, some in blocks.items():
+        operand = work.transfer.source.operands[number]
+        counted = number if checked and operand.checked else UNCHECKED
+        base = min(block.source for block in some)
+        relative = tuple(Block(b.source - base, b.buffer, b.axes, b.run) for b in some)
+        for begin, nbytes, pattern in runs.spans(relative):
+            offset = base + begin
+            found.append(
+                Read(operand.file, offset, nbytes, pattern, counted, offset - operand.offset)
+            )
+    return found
+
+
+def _moves(work: Work, blocks: dict[int, list[Block]], limits: Limits) -> tuple[Move, ...]:
+    operands = work.transfer.source.operands
+    limit = 2 * limits.arithmetic
+    return tuple(
+        move
+        for number, some in blocks.items()
+        for file in (operands[number].file,)
+        for block in some
+        for move in moves(file, block, work.item, limit, computed=is_computed(file))
+    )
+
+
+def _writes(work: Work, parts: list[Piece]) -> tuple[Write, ...]:
+    found: list[Write] = []
+    position = 0
+    for part in parts:
+        target = work.transfer.target.operands[part.operand]
+        base = work.records[target.record].offset if work.records else 0
+        strides = runs.dense(part.sizes, work.order, work.out)
+        place = Piece(part.operand, position, part.lo, part.sizes, strides)
+        for offset, start, nbytes in runs.runs(runs.block(part, place, work.out)):
+            last = found[-1] if found else None
+            if (
+                last
+                and last.file == target.file
+                and last.record == target.record
+                and last.offset + last.nbytes == offset
+                and last.start + last.nbytes == start
+            ):
+                found[-1] = last._replace(nbytes=last.nbytes + nbytes)
+            else:
+                found.append(
+                    Write(target.file, offset, nbytes, start, target.record, offset - base)
+                )
+        position += math.prod(part.sizes) * work.out
+    return tuple(found)
+
+
+def _checks(operands: Sequence[Operand], limit: int) -> Iterator[Tile]:
+    """Yield tiles that read operands in their own order, for their checksums alone."""
+    for number, operand in enumerate(operands):
+        if not operand.checked:
+            continue
+        for done in range(0, operand.nbytes, limit):
+            size = min(limit, operand.nbytes - done)
+            read = Read(operand.file, operand.offset + done, size, None, number, done)
+            yield Tile(size, (read,), (), (), False)
 
 
 def lower(transfer: Transfer, records: Sequence[Record], limits: Limits) -> Iterator[Tile]:

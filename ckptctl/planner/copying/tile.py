@@ -1,11 +1,106 @@
-"""Units of work: which bytes are read, where they go in a buffer, which bytes are written."""
+"""What a buffer of a copy holds: what is read into it, where it is written, and how it is moved."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptctl.planner.copying.moves import Move
-from ckptctl.planner.copying.runs import Pattern
+from ckptctl.planner.copying.runs import Block, Pattern
+
+GAP = 4096
+COMPUTED_GAP = 256
+
+
+class Move(NamedTuple):
+    """One strided copy of elements from staged bytes into the buffer; all numbers in bytes.
+
+    Attributes:
+        file: Source file.
+        reads: ``(offset in the file, bytes, position in the staging area)``.
+        staging: Bytes of the staging area.
+        buffer: Position of the first element in the buffer.
+        axes: ``(count, staging stride, buffer stride)``, outermost first.
+    """
+
+    file: str
+    reads: tuple[tuple[int, int, int], ...]
+    staging: int
+    buffer: int
+    axes: tuple[tuple[int, int, int], ...]
+
+
+def moves(file: str, block: Block, item: int, limit: int, computed: bool = False) -> Iterator[Move]:
+    """Yield the moves that do *block*.
+
+    Args:
+        file: The source file of the block.
+        block: The copy; its strides are multiples of *item*.
+        item: Bytes of one element.
+        limit: Most bytes of a staging area; never less than one run needs.
+        computed: Whether the file is a virtual one: it is dear to read what is not needed.
+    """
+    axes = [*block.axes, (block.run // item, item, item)]
+    axes = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
+    yield from _split(file, block.source, block.buffer, axes, item, limit, computed)
+
+
+def _split(
+    file: str,
+    source: int,
+    buffer: int,
+    axes: list[tuple[int, int, int]],
+    item: int,
+    limit: int,
+    computed: bool,
+) -> Iterator[Move]:
+    span, inner = _span(axes, item, computed)
+    outer = axes[inner:]
+    staging = span
+    for count, _, _ in outer:
+        staging *= count
+    if staging <= limit or not axes:
+        yield _move(file, source, buffer, axes, span, inner, staging)
+        return
+    index = max(range(len(axes)), key=lambda i: (axes[i][0] - 1) * axes[i][1])
+    count, stride, step = axes[index]
+    half = count // 2
+    for first, number in ((0, half), (half, count - half)):
+        part = [*axes[:index], (number, stride, step), *axes[index + 1 :]]
+        part = [axis for axis in part if axis[0] > 1]
+        begin, into = source + first * stride, buffer + first * step
+        yield from _split(file, begin, into, part, item, limit, computed)
+
+
+def _span(axes: list[tuple[int, int, int]], item: int, computed: bool) -> tuple[int, int]:
+    """Return the bytes of one contiguous read, and how many of the innermost axes it holds."""
+    span = item
+    for index, (count, stride, _) in enumerate(axes):
+        if stride - span > (COMPUTED_GAP if computed else max(GAP, span)):
+            return span, index
+        span += (count - 1) * stride
+    return span, len(axes)
+
+
+def _move(
+    file: str,
+    source: int,
+    buffer: int,
+    axes: list[tuple[int, int, int]],
+    span: int,
+    inner: int,
+    staging: int,
+) -> Move:
+    starts = [source]
+    staged = list(axes[:inner])
+    width = span
+    for count, _, step in axes[inner:]:
+        staged.append((count, width, step))
+        width *= count
+    for count, stride, _ in reversed(axes[inner:]):
+        starts = [start + i * stride for start in starts for i in range(count)]
+    reads = tuple((start, span, index * span) for index, start in enumerate(starts))
+    return Move(file, reads, staging, buffer, tuple(reversed(staged)))
+
 
 MIB = 1 << 20
 UNCHECKED = -1

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from ckptctl.planner.configs.stated import Json, facts, is_tied
 from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.completeness import absent, torn
-from ckptctl.planner.mapping.key_kinds import KeyKind, key_kinds
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
-from ckptctl.planner.parallel.joining import ranks_fit
+from ckptctl.planner.parallel.division import ranks_fit
 
 ENOUGH = 0.5
 SHOWN = 5

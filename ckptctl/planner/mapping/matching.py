@@ -9,9 +9,8 @@ from itertools import compress, product, repeat
 from typing import TypeAlias
 
 from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.families.templates import Template
+from ckptctl.planner.families.templates import KeyKind, Template, key_kinds
 from ckptctl.planner.layouts import Drop, Family, Layout, Stored
-from ckptctl.planner.mapping.key_kinds import KeyKind, key_kinds
 from ckptctl.planner.mapping.numbering import OTHER, Numbering, observed
 
 Values: TypeAlias = tuple[int, ...]

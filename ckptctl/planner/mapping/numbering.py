@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.families.templates import TemplateTable
+from ckptctl.planner.families.templates import KeyKind, TemplateTable
 from ckptctl.planner.layouts import Family, Layout, Shift
-from ckptctl.planner.mapping.key_kinds import KeyKind
 
 OTHER = -1
 """What a number means that is of the other kind of layers."""

@@ -1,9 +1,22 @@
-"""What each logical tensor is read from, and what is left out: ties and tensors that repeat."""
+"""What each tensor of the target is read from, and what is left out.
+
+Ties and tensors that repeat are read once. What the target fuses of several tensors, or stacks, is
+written whole or not at all: where parts were chosen, anything else is an error; where they are
+missing and may be, it is left out whole.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+
+from ckptctl.errors import MappingError, listed
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Layout, Tie
+from ckptctl.planner.mapping.completeness import MANY
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.matching import Lead, Values, key_of, leads
+from ckptctl.planner.mapping.numbering import Numbering
 from ckptctl.planner.mapping.source import Origin, Source
 
 
@@ -71,3 +84,129 @@ class Origins:
 
     def _tied_to(self, name: str) -> str:
         return next((tie.of for tie in self._source.ties if tie.tensor == name), "")
+
+
+class Fusing:
+    """Proves that all is there that a fused or stacked tensor is made of.
+
+    What that is follows from the tables and from the number of entries that the whole model has,
+    never from what was chosen or found.
+
+    Args:
+        source: What is there.
+        target: The layout to produce.
+        numbering: How that numbers its layers.
+        missing: Keys that may be missing.
+    """
+
+    def __init__(
+        self, source: Source, target: Layout, numbering: Numbering, missing: Collection[str]
+    ) -> None:
+        self._source, self._target, self._numbering = source, target, numbering
+        self._missing = missing
+        self._incomplete: dict[str, str] = {}
+        self._fused = {
+            tensor.name: stored
+            for stored in target.stored
+            for tensor, leaf in stored.parts
+            if leaf.part is not None
+        }
+
+    def require_parts(self, tensor: Tensor, values: Values) -> None:
+        """Refuse a fused tensor, or note it as left out, of which only some parts are there.
+
+        Args:
+            tensor: One of its parts, which is there.
+            values: Its indices.
+
+        Raises:
+            MappingError: Another one is not.
+        """
+        stored = self._fused.get(tensor.name)
+        if stored is None:
+            return
+        parts: dict[int | None, list[Tensor]] = {}
+        for other, leaf in stored.parts:
+            parts.setdefault(leaf.part, []).append(other)
+        there = self._source.matched.keys
+        gone = [
+            alike[0]
+            for alike in parts.values()
+            if not any((one.name, values) in there for one in alike)
+        ]
+        if gone:
+            names = [(other.name, values) for other, _ in stored.parts]
+            held = [key for name in names for key in there.get(name, {}).values()]
+            lacking = [key for other in gone for key in self._keys(other, values)]
+            self._leave_out(tensor, values, held, lacking)
+
+    def require_entries(self, tensor: Tensor, held: Tensor, values: Values) -> None:
+        """Refuse a stacked tensor, or note it as left out, of which only some entries are there.
+
+        Args:
+            tensor: What is stacked.
+            held: What it is read from, which another tensor may be where two are tied.
+            values: Its indices.
+
+        Raises:
+            MappingError: An entry is not there.
+        """
+        leaf, wanted = self._source.layout.leaves[held.name], self._target.leaves[tensor.name]
+        if set(leaf.spread) <= set(wanted.spread):
+            return
+        keys = self._source.matched.keys[held.name, values]
+        shared = [n for n, axis in enumerate(leaf.spread) if axis in wanted.spread]
+        begun = {tuple(lead[n] for n in shared) for lead in keys}
+        entries = leads(leaf, self._source.sizes.axes)
+        missing = (e for e in entries if e not in keys and tuple(e[n] for n in shared) in begun)
+        gone = list(islice(missing, MANY))
+        if gone:
+            lacking = [self._key(held, values, lead) for lead in gone]
+            self._leave_out(tensor, values, list(keys.values()), lacking)
+
+    def whole(self, tensors: Sequence[MappedTensor]) -> tuple[list[MappedTensor], dict[str, str]]:
+        """Return *tensors* without what cannot be made whole, and the keys that are not read.
+
+        Each of these with the reason.
+        """
+        kept, left_out = list(tensors), dict[str, str]()
+        while self._incomplete:
+            gone = [one for one in kept if any(v.key in self._incomplete for v in one.targets)]
+            if not gone:
+                break
+            kept = [one for one in kept if all(one is not other for other in gone)]
+            for mapped in gone:
+                why = next(filter(None, (self._incomplete.get(v.key) for v in mapped.targets)))
+                self._incomplete |= {view.key: why for view in mapped.targets}
+                left_out |= {view.key: why for view in mapped.sources}
+        return kept, left_out
+
+    def _keys(self, tensor: Tensor, values: Values) -> Iterator[str]:
+        leaf = self._source.layout.leaves.get(tensor.name)
+        if leaf is not None:
+            entries = islice(leads(leaf, self._source.sizes.axes), MANY)
+            yield from (self._key(tensor, values, entry) for entry in entries)
+
+    def _key(self, tensor: Tensor, values: Values, lead: Lead) -> str:
+        numbering = self._source.matched.numbering
+        return key_of(self._source.layout, tensor, values, lead, numbering)
+
+    def _leave_out(
+        self, tensor: Tensor, values: Values, held: list[str], lacking: list[str]
+    ) -> None:
+        """Note what cannot be made whole for want of what may be missing, or refuse it."""
+        entries = leads(self._target.leaves[tensor.name], self._source.sizes.axes)
+        keys = [key_of(self._target, tensor, values, lead, self._numbering) for lead in entries]
+        if all(key in self._missing for key in lacking):
+            for key in keys:
+                why = f"it is a part of `{key}`, which is left out whole for want of"
+                self._incomplete[key] = f"{why} {listed(lacking)}"
+            return
+        key = keys[0]
+        raise MappingError(
+            "a fused tensor is written whole or not at all",
+            where=f"tensor `{key}`",
+            why=f"it is made of {listed(held)}, which are there, and {listed(lacking)}, "
+            "which are not",
+            hint="--exclude all that it is made of, or nothing of it",
+        )

@@ -10,14 +10,19 @@ from ckptctl.errors import HomelessError, MappingError, listed
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
-from ckptctl.planner.mapping.fused import Fusing
-from ckptctl.planner.mapping.geometry import Geometry, geometry
-from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros, require_covered
+from ckptctl.planner.mapping.mapped import (
+    Geometry,
+    MappedTensor,
+    Moving,
+    View,
+    Zeros,
+    require_covered,
+)
 from ckptctl.planner.mapping.matching import Lead, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
-from ckptctl.planner.mapping.origins import Origins
+from ckptctl.planner.mapping.origins import Fusing, Origins
+from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Origin, Source, understand
-from ckptctl.planner.mapping.tile_embeddings import Tiling, tiling
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
@@ -224,7 +229,9 @@ class _Run:
         kind = (held.name, tensor.name, shape)
         if kind not in self.geometry:
             sides = (self.source.layout, held), (self.target, tensor)
-            self.geometry[kind] = geometry(self.family, self.source.sizes, *sides, key, shape)
+            self.geometry[kind] = Moving(
+                self.family, self.source.sizes, *sides, key, shape
+            ).geometry()
         return self.geometry[kind]
 
     def _key(self, tensor: Tensor, values: tuple[int, ...], lead: Lead = ()) -> str:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed, is_memory
-from ckptctl.planner.copying.moves import Move
-from ckptctl.planner.copying.tile import Tile, Write
+from ckptctl.planner.copying.tile import Move, Tile, Write
 from ckptctl.planner.plan import Transfer
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.descriptors import Descriptors

@@ -18,8 +18,7 @@ from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.parallel.cuts import cuts, divided_dim
-from ckptctl.planner.parallel.division import divide
-from ckptctl.planner.parallel.joining import possible_repeats, ranks_fit
+from ckptctl.planner.parallel.division import divide, possible_repeats, ranks_fit
 
 V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3
 SIZES = {"v": V, "d": D, "f": F, "h": H, "k": K, "e": E, "i": N}

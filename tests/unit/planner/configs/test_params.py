@@ -8,9 +8,8 @@ import pytest
 from ckptctl.errors import MappingError
 from ckptctl.families import families, family
 from ckptctl.planner.configs.agreement import contradictions, of_config, of_params
-from ckptctl.planner.configs.config_to_params import config_to_params
-from ckptctl.planner.configs.params_to_config import assumed, params_to_config
 from ckptctl.planner.configs.stated import facts, is_tied
+from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import holds
 
 BASE: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.planner.copying import copies, runs, tiling
+from ckptctl.planner.copying import copies, runs
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.tile import Limits, Tile
 from ckptctl.planner.plan import Operand, Record, Side, Transfer
@@ -159,10 +159,10 @@ def cast(data, item, out):
 def test_every_element_arrives(made, sizes, permuted, few_reads):
     transfer, records, item, out = made
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "FEW_READS", few_reads)
+        patch.setattr(copies, "FEW_READS", few_reads)
         if permuted:
-            patch.setattr(tiling, "FEW_RUNS", 0)
-            patch.setattr(tiling, "SHORT_RUN", 1 << 30)
+            patch.setattr(copies, "FEW_RUNS", 0)
+            patch.setattr(copies, "SHORT_RUN", 1 << 30)
         check_transfer(transfer, records, item, out, Limits(*sizes))
 
 

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 import pytest
 
 from ckptctl.families import families
-from ckptctl.planner.families.templates import Template, taken_apart
+from ckptctl.planner.families.templates import Template, key_kinds, taken_apart
 from ckptctl.planner.layouts import Drop
 from ckptctl.planner.mapping.completeness import absent
 from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.key_kinds import key_kinds
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.numbering import observed
 from tests.contract.tables import ALL, FAMILIES, tiny
@@ -114,7 +113,7 @@ def test_detection_looks_at_kinds_not_at_keys(monkeypatch: pytest.MonkeyPatch) -
         read.append(numbers)
         return original(self, numbers)
 
-    monkeypatch.setattr("ckptctl.planner.mapping.key_kinds.taken_apart", counted)
+    monkeypatch.setattr("ckptctl.planner.families.templates.taken_apart", counted)
     monkeypatch.setattr(Template, "read", reading)
     shapes = llama(200)
     assert detect(shapes, known).exact

@@ -4,7 +4,7 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
-from ckptctl.planner.mapping.key_kinds import key_kinds
+from ckptctl.planner.families.templates import key_kinds
 from ckptctl.planner.mapping.numbering import observed, planned
 
 VISION = family("llama3_vision")

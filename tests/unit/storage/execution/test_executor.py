@@ -18,7 +18,7 @@ import torch
 from ckptctl import dtypes
 from ckptctl.errors import ChangedError, DamagedError, StorageError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.planner.copying import copies, tiling
+from ckptctl.planner.copying import copies
 from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
 from ckptctl.storage.execution import worker
 from ckptctl.storage.execution.executor import execute
@@ -179,7 +179,7 @@ def jobs(request):
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiling, "FEW_RUNS", 512)
+    monkeypatch.setattr(copies, "FEW_RUNS", 512)
     return Case(tmp_path)
 
 

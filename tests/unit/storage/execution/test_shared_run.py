@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptctl.errors import CkptError, DamagedError
-from ckptctl.planner.copying import tiling
+from ckptctl.planner.copying import copies
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.shares import lanes, share_of
 from ckptctl.storage.execution.options import ExecutionOptions
@@ -22,7 +22,7 @@ SMALL = {"memory": 1 << 10, "jobs": 1}
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiling, "FEW_RUNS", 512)
+    monkeypatch.setattr(copies, "FEW_RUNS", 512)
     return Case(tmp_path)
 
 

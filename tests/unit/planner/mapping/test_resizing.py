@@ -4,7 +4,7 @@ from numpy.typing import NDArray
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.mapping.mapped import Region
-from ckptctl.planner.mapping.tile_embeddings import Tiling, ratios, tiling
+from ckptctl.planner.mapping.resizing import Tiling, ratios, tiling
 
 Array = NDArray[np.int64]
 

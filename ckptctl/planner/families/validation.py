@@ -1,9 +1,12 @@
-"""What is wrong with a family whose tables can be parsed: found before a checkpoint is mapped."""
+"""What is wrong with a family: its tables, found before a checkpoint is mapped, and its fields."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ckptctl.errors import listed
 from ckptctl.planner.layouts import Family, Layout
@@ -67,3 +70,25 @@ def _stored(layout: Layout) -> Iterator[str]:
             yield f"the parts of `{stored.template.text}` in `{layout.name}` are not 0, 1, ..."
         if len({(leaf.along, leaf.spread, len(leaf.dims)) for _, leaf in stored.parts}) > 1:
             yield f"the rows of `{stored.template.text}` in `{layout.name}` have unlike dimensions"
+
+
+def misfits(family: Family) -> Iterator[str]:
+    """Yield which fields of *family* are of a wrong type, for people."""
+    hints = get_type_hints(Family)
+    for field in fields(family):
+        value = getattr(family, field.name)
+        if not _fits(value, hints[field.name]):
+            yield f"`{field.name}` is {value!r}, which is no {field.type}"
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is tuple and isinstance(value, tuple):
+        each = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        return len(each) == len(value) and all(map(_fits, value, each))
+    if origin is Mapping and isinstance(value, Mapping):
+        return all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) else True

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from ckptctl.families import family, names
+from ckptctl.planner.families.validation import flaws
 from ckptctl.planner.layouts import Drop, Family, Tie
-from ckptctl.planner.soundness import flaws
 
 
 @pytest.mark.parametrize("name", names())
