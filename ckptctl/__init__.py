@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ckptctl.api import verify as verify
     from ckptctl.catalog import Catalog as Catalog
     from ckptctl.distributed.background.async_save import AsyncSaver as AsyncSaver
-    from ckptctl.distributed.background.async_save import SaveFuture as SaveFuture
     from ckptctl.distributed.background.async_save import async_save as async_save
+    from ckptctl.distributed.background.save_thread import SaveFuture as SaveFuture
     from ckptctl.distributed.loading.load import load as load
     from ckptctl.distributed.manager import CheckpointManager as CheckpointManager
     from ckptctl.distributed.manager import Resumed as Resumed
@@ -53,7 +53,7 @@ _HOME = {
     "MergePlan": "ckptctl.ops.merging.merge",
     "Report": "ckptctl.ops.report.data",
     "Resumed": "ckptctl.distributed.manager",
-    "SaveFuture": "ckptctl.distributed.background.async_save",
+    "SaveFuture": "ckptctl.distributed.background.save_thread",
     "Verification": "ckptctl.ops.verification.result",
     "async_save": "ckptctl.distributed.background.async_save",
     "convert": "ckptctl.api",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptctl
-from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.destination import SaveOptions
 
 PAGE = Path(__file__).parent / "reference" / "python.md"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)

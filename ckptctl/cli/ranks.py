@@ -84,7 +84,7 @@ class _Ranks:
     """
 
     def __init__(self) -> None:
-        from ckptctl.distributed.launched import launched
+        from ckptctl.distributed.group import launched
 
         self._group = launched()
         self.rank = self._group.rank

@@ -1,29 +1,135 @@
-"""A process group of torch as a :class:`~ckptctl.ops.ranks.coordinator.Coordinator`."""
+"""Process groups of torch as a :class:`~ckptctl.ops.ranks.coordinator.Coordinator`."""
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pickle import dumps, loads
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
-from ckptctl.distributed.messages import broadcast_bytes, gather_bytes, scatter_bytes
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import default_threads
 
+HEAD = 8
+SHORT = 1024
+"""Bytes of the first exchange, per rank."""
+_renamed = hasattr(dist, "all_gather_single")
+_all_gather = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
+"""torch 2.13 warns of the older name."""
+
+
+def gather_bytes(
+    own: bytes, group: dist.ProcessGroup | None, *, everywhere: bool = True
+) -> list[bytes]:
+    """Return the messages of all ranks, in their order.
+
+    Args:
+        own: This rank's.
+        group: The ranks.
+        everywhere: Whether all of them need the answer; else rank 0 does.
+
+    Returns:
+        The messages; where the answer is not needed, it may be empty.
+    """
+    world = dist.get_world_size(group)
+    found, tensor = _room(world * SHORT)
+    _all_gather(tensor, _padded(_first(own, len(own)), SHORT), group=group)
+    heads = [bytes(found[at : at + SHORT]) for at in range(0, len(found), SHORT)]
+    lengths = [_length(head) for head in heads]
+    longest = max(lengths)
+    if longest <= SHORT - HEAD:
+        return _cut(heads, lengths, HEAD)
+    return _cut(_gather_long(_padded(own, longest), world, group, everywhere), lengths, 0)
+
+
+def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | None) -> bytes:
+    """Return this rank's one of the messages that rank 0 has."""
+    longest = max(map(len, messages)) if messages else 0
+    firsts = None if messages is None else [_first(one, longest) for one in messages]
+    head = _scatter(firsts, SHORT, group)
+    longest = _length(head)
+    if longest <= SHORT - HEAD:
+        return head[HEAD:]
+    return _scatter(messages, longest, group)
+
+
+def broadcast_bytes(message: bytes | None, group: dist.ProcessGroup | None) -> bytes:
+    """Return the message that rank 0 has, on all ranks."""
+    head = _broadcast(_first(message, len(message)) if message is not None else b"", SHORT, group)
+    longest = _length(head)
+    if longest <= SHORT - HEAD:
+        return head[HEAD : HEAD + longest]
+    return _broadcast(message or b"", longest, group)
+
+
+def _first(message: bytes, length: int) -> bytes:
+    return length.to_bytes(HEAD, "little") + message[: SHORT - HEAD]
+
+
+def _length(head: bytes) -> int:
+    return int.from_bytes(head[:HEAD], "little")
+
+
+def _room(nbytes: int) -> tuple[bytearray, torch.Tensor]:
+    """Return zeroed memory, as bytes and as a tensor."""
+    memory = bytearray(nbytes)
+    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _padded(message: bytes, nbytes: int) -> torch.Tensor:
+    memory, tensor = _room(nbytes)
+    memory[: len(message)] = message
+    return tensor
+
+
+def _cut(messages: Sequence[bytes], lengths: Sequence[int], start: int) -> list[bytes]:
+    return [one[start : start + n] for one, n in zip(messages, lengths, strict=False)]
+
+
+def _gather_long(
+    own: torch.Tensor, world: int, group: dist.ProcessGroup | None, everywhere: bool
+) -> list[bytes]:
+    mine = everywhere or dist.get_rank(group) == 0
+    parts = [_room(own.numel()) for _ in range(world if mine else 0)]
+    tensors = [tensor for _, tensor in parts]
+    if everywhere:
+        dist.all_gather(tensors, own, group=group)
+    else:
+        dist.gather(own, tensors if mine else None, group=group, group_dst=0)
+    return [bytes(memory) for memory, _ in parts]
+
+
+def _scatter(
+    messages: Sequence[bytes] | None, nbytes: int, group: dist.ProcessGroup | None
+) -> bytes:
+    """Return this rank's message, padded: a pickle ends by itself."""
+    own, tensor = _room(nbytes)
+    given = None if messages is None else [_padded(one, nbytes) for one in messages]
+    dist.scatter(tensor, given, group=group, group_src=0)
+    return bytes(own)
+
+
+def _broadcast(message: bytes, nbytes: int, group: dist.ProcessGroup | None) -> bytes:
+    """Return rank 0's message."""
+    memory, tensor = _room(nbytes)
+    memory[: len(message)] = message
+    dist.broadcast(tensor, group=group, group_src=0)
+    return bytes(memory)
+
+
 T = TypeVar("T")
 
 
-class Group:
+class TorchGroup:
     """The ranks of a process group.
 
     They send each other pickles, and trust each other, as in torch's own collectives of objects.
-
-    Args:
-        group: The group; None: the default one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -107,4 +213,31 @@ def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     """Return the ranks of *group*; a group of one where torch.distributed is not set up."""
     if not (dist.is_available() and dist.is_initialized()):
         return Alone()
-    return Group(group)
+    return TorchGroup(group)
+
+
+MEETING = timedelta(minutes=5)
+COPYING = timedelta(days=2)
+
+
+def launched() -> TorchGroup:
+    """Return all processes that the environment names, over gloo.
+
+    They may wait for each other as long as one of them copies; that a process has ended is noticed
+    at once, because its connections are closed.
+
+    Raises:
+        StorageError: They do not find each other.
+    """
+    try:
+        dist.init_process_group("gloo", timeout=MEETING)
+        # Threads of a group that is still there when the interpreter ends abort the process.
+        atexit.register(dist.destroy_process_group)
+        return TorchGroup(dist.new_group(backend="gloo", timeout=COPYING))
+    except (RuntimeError, ValueError) as error:
+        raise StorageError(
+            "the other ranks do not answer",
+            why=str(error).strip().partition("\n")[0],
+            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; a process that is "
+            "to be alone needs an environment without WORLD_SIZE",
+        ) from error

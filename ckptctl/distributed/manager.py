@@ -11,14 +11,19 @@ from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
-from ckptctl.distributed.background.future import SaveFuture
-from ckptctl.distributed.background.saver import AsyncSaver, Mode, SaveKeywords, WhenBusy
-from ckptctl.distributed.closing import Closing
+from ckptctl.distributed.background.async_save import (
+    AsyncSaver,
+    Closing,
+    Mode,
+    SaveKeywords,
+    WhenBusy,
+)
+from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper, Start
+from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.final import save_converted
-from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
@@ -266,7 +271,7 @@ class CheckpointManager(Closing):
         overwrite: bool = False,
         verify: bool = False,
     ) -> Path:
-        """Save what was trained in the format that others use; returns when it is published.
+        """Save the trained model in the format that others use; returns when it is published.
 
         All ranks write it beside *out*, rank 0 converts it, and it appears once, whole. With
         ``keep_last=0`` the run's checkpoints are removed after that.

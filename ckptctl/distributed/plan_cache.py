@@ -10,24 +10,19 @@ ENTRIES = 8
 NBYTES = 1 << 30
 
 
-class Plan(Protocol):
-    """What a cache keeps."""
+class CachedPlan(Protocol):
+    """A plan that a cache keeps."""
 
     @property
     def nbytes(self) -> int:
         """Return about how much memory it takes."""
 
 
-T = TypeVar("T", bound=Plan)
+T = TypeVar("T", bound=CachedPlan)
 
 
 class PlanCache(Generic[T]):
-    """The plans used last, by the key of what a rank holds; safe to use from several threads.
-
-    Args:
-        entries: How many.
-        nbytes: How much memory they take in all; the newest one is kept whatever it takes.
-    """
+    """The plans used last, by a digest of a rank's state; safe to use from several threads."""
 
     def __init__(self, entries: int = ENTRIES, nbytes: int = NBYTES) -> None:
         self._entries = entries

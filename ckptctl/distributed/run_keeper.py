@@ -1,4 +1,4 @@
-"""The folder of a run as rank 0 looks after it: what to go on from, branches, hooks, removals."""
+"""The folder of a run as rank 0 looks after it: newest checkpoint, branches, hooks, removals."""
 
 from __future__ import annotations
 
@@ -112,12 +112,7 @@ class Keeper:
         )
 
     def went_on_from(self, path: Path, step: int) -> None:
-        """Take note of the checkpoint from which training goes on.
-
-        Args:
-            path: The checkpoint.
-            step: Its step.
-        """
+        """Take note of the checkpoint from which training goes on."""
         found = run_record(path).lineage
         self._lineage = found.going_on(step, self._newest_save())
         self._resumed = path.name
@@ -125,20 +120,12 @@ class Keeper:
             self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
     def beside(self, rated: Mapping[str, float]) -> Mapping[str, bytes]:
-        """Return the record of the checkpoint that is about to be published.
-
-        Args:
-            rated: Its metrics.
-        """
+        """Return the record of the checkpoint that is about to be published."""
         self._lineage = (self._lineage or Lineage(self._newest_save())).next()
         return {SIDECAR: encoded(rated, self._lineage)}
 
     def published(self, path: Path) -> None:
-        """Call the hooks for a new checkpoint, and begin to remove what is too old.
-
-        Args:
-            path: The checkpoint.
-        """
+        """Call the hooks for a new checkpoint, and begin to remove old ones."""
         self._saved = path.name
         self.call_hooks(path)
         if not self.policy.empty and self.policy.last != 0:
@@ -162,7 +149,7 @@ class Keeper:
             _log.error("`%s` of %s was not written: %s", SIDECAR, path, error)
 
     def call_hooks(self, path: Path) -> None:
-        """Call every hook with *path*; what one raises is logged."""
+        """Call every hook with *path*; errors are logged."""
         for hook in self._hooks:
             try:
                 hook(path)
@@ -170,12 +157,12 @@ class Keeper:
                 _log.exception("a hook failed for %s", path)
 
     def replaced(self) -> None:
-        """Remove what the policy does not keep, now that something else stands for all of it."""
+        """Remove checkpoints that the policy does not keep, now that a final one is published."""
         self.wait()
         self._remove(replaced=True)
 
     def wait(self) -> None:
-        """Wait until what is being removed is gone."""
+        """Wait for removals."""
         if self._removal is not None:
             self._removal.join()
 
@@ -212,10 +199,7 @@ class Keeper:
         self._tell(result)
 
     def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps; what stays is logged.
-
-        Args:
-            step: Of the checkpoint from which training goes on.
+        """Remove the checkpoints of later steps; those that stay are logged.
 
         Raises:
             CkptError: Nothing was removed.

@@ -16,43 +16,54 @@ from ckptctl.catalog import Box, Index, Path
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.errors import RefusedError, UsageError, listed
-from ckptctl.ops.saving.holdings import Described
+from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.parallel.placements import Part, local_part
 from ckptctl.planner.parallel.placements import Shard as Cut
 
 StateDict = Mapping[str, object]
 
 
-class Piece(NamedTuple):
+class LocalShard(NamedTuple):
     """A box of a global tensor in this rank's memory.
 
     Attributes:
+        name: The tensor.
         box: The part of the global tensor.
-        tensor: Exactly that part: a view of the local tensor.
+        tensor: Exactly that part, on any device: a view of the local tensor.
     """
 
+    name: str
     box: Box
     tensor: torch.Tensor
 
+    def part(self, box: Box) -> LocalShard:
+        """Return the part in *box*, which lies inside."""
+        tensor = self.tensor
+        for dim, (start, first, size) in enumerate(
+            zip(box.offsets, self.box.offsets, box.sizes, strict=True)
+        ):
+            tensor = tensor.narrow(dim, start - first, size)
+        return LocalShard(self.name, box, tensor)
+
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What one rank holds of a tensor.
+class LocalTensor:
+    """A tensor as one rank holds it.
 
     Attributes:
-        described: What all ranks say of it.
-        pieces: Its boxes here; none where other ranks hold all of it.
+        meta: What all ranks say of it.
+        shards: Its boxes here; none where other ranks hold all of it.
         plain: Whether nothing but its name says that other ranks have the same: it is neither a
             DTensor nor a ShardedTensor.
     """
 
-    described: Described
-    pieces: tuple[Piece, ...]
+    meta: TensorMeta
+    shards: tuple[LocalShard, ...]
     plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ObjectLeaf:
     """A leaf that is no tensor.
 
     Attributes:
@@ -73,8 +84,23 @@ class State:
         values: Other leaves likewise.
     """
 
-    tensors: Mapping[str, Held]
-    values: Mapping[str, Value]
+    tensors: Mapping[str, LocalTensor]
+    values: Mapping[str, ObjectLeaf]
+
+    @property
+    def meta(self) -> dict[str, TensorMeta]:
+        """Return the metadata of the tensors."""
+        return {name: one.meta for name, one in self.tensors.items()}
+
+    @property
+    def shards(self) -> list[LocalShard]:
+        """Return the boxes of all tensors on this rank."""
+        return [shard for one in self.tensors.values() for shard in one.shards]
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Return the keys down to each of the other leaves."""
+        return {name: leaf.path for name, leaf in self.values.items()}
 
     @property
     def plain(self) -> list[str]:
@@ -83,7 +109,7 @@ class State:
 
 
 def state_of(state_dict: StateDict) -> State:
-    """Return what this rank holds of *state_dict*; nothing is copied.
+    """Return *state_dict* flat, with the boxes of its tensors on this rank; nothing is copied.
 
     Names are those that stock ``dcp.save`` gives: keys joined by dots, objects with a method
     ``state_dict`` replaced by what it returns.
@@ -101,14 +127,14 @@ def state_of(state_dict: StateDict) -> State:
             "the state dict contains itself, or is nested too deeply",
             where=listed(_endless(plain_of(state_dict))),
         ) from None
-    tensors: dict[str, Held] = {}
-    values: dict[str, Value] = {}
+    tensors: dict[str, LocalTensor] = {}
+    values: dict[str, ObjectLeaf] = {}
     for name, leaf in flat.items():
         path = tuple(Index(key) if isinstance(key, int) else key for key in paths[name])
         if isinstance(leaf, torch.Tensor | ShardedTensor):
             tensors[name] = _held(name, leaf, path)
         else:
-            values[name] = Value(path, leaf)
+            values[name] = ObjectLeaf(path, leaf)
     return State(tensors, values)
 
 
@@ -124,7 +150,7 @@ def _endless(state_dict: StateDict) -> list[str]:
 
 
 def plain_of(state_dict: StateDict) -> dict[str, object]:
-    """Return a state dict with what its objects say of themselves.
+    """Return a state dict with the state dicts of the objects in it.
 
     Raises:
         UsageError: It is no dictionary.
@@ -140,39 +166,40 @@ def plain_of(state_dict: StateDict) -> dict[str, object]:
     }
 
 
-def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> Held:
+def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> LocalTensor:
     dtype = str(leaf.dtype).removeprefix("torch.")
     if not isinstance(leaf, ShardedTensor) and leaf.is_nested:
         raise RefusedError(f"`{name}` is a nested tensor, which no format here can hold")
     if dtype not in dtypes.BY_NAME:
         raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
     shape = tuple(leaf.size())
-    described = Described(dtype, shape, path, bool(leaf.requires_grad))
-    pieces = tuple(_empty(leaf) if 0 in shape else _pieces(name, leaf))
-    return Held(described, pieces, plain=not isinstance(leaf, DTensor | ShardedTensor))
+    meta = TensorMeta(dtype, shape, path, bool(leaf.requires_grad))
+    shards = _empty(name, leaf) if 0 in shape else _shards(name, leaf)
+    return LocalTensor(meta, tuple(shards), plain=not isinstance(leaf, DTensor | ShardedTensor))
 
 
-def _empty(leaf: torch.Tensor | ShardedTensor) -> Iterator[Piece]:
-    """A tensor without elements is one box, which every rank holds."""
+def _empty(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[LocalShard]:
+    """Yield a tensor without elements: one box, which every rank holds."""
     shape = tuple(leaf.size())
-    yield Piece(Box.whole(shape), torch.empty(shape, dtype=leaf.dtype))
+    yield LocalShard(name, Box.whole(shape), torch.empty(shape, dtype=leaf.dtype))
 
 
-def _pieces(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[Piece]:
+def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[LocalShard]:
     if isinstance(leaf, ShardedTensor):
         for shard in leaf.local_shards():
             offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             if 0 not in sizes:
-                yield Piece(Box(tuple(offsets), tuple(sizes)), _plain(name, shard.tensor))
+                box = Box(tuple(offsets), tuple(sizes))
+                yield LocalShard(name, box, _plain(name, shard.tensor))
     elif isinstance(leaf, DTensor):
         local = _plain(name, leaf.to_local())
         for part in _parts(name, leaf):
-            piece = local
+            view = local
             for dim, (start, size) in enumerate(zip(part.start, part.box.sizes, strict=True)):
-                piece = piece.narrow(dim, start, size)
-            yield Piece(part.box, piece)
+                view = view.narrow(dim, start, size)
+            yield LocalShard(name, part.box, view)
     else:
-        yield Piece(Box.whole(tuple(leaf.shape)), _plain(name, leaf))
+        yield LocalShard(name, Box.whole(tuple(leaf.shape)), _plain(name, leaf))
 
 
 def _parts(name: str, leaf: DTensor) -> tuple[Part, ...]:

@@ -22,7 +22,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.shared.unknown_classes import value_bytes
-from ckptctl.ops.loading.leftovers import held_as, kept_apart
+from ckptctl.ops.loading.key_comparison import held_as, kept_apart
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.memory_files import MemoryFiles
@@ -52,7 +52,7 @@ def read_values(
     trusted: bool,
     strict: bool = True,
 ) -> ReadValues:
-    """Return what the checkpoint has for each of the state's leaves that are no tensors.
+    """Return the checkpoint's values of the state's leaves that are no tensors.
 
     Args:
         mapping: How the checkpoint becomes the state.
@@ -88,12 +88,7 @@ def read_values(
 
 
 def outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
-    """Return which leaves are parts of generators' states with positions outside of them.
-
-    Args:
-        found: Leaves by name.
-        where: For errors.
-    """
+    """Return which leaves are parts of generators' states with positions outside of them."""
     states: dict[str, dict[object, object]] = {}
     for name, value in found.items():
         state, _, part = name.rpartition(".")
@@ -123,19 +118,13 @@ def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedE
 
 
 def left_out_note(refused: Mapping[str, str]) -> str:
-    """Return what a user is told of leaves that stay as they were."""
+    """Return the message on leaves that stay as they were."""
     names = listed([f"{name}: {why}" for name, why in refused.items()])
     return f"leaves that are not known to be harmless were left out: {names}"
 
 
 def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
-    """Return the name in the checkpoint of each leaf of the state that it has.
-
-    Args:
-        mapping: See :func:`read_values`.
-        values: See there.
-        rank: See there.
-    """
+    """Return the name in the checkpoint of each leaf of the state that it has."""
     apart = kept_apart(mapping.catalog) if values and rank else ()
     found = {name: held_as(mapping, name, rank, values, apart) for name in values}
     return {name: held for name, held in found.items() if held is not None}
@@ -143,12 +132,6 @@ def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dic
 
 def unpickled(content: bytes, name: str, where: str, *, trusted: bool) -> object:
     """Return a leaf that is no tensor.
-
-    Args:
-        content: As ``torch.save`` has written it.
-        name: The leaf.
-        where: Where it lies, for errors.
-        trusted: Whether it may run code when it is unpickled: it is left to ``torch.load``.
 
     Raises:
         UnsafePickleError: It is not trusted, and holds an object of a class that is not known to
@@ -189,7 +172,7 @@ def _said(error: Exception) -> str:
 
 
 def _failure(error: Exception, content: bytes, name: str, where: str) -> CkptError:
-    """Return what it means that a leaf cannot be unpickled."""
+    """Return the error for a leaf that cannot be unpickled."""
     why = _said(error)
     if isinstance(error, (ImportError, AttributeError)) and _is_whole(content):
         return UsageError(
@@ -211,13 +194,7 @@ def _is_whole(content: bytes) -> bool:
 
 
 def put(root: MutableMapping[str, Any], keys: Keys, value: object) -> None:
-    """Replace the leaf at *keys*; containers stay the ones that they are.
-
-    Args:
-        root: A nested state dict.
-        keys: Keys as text, and positions in lists, from the root down to the leaf.
-        value: The new leaf.
-    """
+    """Replace the leaf at *keys*; containers stay the ones that they are."""
     place: Any = root
     for key in keys[:-1]:
         place = place[_own(place, key)]
@@ -225,7 +202,7 @@ def put(root: MutableMapping[str, Any], keys: Keys, value: object) -> None:
 
 
 def _own(place: MutableMapping[Any, Any] | MutableSequence[Any], key: str | int) -> Any:
-    """Return the key that a container itself has for what paths spell as text."""
+    """Return the container's own key for one that paths spell as text."""
     if isinstance(place, MutableSequence) or key in place:
         return key
     return next((own for own in place if str(own) == str(key)), key)

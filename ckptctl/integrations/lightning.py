@@ -60,7 +60,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return what was saved, or what Lightning's own CheckpointIO saved, in host memory.
+        """Return a checkpoint of ours, or of Lightning's own CheckpointIO, in host memory.
 
         Args:
             path: The checkpoint.
@@ -105,7 +105,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Save what all ranks hold; see :meth:`DirectoryCheckpointIO.save_checkpoint`."""
+        """Save the state of all ranks; see :meth:`DirectoryCheckpointIO.save_checkpoint`."""
         require_none(storage_options)
         path = Path(self.broadcast(filepath)).absolute()
         state, rest = parts(checkpoint)

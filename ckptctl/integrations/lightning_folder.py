@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict, memory, state_of
 from ckptctl.errors import StorageError, UsageError
@@ -30,7 +30,7 @@ OPTIMIZER = "optimizer_"
 
 
 def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what goes into the directory's data, and the rest."""
+    """Return the state dicts, for the directory's data, and the rest."""
     states = checkpoint.get(OPTIMIZERS, ())
     state = {MODEL: checkpoint[MODEL]}
     state |= {f"{OPTIMIZER}{number}": one for number, one in enumerate(states)}
@@ -38,21 +38,15 @@ def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def fingerprint(state: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return CRC-32 of all that this rank holds: with the trainer's progress, what is saved."""
+    """Return CRC-32 of this rank's shards: with the trainer's progress, the identity of a save."""
     return tuple(
-        (name, piece.box, crc32(memory(piece.tensor.cpu().contiguous())))
-        for name, held in state_of(state).tensors.items()
-        for piece in held.pieces
+        (shard.name, shard.box, crc32(memory(shard.tensor.cpu().contiguous())))
+        for shard in state_of(state).shards
     )
 
 
 def read_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Return what lies beside the tensors.
-
-    Args:
-        path: The checkpoint.
-        weights_only: False: objects in it may run code when they are unpickled.
-    """
+    """Return the content of ``meta.pt``, which lies beside the tensors."""
     found: dict[str, Any] = torch.load(path / META, "cpu", weights_only=weights_only)
     return found
 
@@ -82,7 +76,7 @@ def save_beside(
     like: Path | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save *state* and small files as one directory, in place of what is there; all ranks call it.
+    """Save *state* and small files as one directory, in place of any there; all ranks call it.
 
     Args:
         state: See :func:`ckptctl.save`.

@@ -19,11 +19,11 @@ from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
 
-from ckptctl.distributed.background.saver import AsyncSaver
+from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run_keeper import SERIES, Keeper
-from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy

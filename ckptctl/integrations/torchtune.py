@@ -25,7 +25,7 @@ TENSORS = (training.MODEL_KEY, training.ADAPTER_KEY, training.OPT_KEY)
 
 
 class Checkpointer:
-    """Loads what torchtune trains from any checkpoint, and saves as its recipes ask.
+    """Loads torchtune's models from any checkpoint, and saves as its recipes ask.
 
     In a recipe's configuration it stands where ``FullModelHFCheckpointer`` does::
 
@@ -93,7 +93,7 @@ class Checkpointer:
         intermediate_checkpoint: bool = False,
         adapter_only: bool = False,
     ) -> None:
-        """Save what a recipe made of its state.
+        """Save the state of a recipe.
 
         With an adapter an intermediate checkpoint has that and not the merged model.
 
@@ -131,7 +131,7 @@ class Checkpointer:
             self._manager.wait()
 
     def _newest_state(self) -> dict[str, Any]:
-        """Return what the newest complete checkpoint of the run holds, under torchtune's keys."""
+        """Return the state in the newest complete checkpoint of the run, under torchtune's keys."""
         keeper = self._saver().keeper
         found = keeper.newest(SERIES)
         if found is None:
@@ -155,7 +155,7 @@ class Checkpointer:
 
 
 def family(model_type: str) -> str:
-    """Return what a model type of torchtune is called here.
+    """Return the family of a model type of torchtune.
 
     Raises:
         UsageError: torchtune has no such model type, or it is not known here.
@@ -169,7 +169,7 @@ def family(model_type: str) -> str:
 
 
 def intermediate(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved: tensors under torchtune's keys, the rest as one leaf."""
+    """Return an intermediate checkpoint: tensors under torchtune's keys, the rest as one leaf."""
     left_out = {training.MODEL_KEY} if training.ADAPTER_KEY in state else set()
     kept = {key: state[key] for key in TENSORS if key in state and key not in left_out}
     rest = {key: one for key, one in state.items() if key not in TENSORS}
@@ -179,12 +179,6 @@ def intermediate(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: Path) -> None:
     """Save the adapter in *state* as PEFT has it.
-
-    Args:
-        state: Under torchtune's keys.
-        out: Where it will appear.
-        model_type: The family of the model that it is for.
-        assets: That model's directory.
 
     Raises:
         CkptError: Nothing was published.

@@ -42,7 +42,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._position: tempfile.TemporaryDirectory[str] | None = None
 
     def resume_from(self) -> str | None:
-        """Return what ``Trainer.train`` takes to go on from the newest complete checkpoint.
+        """Return a folder with which ``Trainer.train`` goes on from the newest complete checkpoint.
 
         That is a temporary folder with the position alone (the Trainer's state, random numbers and
         no tensor): model, optimizer and scheduler are loaded when training begins. All ranks call
@@ -96,7 +96,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 self._manager.rate(state.global_step, rated)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Wait for what is being saved, and write the final model."""
+        """Wait for the last save, and write the final model."""
         if self._position is not None:
             self._position.cleanup()
             self._position = None
@@ -135,22 +135,13 @@ def plain(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def position(state: Any = None) -> dict[str, Any]:
-    """Return where training is; without *state* the place for that in a state dict.
-
-    Args:
-        state: The Trainer's.
-    """
+    """Return where training is; without *state* the place for that in a state dict."""
     now = None if state is None else ({"state": _json(state), "rng": _random_numbers()},)
     return {"trainer": {"position": now}}
 
 
 def write_position(found: Mapping[str, Any], folder: Path) -> None:
-    """Write what the Trainer looks for in a checkpoint, but no tensor.
-
-    Args:
-        found: Of :func:`position`, loaded.
-        folder: An existing directory.
-    """
+    """Write the Trainer's own files of a checkpoint, without tensors."""
     (now,) = found["trainer"]["position"]
     (folder / STATE_FILE).write_text(now["state"])
     name = f"rng_state_{dist.get_rank()}.pth" if _several() else "rng_state.pth"
@@ -169,7 +160,7 @@ def _json(state: Any) -> str:
 
 
 def _random_numbers() -> dict[str, Any]:
-    """Return what the Trainer keeps in ``rng_state.pth``."""
+    """Return the content of ``rng_state.pth``."""
     found: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),

@@ -1,4 +1,4 @@
-"""What integrations share: checkpoints read without a state to fill, and one rank by itself."""
+"""Shared by integrations: checkpoints read without a state to fill, and one rank by itself."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
-from ckptctl.distributed.background.saver import AsyncSaver, Mode
+from ckptctl.distributed.background.async_save import AsyncSaver, Mode
 
 TENSORS = 16
 Blocked = Callable[[int], tuple[float, float]]

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptctl.ops.ranks.agreement import Statement, generation, unchanged
-from ckptctl.ops.saving.decision import Decision, decide
+from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
 from ckptctl.ops.saving.files import RankItems, metadata, tensor_files
-from ckptctl.ops.saving.holdings import Chunk, Described, Holding, Packed, digest, pack
+from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan
+from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, digest, pack
 from ckptctl.planner.parallel.placements import Shard, local_part
 from ckptctl.storage.compare import row_major
 
@@ -63,20 +63,20 @@ def training_state(shapes: Shapes) -> Shapes:
     return found
 
 
-def holding(shapes: Shapes, mesh: tuple[int, int], rank: int) -> Holding:
+def shards(shapes: Shapes, mesh: tuple[int, int], rank: int) -> LocalShards:
     """Return what a rank holds: replicated over the first dimension of *mesh*, cut on the other."""
     coordinate = divmod(rank, mesh[1])
     cache: dict[tuple[int, ...], list[Any]] = {}
-    chunks: list[Chunk] = []
-    tensors: dict[str, Described] = {}
+    chunks: list[HeldChunk] = []
+    tensors: dict[str, TensorMeta] = {}
     for name, shape in shapes.items():
         if shape not in cache:
             cuts = [None, Shard(0) if shape else None]
             cache[shape] = [part.box for part in local_part(shape, mesh, coordinate, cuts).parts]
-        chunks += [Chunk(name, box.offsets, box.sizes) for box in cache[shape]]
-        tensors[name] = Described("float32", shape, tuple(name.split(".")), False)
+        chunks += [HeldChunk(name, box.offsets, box.sizes) for box in cache[shape]]
+        tensors[name] = TensorMeta("float32", shape, tuple(name.split(".")), False)
     values = {f"value.{number}": bytes(16) for number in range(VALUES)}
-    return Holding(tensors, chunks, values, {name: tuple(name.split(".")) for name in values})
+    return LocalShards(tensors, chunks, values, {name: tuple(name.split(".")) for name in values})
 
 
 @dataclass
@@ -97,15 +97,15 @@ class Cost:
         return self.pack + self.decide + self.files + self.metadata
 
 
-def measure(shapes: Shapes, mesh: tuple[int, int]) -> tuple[Cost, Decision]:
+def measure(shapes: Shapes, mesh: tuple[int, int]) -> tuple[Cost, GlobalPlan]:
     """Plan for all ranks of *mesh*."""
     ranks, cost = mesh[0] * mesh[1], Cost()
-    own = holding(shapes, mesh, 0)
+    own = shards(shapes, mesh, 0)
     first, cost.pack = timed(lambda: pack(own))
     sent = [pickle.dumps(first)]
-    sent += [pickle.dumps(pack(holding(shapes, mesh, r)).shortened()) for r in range(1, ranks)]
+    sent += [pickle.dumps(pack(shards(shapes, mesh, r)).shortened()) for r in range(1, ranks)]
     cost.received = sum(map(len, sent))
-    decision, cost.decide = timed(lambda: decide(list(map(pickle.loads, sent))))
+    decision, cost.decide = timed(lambda: make_global_plan(list(map(pickle.loads, sent))))
     steps = [row_major(chunk.sizes) for chunk in own.chunks]
     share = decision.shares[0]
     _, cost.files = timed(lambda: tensor_files(0, own, share, steps))
@@ -116,15 +116,15 @@ def measure(shapes: Shapes, mesh: tuple[int, int]) -> tuple[Cost, Decision]:
     return cost, decision
 
 
-def cached(own: Holding, first: Packed, ranks: int, steps: Any) -> float:
+def cached(own: LocalShards, first: Packed, ranks: int, steps: Any) -> float:
     """Return what a plan costs that is there already, on rank 0."""
-    said: list[Statement] = []
+    said: list[RankStatement] = []
 
     def again() -> bool:
         packed = pack(own)
         boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.boxes]
         key = digest((0, packed.identity, boxes, packed.which, steps))
-        statement = Statement("/x", {}, key, packed.identity, b"", {1: bytes(16)})
+        statement = RankStatement("/x", {}, key, packed.identity, b"", {1: bytes(16)})
         said[:] = [statement] * ranks
         said[:] = [replace_generation(said)] * ranks
         received = pickle.dumps(said[0])
@@ -135,16 +135,16 @@ def cached(own: Holding, first: Packed, ranks: int, steps: Any) -> float:
     return seconds
 
 
-def replace_generation(said: list[Statement]) -> Statement:
+def replace_generation(said: list[RankStatement]) -> RankStatement:
     """Return a statement of a rank that has the plan."""
     return said[0]._replace(generation=generation(said))
 
 
-def all_items(shapes: Shapes, mesh: tuple[int, int], decision: Decision) -> Iterator[RankItems]:
+def all_items(shapes: Shapes, mesh: tuple[int, int], decision: GlobalPlan) -> Iterator[RankItems]:
     """Yield where each rank writes; shares of equal sizes are laid out once."""
     known: dict[Any, RankItems] = {}
     for rank, share in enumerate(decision.shares):
-        own = holding(shapes, mesh, rank)
+        own = shards(shapes, mesh, rank)
         key = tuple(
             (share.parts[at].sizes if at in share.parts else own.chunks[index].sizes)
             for at, index in enumerate(share.chunks)
@@ -155,7 +155,7 @@ def all_items(shapes: Shapes, mesh: tuple[int, int], decision: Decision) -> Iter
         yield replace(known[key], files=(f"__{rank}_0.distcp",))
 
 
-def balance(shapes: Shapes, decision: Decision, ranks: int) -> float:
+def balance(shapes: Shapes, decision: GlobalPlan, ranks: int) -> float:
     """Return max/mean of the bytes that ranks write."""
     load = [0] * ranks
     for boxes, writers in zip(decision.boxes, decision.writers, strict=True):
@@ -185,7 +185,7 @@ def torch_plan(shapes: Shapes, mesh: tuple[int, int], limit: float) -> tuple[flo
     spent = 0.0
     start = time.perf_counter()
     for rank in range(mesh[0] * mesh[1]):
-        own = holding(shapes, mesh, rank)
+        own = shards(shapes, mesh, rank)
         local = time.perf_counter()
         plans.append(
             SavePlan(

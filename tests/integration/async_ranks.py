@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.distributed import compat
-from ckptctl.distributed.background.async_save import AsyncSaver, async_save
-from ckptctl.distributed.background.saver import Mode
+from ckptctl.distributed.background.async_save import AsyncSaver, Mode, async_save
 from ckptctl.distributed.background.staging import stage
-from ckptctl.distributed.group import Group
+from ckptctl.distributed.group import TorchGroup
 from ckptctl.errors import CkptError, RefusedError
 from tests.checkpoints.dcp import distribute
 from tests.integration.dcp_ranks import SHARDINGS
@@ -203,7 +202,7 @@ def replicated(rank: int, world: int, root: Path) -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch, AsyncSaver() as saver:
-        patch.setattr("ckptctl.distributed.background.saver.stage", noted)
+        patch.setattr("ckptctl.distributed.background.async_save.stage", noted)
         for step in range(5):
             rows = 7 if step == 3 and rank == 0 else 6  # this rank alone holds more
             tensors = {f"l{index}": torch.full((100, 10), float(step)) for index in range(6)}
@@ -234,6 +233,6 @@ def timeouts(rank: int, world: int, root: Path) -> None:
         saver.save({"a": torch.ones(3)}, root / "a", sync=False).result()
         assert saver._ranks
         for ranks in saver._ranks:
-            assert isinstance(ranks, Group)
+            assert isinstance(ranks, TorchGroup)
             assert ranks.group
             assert compat.timeout(ranks.group) == timedelta(seconds=77)

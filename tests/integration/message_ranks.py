@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptctl.distributed.group import Group
-from ckptctl.distributed.messages import HEAD, SHORT, gather_bytes, scatter_bytes
+from ckptctl.distributed.group import HEAD, SHORT, TorchGroup, gather_bytes, scatter_bytes
 
 EDGE = SHORT - HEAD
 SIZES = (1, 2, EDGE - 1, EDGE, EDGE + 1, 100_000)
@@ -22,7 +21,7 @@ def exchanged(rank: int, world: int) -> None:
 
 
 def _exchanged(rank: int, world: int) -> None:
-    ranks = Group()
+    ranks = TorchGroup()
     for size in SIZES:
         whole = [bytes([one + 1]) * (size - one % 2) for one in range(world)]
         assert gather_bytes(whole[rank], None) == whole
@@ -48,7 +47,7 @@ def as_torch_does(rank: int, world: int) -> None:
             continue
         expected: list[object] = [None] * len(members)
         dist.all_gather_object(expected, value, group=group)
-        ranks = Group(group)
+        ranks = TorchGroup(group)
         for ranks._on_host in (True, False):
             assert ranks.all_gather(value) == expected
             assert ranks.gather(value) == (expected if ranks.rank == 0 else None)
@@ -58,7 +57,7 @@ def as_torch_does(rank: int, world: int) -> None:
 
 def unpicklable(rank: int, world: int) -> None:
     """What cannot be packed is not told as ranks that are gone; they go on together."""
-    ranks = Group()
+    ranks = TorchGroup()
     for value, error in ((_deep(), RecursionError), (_Odd(), NotImplementedError)):
         with pytest.raises(error):
             ranks.all_gather(value)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.group import Group
-from ckptctl.distributed.saving import collective as collective_save
-from ckptctl.distributed.saving import place as save_place
-from ckptctl.distributed.saving import streams
+from ckptctl.distributed.group import TorchGroup
+from ckptctl.distributed.saving import destination as save_place
+from ckptctl.distributed.saving import save as collective_save
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError
 from ckptctl.storage.remote.writing import NAME
@@ -31,7 +30,7 @@ def save_when_both_are_there(
         end = time.monotonic() + 60
         while not Path(other).exists() and time.monotonic() < end:
             time.sleep(0.01)
-    Group().all_gather(0)
+    TorchGroup().all_gather(0)
     full = {"w": torch.full((ROWS, 8), value), "b": torch.full((9,), value)}
     state = distribute(full, (world,), "S0")
     try:
@@ -39,7 +38,7 @@ def save_when_both_are_there(
         said = "written"
     except CkptError as error:
         said = f"{error.exit_code} {error.what}"
-    told = Group().all_gather(said.partition(": ")[2] or said)
+    told = TorchGroup().all_gather(said.partition(": ")[2] or said)
     assert len(set(told)) == 1 or "written" not in told, told
     if rank == 0:
         Path(outcome).write_text(said)
@@ -58,25 +57,26 @@ def a_save_that_fails_leaves_no_lock(rank: int, world: int, folder: str) -> None
                     patch.setattr(module, name, _broken)
                 with pytest.raises((CkptError, ZeroDivisionError)):
                     save(state, url)
-            Group().all_gather(0)
+            TorchGroup().all_gather(0)
             assert NAME not in os.listdir(folder), (failing, name)
             assert ".metadata" not in os.listdir(folder)
-            Group().all_gather(0)
+            TorchGroup().all_gather(0)
     seen: list[bool] = []
+    original = save_place.stream
     with pytest.MonkeyPatch.context() as patch:
 
         def stream(*arguments: Any, **options: Any) -> None:
             seen.append(NAME in os.listdir(folder))
-            streams.stream(*arguments, **options)
+            original(*arguments, **options)
 
         patch.setattr(save_place, "stream", stream)
         save(state, url)
     assert seen == [True], "every rank writes under the lock"
-    Group().all_gather(0)
+    TorchGroup().all_gather(0)
     assert sorted(os.listdir(folder)) == [".metadata", *(f"__{n}_0.distcp" for n in range(world))]
     with pytest.raises(CkptError, match="exists"):
         save(state, url)
-    Group().all_gather(0)
+    TorchGroup().all_gather(0)
     assert NAME not in os.listdir(folder)
 
 

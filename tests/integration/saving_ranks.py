@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.group import Group
+from ckptctl.distributed.group import TorchGroup
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.saving import collective as collective_save
-from ckptctl.distributed.saving import host_memory
-from ckptctl.distributed.saving import place as save_place
-from ckptctl.distributed.saving.options import SaveOptions
-from ckptctl.distributed.saving.plans import SavedPlan
-from ckptctl.distributed.saving.save import save, write
+from ckptctl.distributed.saving import destination as save_place
+from ckptctl.distributed.saving import local_state
+from ckptctl.distributed.saving import save as collective_save
+from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.save import SavedPlan, save, write
 from ckptctl.errors import CkptError
 from ckptctl.storage.execution import worker
 from tests.checkpoints.dcp import distribute
@@ -29,7 +28,7 @@ from tests.checkpoints.readers import differences
 OPTIONS = SaveOptions(sync=False)
 
 
-class Counting(Group):
+class Counting(TorchGroup):
     """A group that counts what is called."""
 
     def __init__(self) -> None:
@@ -167,9 +166,9 @@ def all_write_a_large_replica(rank: int, world: int, root: Path) -> None:
 
 
 def from_a_device(rank: int, world: int, root: Path) -> None:
-    """Everything is read as if it lay on a device."""
+    """WantedLeaves is read as if it lay on a device."""
     most: list[int] = []
-    real = host_memory.DeviceMemory.__getitem__
+    real = local_state.DeviceMemory.__getitem__
 
     def counted(self: Any, part: slice) -> memoryview:
         most.append(part.stop - part.start)
@@ -177,8 +176,8 @@ def from_a_device(rank: int, world: int, root: Path) -> None:
 
     state = {"w": torch.randn(3000, 1000), "t": torch.randn(40, 30).t(), "c": torch.ones(2, 3) + 1j}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory.DeviceMemory, "__getitem__", counted)
-        patch.setattr(host_memory, "_view", host_memory.DeviceMemory)
+        patch.setattr(local_state.DeviceMemory, "__getitem__", counted)
+        patch.setattr(local_state, "_view", local_state.DeviceMemory)
         save(distribute(state, (world,), "S0"), root / "x", sync=False)
     assert 0 < max(most) <= 1 << 20
     import torch.distributed as dist
@@ -228,10 +227,10 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
         with pytest.raises(CkptError, match=said):
             told: dict[str, Any] = {"path": old, "overwrite": True} | changed
             save(told.pop("state", state), **told)
-        Group().all_gather(0)  # rank 0 has removed what was staged
+        TorchGroup().all_gather(0)  # rank 0 has removed what was staged
         assert sorted((p.name, p.stat().st_mtime_ns) for p in old.iterdir()) == before
         assert {path.name for path in root.iterdir()} == {"old"}, said
-        Group().all_gather(0)
+        TorchGroup().all_gather(0)
 
     fails("exists", overwrite=False)
     fails("destinations", path=old if rank else root / "other")
@@ -240,14 +239,14 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     fails("`w` cannot be saved", state={"w": signal.SIGINT if rank == last else 0})
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(save_place, "fill", _disk_full)
+            patch.setattr(save_place.Folder, "fill", _disk_full)
         fails("No space left|ENOSPC")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(collective_save, "decide", _bug)
+            patch.setattr(collective_save, "make_global_plan", _bug)
         with pytest.raises(CkptError if rank else ZeroDivisionError):
             save({"new": torch.ones(2)}, old, overwrite=True)
-    Group().all_gather(0)
+    TorchGroup().all_gather(0)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == last:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ckptctl.distributed.background.async_save import AsyncSaver, async_save
 from ckptctl.distributed.background.host_pool import PATIENCE
-from ckptctl.distributed.saving import collective as collective_save
+from ckptctl.distributed.saving import save as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import staging_directory
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
@@ -291,7 +291,7 @@ def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str)
 def test_a_killed_trainer_leaves_the_last_checkpoint(tmp_path: Path, mode: str) -> None:
     child = trainer(
         """
-        from ckptctl.distributed.saving import collective as collective_save
+        from ckptctl.distributed.saving import save as collective_save
         publish = collective_save.CollectiveSave._publish
         def late(self, written):
             print("written", flush=True)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckptctl.distributed.loading import collective as collective_load
+from ckptctl.distributed.loading.collective import PLANS
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.loading.plans import PLANS
 from ckptctl.errors import MappingError
 from ckptctl.ops.loading.identity import identity
 from ckptctl.ops.loading.options import LoadOptions

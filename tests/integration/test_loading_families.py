@@ -13,8 +13,8 @@ from ckptctl import formats
 from ckptctl.catalog import Box, memory_name
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.reading import prepare
-from ckptctl.ops.loading.state_mapping import Leaf, StateMapping, map_state
-from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted, map_state
+from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from tests.checkpoints.golden import Golden, State, digest, family_of, names
@@ -38,7 +38,9 @@ def test_parts_of_all_tensors(tmp_path: Path, name: str, layout: str) -> None:
     ckptctl.convert(source, tmp_path / "t.pt", to="torch", to_layout=layout, model_type=family)
     truth: State = torch.load(tmp_path / "t.pt")
     assert digest(truth) == golden.digests[layout]
-    leaves = {key: Leaf(_kind(value), tuple(value.shape), (key,)) for key, value in truth.items()}
+    leaves = {
+        key: TensorMeta(_kind(value), tuple(value.shape), (key,)) for key, value in truth.items()
+    }
     options = LoadOptions(model_type=family, layout=layout)
     mapping = map_state(formats.open_checkpoint(source), leaves, options)
     for dim in range(3):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.loading.tensor_memory import Filled
+from ckptctl.distributed.loading.target_memory import Filled
 from ckptctl.errors import MappingError, UnsafePickleError
 from ckptctl.ops.loading.state_mapping import StateMapping
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama

@@ -54,13 +54,14 @@ def test_another_format_has_them_all(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
-    from ckptctl.ops.saving.decision import decide
-    from ckptctl.ops.saving.holdings import Chunk, Described, Holding, pack
+    from ckptctl.ops.saving.global_plan import make_global_plan
+    from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, TensorMeta, pack
 
-    kinds = {name: Described("uint8", (2,), (name,), False) for name in ("rng", "rank_1.rng")}
-    chunks = [Chunk(name, (0,), (2,)) for name in kinds]
+    kinds = {name: TensorMeta("uint8", (2,), (name,), False) for name in ("rng", "rank_1.rng")}
+    chunks = [HeldChunk(name, (0,), (2,)) for name in kinds]
     held = [
-        Holding(kinds, chunks, {"rng": bytes([rank]) * 16}, {"rng": ("rng",)}) for rank in range(2)
+        LocalShards(kinds, chunks, {"rng": bytes([rank]) * 16}, {"rng": ("rng",)})
+        for rank in range(2)
     ]
     with pytest.raises(MappingError, match="of its own"):
-        decide([pack(one) for one in held])
+        make_global_plan([pack(one) for one in held])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptctl.distributed.saving import rank_local, rank_output
+from ckptctl.distributed.saving import destination
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError, StorageError
 from ckptctl.storage import rename
@@ -85,14 +85,14 @@ def test_metadata_that_appeared_meanwhile_stays(
     def unsupported(*_: object) -> None:
         raise rename.UnsupportedRenameError
 
-    original = rank_output.fill
+    original = destination.RankFolder.fill
 
     def fill(*words: Any) -> None:
         original(*words)
         (tmp_path / "x/__0.metadata").write_bytes(b"of another run")
 
     monkeypatch.setattr(rename, "rename", unsupported)
-    monkeypatch.setattr(rank_local, "fill", fill)
+    monkeypatch.setattr(destination.RankFolder, "fill", fill)
     with pytest.raises(StorageError, match="EEXIST"):
         save({"w": torch.ones(3)}, tmp_path / "x", collectives=False)
     assert (tmp_path / "x/__0.metadata").read_bytes() == b"of another run"

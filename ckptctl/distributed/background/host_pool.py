@@ -28,12 +28,8 @@ PATIENCE = 4
 _log = logging.getLogger("ckptctl")
 
 
-class Region:
+class HostRegion:
     """One range of host memory.
-
-    Args:
-        nbytes: How much; whole pages.
-        pinned: Whether CUDA copies into it without a detour.
 
     Attributes:
         nbytes: How much.
@@ -92,18 +88,14 @@ class HostPool:
     def __init__(self, limit: int | None = None, kept: int = KEPT) -> None:
         self._limit = limit
         self._kept = kept
-        self._free: list[Region] = []
-        self._used: set[Region] = set()
+        self._free: list[HostRegion] = []
+        self._used: set[HostRegion] = set()
         self._needed: deque[int] = deque(maxlen=PATIENCE)
         self._closed = False
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int, *, pinned: bool = False) -> Region:
+    def take(self, nbytes: int, *, pinned: bool = False) -> HostRegion:
         """Return a region of at least *nbytes*: one that waits and is not twice that, or a new one.
-
-        Args:
-            nbytes: How much is needed.
-            pinned: Whether CUDA will copy into it.
 
         Raises:
             RefusedError: The pool may not hold so much.
@@ -120,12 +112,12 @@ class HostPool:
                 self._free.remove(found)
             else:
                 self._make_room(size)
-                found = Region(size, pinned=pinned)
+                found = HostRegion(size, pinned=pinned)
             self._used.add(found)
             return found
 
-    def give(self, region: Region) -> None:
-        """Take *region* back; what is larger than the last saves needed is not kept."""
+    def give(self, region: HostRegion) -> None:
+        """Take *region* back; one larger than the last saves needed is not kept."""
         with self._lock:
             self._used.discard(region)
             self._free.append(region)
@@ -147,7 +139,7 @@ class HostPool:
         with self._lock:
             return self._held()
 
-    def _drop(self, unwanted: Callable[[Region], bool]) -> None:
+    def _drop(self, unwanted: Callable[[HostRegion], bool]) -> None:
         for region in filter(unwanted, list(self._free)):
             self._free.remove(region)
             region.close()

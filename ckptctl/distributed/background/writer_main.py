@@ -1,4 +1,4 @@
-"""What the writing process does; see :mod:`ckptctl.distributed.background.writer_process`."""
+"""The loop of the writing process; see :mod:`ckptctl.distributed.background.writer_process`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ Ask = Callable[[int, Mapping[int, int]], list[tuple[int, bytes]]]
 
 
 def main(descriptor: int) -> None:
-    """Carry out plans until the other end is closed.
-
-    Args:
-        descriptor: Of the socket to the trainer.
-    """
+    """Carry out plans until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
     regions: Regions = {}
@@ -45,7 +41,7 @@ def main(descriptor: int) -> None:
 
 
 def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]) -> None:
-    """Pass on what comes; end the process when nothing can come any more.
+    """Pass on messages; end the process when the connection is closed.
 
     Whatever is being written then belongs to a trainer that is gone.
     """
@@ -102,7 +98,7 @@ def _done(
 
 
 def _asking(plan: Plan, number: int, ask: Ask) -> OutputFile:
-    """Return a file whose frame the trainer makes, who has what it is made of."""
+    """Return a file that asks the trainer for its frame."""
     file = plan.files[number]
     own = [index for index, record in enumerate(plan.records) if record.file == file.path]
 

@@ -25,7 +25,7 @@ from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.planner.plan import CrcOf, Plan
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
-Place = tuple[int, int, int]
+SharedRange = tuple[int, int, int]
 """Number of a region, first byte in it, length."""
 
 _START = (
@@ -75,7 +75,7 @@ class WriterProcess:
         *,
         regions: Sequence[Shared],
     ) -> Execution:
-        """Do what :func:`ckptctl.storage.execution.executor.execute` does, in the child.
+        """Carry out *plan* in the child, as the executor of :mod:`ckptctl.storage.execution` does.
 
         Args:
             plan: What to do.
@@ -199,7 +199,7 @@ def require_shared(memory: Mapping[str, memoryview], regions: Sequence[Shared]) 
         _place(view, regions, range(len(regions)))
 
 
-def _place(view: object, regions: Sequence[Shared], numbers: Sequence[int]) -> Place:
+def _place(view: object, regions: Sequence[Shared], numbers: Sequence[int]) -> SharedRange:
     if not isinstance(view, memoryview):
         raise CkptError("a chunk was not copied from its device")
     if not view.nbytes:

@@ -21,17 +21,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from ckptctl.catalog import Box
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
-from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of, mapping_of
-from ckptctl.distributed.dcp.noted import noted
-from ckptctl.distributed.dcp.plans import chunk_of
+from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, noted
 from ckptctl.distributed.leaves.random_states import PARTS
-from ckptctl.distributed.state import Piece, State, state_of
+from ckptctl.distributed.state import LocalShard, State, state_of
 from ckptctl.distributed.values import left_out_note, outside, put, unpickled
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.ops.loading.checks import casts, require_shapes
-from ckptctl.ops.loading.leftovers import Comparison, compare
+from ckptctl.ops.loading.key_comparison import Comparison, compare
 from ckptctl.ops.loading.options import LoadReport
-from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.loading.state_mapping import Wanted
 from ckptctl.planner.boxes import coverage
 
 _log = logging.getLogger("ckptctl")
@@ -80,7 +78,7 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state and what the checkpoint offers; leaves of any type stay as they are.
+        """Take the state and the checkpoint's metadata; leaves of any type stay as they are.
 
         Raises:
             CkptError: The checkpoint cannot be read, or does not fit the state.
@@ -93,29 +91,29 @@ class LoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
         self._state: State = state_of(state_dict)
         if isinstance(metadata, CatalogMetadata):
-            metadata.adapt(leaves_of(self._state))
+            metadata.adapt(self._state.meta)
         self._pieces: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._positions: dict[str, object] = {}
         self._mapping = mapping_of(metadata)
 
     @noted
     def create_local_plan(self) -> LoadPlan:
-        """Plan what this rank reads.
+        """Plan the reads of this rank.
 
         Raises:
             MappingError: A shape or a dtype is another one, or names are missing.
             CoverageError: A part of a tensor is nowhere in the checkpoint.
         """
-        paths = {name: held.described.path for name, held in self._state.tensors.items()}
-        values = {name: leaf.path for name, leaf in self._state.values.items()}
+        paths = {name: meta.path for name, meta in self._state.meta.items()}
+        values = self._state.paths
         entries = self._offered.state_dict_metadata
         self._cast = self._require_alike()
         items: list[ReadItem] = []
         for name, held in self._state.tensors.items():
             if name in entries:
                 entry = _tensor_entry(name, entries[name])
-                for piece in held.pieces:
-                    items += self._read(name, piece, entry)
+                for shard in held.shards:
+                    items += self._read(shard, entry)
         for name in values:
             if name in entries:
                 items.append(_value_item(name, entries[name]))
@@ -142,7 +140,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return [replace(plan, tensors={}, values={}, found=found) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Take note of what is loaded and what is not."""
+        """Write the report of the load."""
         found = getattr(new_plan, "found", None) or Comparison((), (), {})
         entries = self._offered.state_dict_metadata
         names = (*self._state.tensors, *self._state.values)
@@ -182,19 +180,20 @@ class LoadPlanner(DefaultLoadPlanner):
         assert index.offset is not None
         return self._pieces[index.fqn, tuple(index.offset)]
 
-    def _read(self, name: str, piece: Piece, entry: TensorStorageMetadata) -> list[ReadItem]:
-        if 0 in piece.box.sizes:
+    def _read(self, shard: LocalShard, entry: TensorStorageMetadata) -> list[ReadItem]:
+        name = shard.name
+        if 0 in shard.box.sizes:
             return []
-        self._pieces[name, piece.box.offsets] = piece.tensor
-        items = compat.create_read_items_for_chunk_list(name, entry, [chunk_of(piece.box)])
+        self._pieces[name, shard.box.offsets] = shard.tensor
+        items = compat.create_read_items_for_chunk_list(name, entry, [chunk_of(shard.box)])
         parts = [Box(tuple(one.dest_offsets), tuple(one.lengths)) for one in items]
-        found = coverage(piece.box.sizes, parts)
+        found = coverage(shard.box.sizes, parts)
         if not found.exact:
             wrong = found.holes or found.overlaps or found.outside
             raise CoverageError(
                 f"a part of `{name}` is "
                 + ("not in the checkpoint" if found.holes else "there more than once"),
-                where=f"tensor `{name}`, {piece.box}",
+                where=f"tensor `{name}`, {shard.box}",
                 why=f"in it {listed([str(part) for part in wrong])}",
                 hint="a rank's file or metadata may be missing",
             )
@@ -203,8 +202,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def _require_alike(self) -> dict[str, tuple[str, str]]:
         """Refuse shapes and dtypes that differ; return the dtypes that may change."""
         wanted = {
-            name: Wanted(held.described.dtype, held.described.shape, ())
-            for name, held in self._state.tensors.items()
+            name: Wanted(meta.dtype, meta.shape, ()) for name, meta in self._state.meta.items()
         }
         tensors = self._mapping.tensors
         chosen = [one for one in tensors if any(view.key in wanted for view in one.targets)]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -19,21 +19,19 @@ from torch.futures import Future
 
 from ckptctl.catalog import Box, Catalog, memory_name
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.dcp.catalog_metadata import CatalogMetadata, leaves_of
-from ckptctl.distributed.dcp.noted import noted
+from ckptctl.distributed.dcp.metadata import CatalogMetadata, noted
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.leaves.pickled import written
-from ckptctl.distributed.loading.options import load_options
-from ckptctl.distributed.loading.tensor_memory import steps_of, target
+from ckptctl.distributed.loading.load import ReadKeywords, load_options
+from ckptctl.distributed.loading.target_memory import steps_of, target
 from ckptctl.distributed.state import state_of
 from ckptctl.distributed.values import left_out_note, read_values
 from ckptctl.errors import CkptError, MappingError
-from ckptctl.ops.loading.leftovers import with_own
-from ckptctl.ops.loading.nothing_lost import require_nothing_lost
+from ckptctl.ops.loading.checks import require_nothing_lost
+from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint
+from ckptctl.ops.loading.key_comparison import with_own
 from ckptctl.ops.loading.reading import prepare
-from ckptctl.ops.loading.sight import Sight, require_one_sight, sight_of
-from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.storage.execution.executor import execute
@@ -53,24 +51,8 @@ class Reader(StorageReader):
     Args:
         path: The checkpoint, of any format; or the URL of a DCP directory (``s3://…``).
         state_dict: What will be loaded into, for planners that do not tell.
-        model_type: See :func:`ckptctl.load`, as for all that follow.
-        layout: Layout of the state's names.
-        from_layout: Layout of the checkpoint's.
-        format: Format of the checkpoint.
-        root: The model's prefix in the checkpoint.
-        weights: ``master`` or ``module``.
-        tag: Which of several saves in it.
-        rules: TOML file that says how ranks divide tensors.
-        sizes: Axis sizes that no configuration states.
-        assets: Directory with configuration.
-        trust_assets: Take what *assets* say where other files contradict them.
-        dequantize: Turn quantised tensors into ``bf16`` or ``fp32``; None: take them as they are.
-        cast: Whether floating tensors may get another dtype than the checkpoint's.
-        allow_overflow: Whether elements may become infinite, NaN or saturated by that or by
-            *dequantize*; else the load fails, after it has filled the tensors.
-        trusted: Whether leaves that are no tensors may run code when they are unpickled.
-        checksum: Whether to compare recorded checksums of what is read whole.
-        jobs: Threads per rank; 0: its part of the host's cores, at most four.
+        **options: See :func:`ckptctl.load`; with *allow_overflow* left out the load fails after it
+            has filled the tensors.
 
     Attributes:
         bytes_read: Bytes of tensors that this rank read in the last load, those below a URL apart.
@@ -84,44 +66,10 @@ class Reader(StorageReader):
         path: str | os.PathLike[str],
         *,
         state_dict: Mapping[str, Any] | None = None,
-        model_type: str | None = None,
-        layout: str | None = None,
-        from_layout: str | None = None,
-        format: str | None = None,
-        root: str | None = None,
-        weights: Literal["master", "module"] | None = None,
-        tag: str | None = None,
-        rules: str | Path | None = None,
-        sizes: Mapping[str, int] | None = None,
-        assets: str | Path | None = None,
-        trust_assets: bool = False,
-        dequantize: str | None = None,
-        cast: bool = False,
-        allow_overflow: bool = False,
-        trusted: bool = False,
-        checksum: bool = False,
-        jobs: int = 0,
+        **options: Unpack[ReadKeywords],
     ) -> None:
         super().__init__()
-        self._options = load_options(
-            format=format,
-            model_type=model_type,
-            layout=layout,
-            from_layout=from_layout,
-            root=root,
-            weights=weights,
-            tag=tag,
-            rules=rules,
-            sizes=sizes,
-            assets=assets,
-            trust_assets=trust_assets,
-            dequantize=dequantize,
-            cast=cast,
-            allow_overflow=allow_overflow,
-            trusted=trusted,
-            checksum=checksum,
-            jobs=jobs,
-        )
+        self._options = load_options(**options)
         self._state = state_dict
         self.reset(path)
 
@@ -135,7 +83,7 @@ class Reader(StorageReader):
         self.bytes_read = 0
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return what the checkpoint offers.
+        """Return the metadata of the checkpoint, whatever its format.
 
         What is wrong with it is raised later: torch's loader would replace an error here by one
         that says nothing.
@@ -144,7 +92,7 @@ class Reader(StorageReader):
             self._opened = self._open()
             self._metadata = CatalogMetadata(self._opened, self._options)
             if self._state is not None:
-                self._metadata.adapt(leaves_of(state_of(self._state)))
+                self._metadata.adapt(state_of(self._state).meta)
         except CkptError as error:
             self._metadata = CatalogMetadata(None, self._options, error)
         self._metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -183,7 +131,7 @@ class Reader(StorageReader):
                 for view in one.sources:
                     check_coverage(mapping.catalog.tensors[view.key])
         assert self._opened
-        return replace(plan, storage_data=sight_of(self._opened))
+        return replace(plan, storage_data=fingerprint_of(self._opened))
 
     @noted
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -193,8 +141,8 @@ class Reader(StorageReader):
             MappingError: Something is.
             RefusedError: The ranks see different checkpoints.
         """
-        seen = [one.storage_data for one in plans if isinstance(one.storage_data, Sight)]
-        require_one_sight(seen, str(self.checkpoint_id))
+        seen = [one.storage_data for one in plans if isinstance(one.storage_data, Fingerprint)]
+        require_same_checkpoint(seen, str(self.checkpoint_id))
         mapping = self._mapping()
         if mapping.must_equal or mapping.must_be_zero or mapping.tilings:
             require_nothing_lost(mapping)
@@ -202,7 +150,7 @@ class Reader(StorageReader):
 
     @noted
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what *planner* has for the items of *plan*; when this returns, it is filled.
+        """Fill the tensors that *planner* has for the items of *plan*, before this returns.
 
         Raises:
             CkptError: A dtype would change, or a file cannot be read.

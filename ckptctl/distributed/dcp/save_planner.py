@@ -1,8 +1,8 @@
-"""A save planner for torch's own functions: what each rank writes is decided as in ``save``.
+"""A save planner for torch's own functions, with the global plan of ``ckptctl.save``.
 
-Ranks send what they hold in the form of :mod:`ckptctl.ops.saving.holdings`, the coordinator decides
-with :mod:`ckptctl.ops.saving.decision`; write items are made of that. Any storage writer takes
-them.
+Ranks send what they hold in the form of :mod:`ckptctl.ops.saving.local_shards`, the coordinator
+decides with :mod:`ckptctl.ops.saving.global_plan`; write items are made of that. Any storage writer
+takes them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
+    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 
 from ckptctl.catalog import Box
-from ckptctl.distributed.dcp.noted import noted
-from ckptctl.distributed.dcp.plans import items_of, metadata_of
-from ckptctl.distributed.saving.rank_output import Held, held
-from ckptctl.distributed.state import state_of
+from ckptctl.distributed.dcp.metadata import chunk_of, metadata_of, noted, properties_of
+from ckptctl.distributed.saving.local_state import LocalState, local_state
+from ckptctl.distributed.state import LocalShard, state_of
 from ckptctl.errors import MappingError, RefusedError, listed
-from ckptctl.ops.saving.decision import Share, all_of, decide
-from ckptctl.ops.saving.holdings import Packed, digest, pack
+from ckptctl.formats.base import OutputTensor
+from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
+from ckptctl.ops.saving.local_shards import Packed, digest, pack
 from ckptctl.ops.saving.values import divide_values
 
 PLANS = 8
@@ -65,7 +66,7 @@ class HeldPlan(SavePlan):
 
 @dataclass(frozen=True, slots=True)
 class _Global:
-    """What the coordinator keeps of one planning."""
+    """A global plan as the coordinator keeps it."""
 
     packed: Sequence[Packed]
     keys: Sequence[bytes]
@@ -85,7 +86,7 @@ class SavePlanner(DefaultSavePlanner):
             ShardedTensors, which differ between ranks: ``keep`` all of them, those of other ranks
             than the lowest below ``rank_N.``; or an ``error``.
         plans: How many plans are kept.
-        trusted: See :class:`~ckptctl.distributed.saving.options.SaveOptions`.
+        trusted: See :class:`~ckptctl.distributed.saving.destination.SaveOptions`.
     """
 
     def __init__(
@@ -117,16 +118,16 @@ class SavePlanner(DefaultSavePlanner):
             CkptError: A leaf cannot be saved.
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._held: Held = held(state_of(state_dict), trusted=self._trusted)
-        self._chunks: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        for chunk, piece in zip(self._held.holding.chunks, self._held.pieces, strict=True):
-            place = (Box(chunk.offsets, chunk.sizes), piece)
-            self._chunks.setdefault(chunk.name, []).append(place)
+        self._held: LocalState = local_state(state_of(state_dict), trusted=self._trusted)
+        self._chunks: dict[str, list[LocalShard]] = {}
+        for chunk, piece in zip(self._held.shards.chunks, self._held.pieces, strict=True):
+            shard = LocalShard(chunk.name, Box(chunk.offsets, chunk.sizes), piece)
+            self._chunks.setdefault(chunk.name, []).append(shard)
 
     @noted
     def create_local_plan(self) -> SavePlan:
-        """Return what this rank holds, or only that nothing has changed."""
-        packed = pack(self._held.holding)
+        """Return this rank's shards, or only that nothing has changed."""
+        packed = pack(self._held.shards)
         boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.boxes]
         key = digest((VERSION, packed.identity, boxes, packed.which))
         known = self._own.get(key)
@@ -142,7 +143,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @noted
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Decide who writes what; on the coordinator only.
+        """Divide the shards among the ranks; on the coordinator only.
 
         Raises:
             MappingError: Ranks disagree on a tensor, or on a leaf where that is an error.
@@ -161,7 +162,7 @@ class SavePlanner(DefaultSavePlanner):
             ]
             self.metadata = replace(known.metadata)
             return self.global_plan, self.metadata
-        decision = decide(held) if len(held) > 1 or _alone() else all_of(0, 1, held[0])
+        decision = make_global_plan(held) if len(held) > 1 or _alone() else own_plan(0, 1, held[0])
         self._require_allowed(decision.shares)
         metadata = metadata_of(decision)
         written = [dict(share.values) for share in decision.shares]
@@ -183,7 +184,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @noted
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return what this rank writes, by the new plan or by the one that it has."""
+        """Return this rank's items, of the new plan or of the one that it has."""
         plan, key = self._checked(new_plan), cast(HeldPlan, self.plan).key
         if not plan.usable:
             own = self._own[key]
@@ -198,18 +199,15 @@ class SavePlanner(DefaultSavePlanner):
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what an item stands for: a view of a tensor, or the bytes of another leaf."""
+        """Return the data of an item: a view of a tensor, or the bytes of another leaf."""
         name = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._held.values[self._names.get(name, name)])
         assert write_item.tensor_data
         chunk = write_item.tensor_data.chunk
         wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        return next(
-            _part(piece, box, wanted)
-            for box, piece in self._chunks[self._names.get(name, name)]
-            if _inside(wanted, box)
-        )
+        shards = self._chunks[self._names.get(name, name)]
+        return next(shard.part(wanted).tensor for shard in shards if _inside(wanted, shard.box))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return a leaf of the state, by its name there."""
@@ -234,7 +232,7 @@ class SavePlanner(DefaultSavePlanner):
             hint="use one SavePlanner per process group",
         )
 
-    def _require_allowed(self, shares: Sequence[Share]) -> None:
+    def _require_allowed(self, shares: Sequence[RankShare]) -> None:
         apart = {n for share in shares for n, under in share.values.items() if n != under}
         if apart and self._per_rank == "error":
             raise MappingError(
@@ -276,9 +274,30 @@ def _spans(part: Box, box: Box) -> Iterator[bool]:
         yield first <= low and low + size <= first + whole
 
 
-def _part(piece: torch.Tensor, box: Box, wanted: Box) -> torch.Tensor:
-    for dim, (low, first, size) in enumerate(
-        zip(wanted.offsets, box.offsets, wanted.sizes, strict=True)
+def items_of(decision: GlobalPlan) -> list[list[WriteItem]]:
+    """Return the write items of each rank."""
+    items: list[list[WriteItem]] = [[] for _ in decision.shares]
+    for tensor, boxes, ranks in zip(
+        decision.tensors, decision.boxes, decision.writers, strict=True
     ):
-        piece = piece.narrow(dim, low - first, size)
-    return piece
+        kind = WriteItemType.SHARD if len(boxes) > 1 else WriteItemType.TENSOR
+        size, properties = torch.Size(tensor.shape), properties_of(tensor)
+        for number, (box, rank) in enumerate(zip(boxes, ranks, strict=True)):
+            chunk = chunk_of(box)
+            index = MetadataIndex(tensor.name, chunk.offsets, number)
+            data = TensorWriteData(chunk, properties, size)
+            items[rank].append(WriteItem(index, kind, tensor_data=data))
+    for own, share in zip(items, decision.shares, strict=True):
+        own += [
+            _apart(decision.apart[under])
+            if under in decision.apart
+            else WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)
+            for under in share.values.values()
+        ]
+    return items
+
+
+def _apart(tensor: OutputTensor) -> WriteItem:
+    chunk = chunk_of(Box.whole(tensor.shape))
+    data = TensorWriteData(chunk, properties_of(tensor), torch.Size(tensor.shape))
+    return WriteItem(MetadataIndex(tensor.name, chunk.offsets, 0), WriteItemType.TENSOR, None, data)

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import uuid
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
-from ckptctl.distributed.dcp.noted import noted
-from ckptctl.distributed.dcp.write_items import resolve
-from ckptctl.distributed.dcp.written_metadata import encoded
-from ckptctl.distributed.saving.options import SaveOptions
-from ckptctl.distributed.saving.place import Place, place_at
-from ckptctl.distributed.saving.rank_local import RankFolder
-from ckptctl.errors import RefusedError, StorageError, listed
+from ckptctl.distributed.dcp.metadata import encoded, noted
+from ckptctl.distributed.saving.destination import (
+    Destination,
+    RankFolder,
+    SaveOptions,
+    destination_at,
+)
+from ckptctl.errors import MappingError, RefusedError, StorageError, listed
+from ckptctl.ops.saving.files import RankOutput, rank_files
+from ckptctl.ops.saving.global_plan import RankShare
+from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, TensorMeta
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.storage.paths import is_known, named
 
@@ -46,7 +54,7 @@ class Writer(StorageWriter):
 
     Args:
         path: Where the checkpoint will appear; on a file system that all ranks see, or a URL.
-        overwrite: See :class:`~ckptctl.distributed.saving.options.SaveOptions`, as all that follow.
+        overwrite: See :func:`ckptctl.save`, as all that follow.
         files: How many per rank.
         jobs: Threads per rank.
         memory: Bytes of buffers per rank.
@@ -68,11 +76,11 @@ class Writer(StorageWriter):
         super().__init__()
         self._options = SaveOptions(overwrite, files, jobs, memory, sync, checksum)
         self._stack: ExitStack | None = None
-        self._place: Place | None = None
+        self._place: Destination | None = None
         self.reset(path)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to save with it."""
+        """Return its options, with which another process can save."""
         return self.__dict__ | {"_stack": None, "_place": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -102,7 +110,7 @@ class Writer(StorageWriter):
         self._place = (
             RankFolder(path, self._rank, self._options)
             if self._apart
-            else place_at(path, self._options)
+            else destination_at(path, self._options)
         )
 
     @noted
@@ -133,7 +141,7 @@ class Writer(StorageWriter):
 
     @noted
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank has to; when this returns, it is written.
+        """Write this rank's files, before this returns.
 
         Raises:
             CkptError: What the planner gives is not what it planned, or a file cannot be written.
@@ -147,10 +155,6 @@ class Writer(StorageWriter):
     @noted
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and publish; on the coordinator only.
-
-        Args:
-            metadata: Of the planner; it is told where all items lie.
-            results: What the ranks have written.
 
         Raises:
             StorageError: An item of the plan is not there; nothing is published.
@@ -173,11 +177,11 @@ class Writer(StorageWriter):
         return is_known(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        """Return what planners and metadata are told of this save."""
+        """Return the id and the destination of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
-    def _place_set(self) -> Place:
+    def _place_set(self) -> Destination:
         assert self._place, "torch sets a writer up before anything else"
         return self._place
 
@@ -198,7 +202,7 @@ class Writer(StorageWriter):
         weakref.finalize(self, _close, self._stack)
 
     def _require_files(self, places: Iterable[StorageInfo]) -> None:
-        """Make sure that the coordinator sees what the others wrote."""
+        """Make sure that the coordinator sees all files of the other ranks."""
         ends: dict[str, int] = {}
         for place in places:
             end = place.offset + place.length
@@ -241,3 +245,101 @@ def _planned(metadata: Metadata) -> Iterator[MetadataIndex]:
         else:
             for chunk in entry.chunks:
                 yield MetadataIndex(name, chunk.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The items of a plan with their data.
+
+    Attributes:
+        tensors: Items of tensors, in order.
+        values: Other items likewise.
+        pieces: Memory of each of the former.
+        files: What is written of all of them.
+    """
+
+    tensors: Sequence[WriteItem]
+    values: Sequence[WriteItem]
+    pieces: Sequence[torch.Tensor]
+    files: RankOutput
+
+    def results(self) -> list[WriteResult]:
+        """Return where each item lies."""
+        places = self.files.tensors.items
+        found = [
+            _result(item, places.files[file], offset, nbytes)
+            for item, file, offset, nbytes in zip(
+                self.tensors, places.file, places.offset, places.nbytes, strict=True
+            )
+        ]
+        return found + [_result(item, *self.files.items[item.index.fqn]) for item in self.values]
+
+
+def resolve(plan: SavePlan, planner: SavePlanner, rank: int, files: int) -> Resolved:
+    """Ask *planner* for all that *plan* writes, and lay out the files of *rank*.
+
+    Raises:
+        MappingError: What the planner gives is not what its plan says.
+        RefusedError: It cannot be kept in a checkpoint.
+    """
+    values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+    described: dict[str, TensorMeta] = {}
+    chunks: list[HeldChunk] = []
+    pieces: list[torch.Tensor] = []
+    for item in tensors:
+        name = item.index.fqn
+        piece = _piece(item, planner)
+        described[name] = _described(item, described.get(name))
+        assert item.tensor_data
+        chunk = item.tensor_data.chunk
+        chunks.append(HeldChunk(name, tuple(chunk.offsets), tuple(chunk.sizes)))
+        pieces.append(piece)
+    contents = {item.index.fqn: _content(item, planner) for item in values}
+    steps = [tuple(piece.stride()) for piece in pieces]
+    share = RankShare(range(len(chunks)), {name: name for name in contents})
+    laid_out = rank_files(rank, LocalShards(described, chunks), share, steps, contents, files)
+    return Resolved(tensors, values, pieces, laid_out)
+
+
+def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    found = planner.resolve_data(item)
+    data = item.tensor_data
+    if not isinstance(found, torch.Tensor) or data is None:
+        raise MappingError(f"`{item.index.fqn}` is planned as a tensor and is none")
+    piece = found.detach()
+    if piece.layout is not torch.strided or piece.is_quantized or piece.is_meta:
+        raise RefusedError(f"`{item.index.fqn}` has no plain memory", why=f"it is {piece.layout}")
+    planned = (data.properties.dtype, tuple(data.chunk.sizes))
+    if (piece.dtype, tuple(piece.shape)) != planned:
+        raise MappingError(
+            f"`{item.index.fqn}` is not what the plan says",
+            where=f"tensor `{item.index.fqn}`",
+            why=f"it is {piece.dtype} {list(piece.shape)}, the plan says "
+            f"{planned[0]} {list(planned[1])}",
+            hint="the plan was made for another state",
+        )
+    return piece.resolve_conj().resolve_neg()
+
+
+def _described(item: WriteItem, known: TensorMeta | None) -> TensorMeta:
+    name, data = item.index.fqn, item.tensor_data
+    assert data
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    if dtype not in dtypes.BY_NAME:
+        raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
+    found = TensorMeta(dtype, tuple(data.size), (name,), bool(data.properties.requires_grad))
+    if known not in (None, found):
+        raise MappingError(f"two boxes of `{name}` are planned as parts of different tensors")
+    return found
+
+
+def _content(item: WriteItem, planner: SavePlanner) -> bytes:
+    found = planner.resolve_data(item)
+    if not isinstance(found, io.BytesIO):
+        raise MappingError(f"`{item.index.fqn}` is planned as bytes and is none")
+    return found.getvalue()
+
+
+def _result(item: WriteItem, file: str, offset: int, nbytes: int) -> WriteResult:
+    return WriteResult(item.index, nbytes, StorageInfo(file, offset, nbytes))

@@ -1,4 +1,4 @@
-"""What several ranks want alike is read by one of them and sent to the others.
+"""Boxes that several ranks want are read by one of them and sent to the others.
 
 Ranks that hold the same box of a tensor (data parallel replicas, norms under tensor parallelism)
 are a group. Each box, large ones in pieces, gets one reader in its group, so that all ranks read
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.catalog import Box, Catalog
-from ckptctl.distributed.group import Group, reaching
-from ckptctl.distributed.loading.targets import Place
+from ckptctl.distributed.group import TorchGroup, reaching
+from ckptctl.distributed.state import LocalShard
 from ckptctl.errors import CkptError
 from ckptctl.ops.ranks.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
@@ -33,7 +33,7 @@ Wish = tuple[str, Box, int, bool]
 """Name, box, bytes, and whether its device can take part."""
 
 
-class Turn(NamedTuple):
+class SharedRead(NamedTuple):
     """One box that several ranks hold.
 
     Attributes:
@@ -50,7 +50,7 @@ class Turn(NamedTuple):
 
 
 def pays(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
-    """Return whether what several ranks want should be read once and sent.
+    """Return whether boxes that several ranks want should be read once and sent.
 
     It should where they sit on several machines, or where the storage gives the slowest of them
     less than a gigabyte a second; otherwise the page cache does the same for less.
@@ -88,17 +88,10 @@ def _timed(descriptor: int, offset: int) -> float:
     return count / max(time.perf_counter() - start, 1e-9)
 
 
-def share(places: Sequence[Place], ranks: Coordinator, own: Collection[str] = ()) -> list[Turn]:
-    """Decide who reads what of the boxes that several ranks hold.
-
-    Args:
-        places: What this rank holds.
-        ranks: All of them; a :class:`~ckptctl.distributed.group.Group`.
-        own: Tensors of which this rank gets another one than others.
-
-    Returns:
-        The boxes that this rank shares with others, in an order that all of them have.
-    """
+def share(
+    places: Sequence[LocalShard], ranks: Coordinator, own: Collection[str] = ()
+) -> list[SharedRead]:
+    """Choose a reader for each of the boxes that several ranks hold."""
     able = _devices(ranks)
     wishes = [
         (p.name, p.box, p.tensor.nbytes, p.tensor.device.type in able and p.name not in own)
@@ -107,28 +100,24 @@ def share(places: Sequence[Place], ranks: Coordinator, own: Collection[str] = ()
     return through_first(ranks, lambda: wishes, _turns)
 
 
-def own_reads(places: Sequence[Place], turns: Sequence[Turn], rank: int) -> list[Place]:
-    """Return what *rank* reads itself of *places*.
-
-    Args:
-        places: What it holds.
-        turns: What it shares with others.
-        rank: This one.
-    """
-    shared = {turn.place for turn in turns}
-    reads = [place for index, place in enumerate(places) if index not in shared]
-    return reads + [places[turn.place].part(turn.box) for turn in turns if turn.reader == rank]
+def own_reads(
+    places: Sequence[LocalShard], shared: Sequence[SharedRead], rank: int
+) -> list[LocalShard]:
+    """Return the places, and parts of places, that *rank* reads itself."""
+    taken = {item.place for item in shared}
+    reads = [place for index, place in enumerate(places) if index not in taken]
+    return reads + [places[item.place].part(item.box) for item in shared if item.reader == rank]
 
 
 def _devices(ranks: Coordinator) -> set[str]:
     """Return the kinds of devices whose memory the group can send."""
-    if not isinstance(ranks, Group):
+    if not isinstance(ranks, TorchGroup):
         return set()
     config = str(dist.get_backend_config(ranks.group))
     return {pair.partition(":")[0] for pair in config.split(",")}
 
 
-def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[Turn]]:
+def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
     """Return the boxes that each rank shares with others."""
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
     load = [0] * len(wishes)
@@ -152,39 +141,36 @@ def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[Turn]]:
     ]
     sized = [(nbytes, [rank for rank, _ in who]) for _, nbytes, who in pieces]
     readers = assign(sized, len(wishes), load=load)
-    found: list[list[Turn]] = [[] for _ in wishes]
+    found: list[list[SharedRead]] = [[] for _ in wishes]
     for (box, _, who), reader in zip(pieces, readers, strict=True):
         ranks = tuple(rank for rank, _ in who)
         for rank, index in who:
-            found[rank].append(Turn(ranks, reader, index, box))
-    for turns in found:
-        turns.sort(key=lambda turn: (turn.holders, turn.reader))
+            found[rank].append(SharedRead(ranks, reader, index, box))
+    for shared in found:
+        shared.sort(key=lambda item: (item.holders, item.reader))
     return found
 
 
-def exchange(places: Sequence[Place], turns: Sequence[Turn], ranks: Coordinator) -> int:
-    """Send what this rank has read for others, and receive what others have for it.
+def exchange(places: Sequence[LocalShard], shared: Sequence[SharedRead], ranks: Coordinator) -> int:
+    """Send the boxes that this rank read for others, and receive those that others read for it.
 
     Every rank goes through the groups in one order, so that none waits for another in a circle.
-
-    Returns:
-        The bytes received.
 
     Raises:
         StorageError: Another rank is gone.
     """
-    assert isinstance(ranks, Group)
+    assert isinstance(ranks, TorchGroup)
     received = 0
-    for (holders, reader), own in groupby(turns, key=lambda turn: (turn.holders, turn.reader)):
-        parts = (places[turn.place].part(turn.box).tensor for turn in own)
+    for (holders, reader), own in groupby(shared, key=lambda item: (item.holders, item.reader)):
+        parts = (places[item.place].part(item.box).tensor for item in own)
         for bucket in _buckets(parts):
             with reaching(), torch.inference_mode(any(one.is_inference() for one in bucket)):
                 received += _send(bucket, reader, holders, ranks)
     return received
 
 
-def _broadcast(flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: Group) -> None:
-    """Send what *reader* has to the other *holders*, each of which sends it on.
+def _broadcast(flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: TorchGroup) -> None:
+    """Send the bytes of *reader* to the other *holders*, each of which sends them on.
 
     Groups of some ranks are not made for it: torch names those that only their members make after
     how many groups a process is in, so members of different numbers of groups never meet.
@@ -228,7 +214,9 @@ def _rows(part: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _rows(rows) if rows.shape[dim] < part.shape[dim] else (rows,)
 
 
-def _send(bucket: Sequence[torch.Tensor], reader: int, holders: Sequence[int], ranks: Group) -> int:
+def _send(
+    bucket: Sequence[torch.Tensor], reader: int, holders: Sequence[int], ranks: TorchGroup
+) -> int:
     """Broadcast a bucket and return the bytes received."""
     mine = reader == ranks.rank
     nbytes = sum(part.nbytes for part in bucket)

@@ -9,22 +9,42 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.distributed.group import threads
-from ckptctl.distributed.loading import ties
-from ckptctl.distributed.loading.agreement import How, Request, agree, has_objects, request
-from ckptctl.distributed.loading.broadcast import Turn, exchange, own_reads, pays, share, speed_of
-from ckptctl.distributed.loading.plans import PLANS, LoadPlan, like
-from ckptctl.distributed.loading.targets import Everything, Place, everything, views_of, wanted_of
+from ckptctl.distributed.loading.broadcast import (
+    SharedRead,
+    exchange,
+    own_reads,
+    pays,
+    share,
+    speed_of,
+)
+from ckptctl.distributed.loading.request import (
+    LoadCall,
+    LoadRequest,
+    WantedLeaves,
+    agree,
+    everything,
+    has_objects,
+    request,
+)
+from ckptctl.distributed.loading.target_memory import (
+    Tied,
+    comparing,
+    untied,
+    views_of,
+    wanted_again,
+    wanted_of,
+)
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.state import State
+from ckptctl.distributed.state import LocalShard, State
 from ckptctl.distributed.values import (
     ReadValues,
     held_names,
@@ -34,43 +54,85 @@ from ckptctl.distributed.values import (
 )
 from ckptctl.errors import listed
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
-from ckptctl.ops.loading.leftovers import Comparison, compare, inherited, with_own
-from ckptctl.ops.loading.nothing_lost import require_nothing_lost
+from ckptctl.ops.loading.checks import require_nothing_lost
+from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of
+from ckptctl.ops.loading.key_comparison import Comparison, compare, inherited, with_own
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
-from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_places
-from ckptctl.ops.loading.sight import Sight, sight_of
-from ckptctl.ops.loading.state_mapping import map_state
-from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_index, same_places
+from ckptctl.ops.loading.state_mapping import Wanted, map_state
 from ckptctl.ops.ranks.agreement import generation, unchanged
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling, together
-from ckptctl.ops.saving.holdings import digest
+from ckptctl.ops.saving.local_shards import digest
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.out_of_range import OutOfRange
 
+NBYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """All that is known before a byte moves; nothing in it depends on a value.
+
+    Attributes:
+        structure: Digest of what all ranks want, and how, whatever checkpoint it comes from.
+        opened: The checkpoint's index.
+        reading: What becomes what.
+        entries: Where it lies.
+        plan: How this rank reads its part.
+        comparison: Names of both sides.
+        shared: What it shares with other ranks; None: every rank reads for itself.
+        again: How it reads what has to be in its memory already; None: nothing has.
+        generation: Names the planning of all ranks together.
+        fingerprint: The checkpoint as other ranks are told of it; None: there are none.
+    """
+
+    structure: bytes
+    opened: Catalog
+    reading: Reading
+    entries: Mapping[str, TensorEntry]
+    plan: Plan
+    comparison: Comparison
+    shared: tuple[SharedRead, ...] | None = None
+    again: Plan | None = None
+    generation: bytes = b""
+    fingerprint: Fingerprint | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how much memory it takes."""
+        extents = sum(len(entry.extents) for entry in self.opened.tensors.values())
+        return 2000 * len(self.plan.transfers) + 500 * (extents + len(self.opened.tensors))
+
+
+PLANS = PlanCache[LoadPlan](nbytes=NBYTES)
+"""The plans of this process."""
+
+
+def like(plans: PlanCache[LoadPlan], structure: bytes, opened: Catalog) -> LoadPlan | None:
+    """Return a plan for the same state from a checkpoint with the same index, if one is kept."""
+    for one in plans.plans():
+        if one.structure == structure and same_index(one.opened, opened):
+            return one
+    return None
+
+
 _log = logging.getLogger("ckptctl")
 
 
 class CollectiveLoad:
-    """One load.
+    """One load."""
 
-    Args:
-        ranks: Those that agree.
-        group: All of them: they number the ranks, whether they agree or not.
-        how: What is asked for.
-        plans: Where plans are kept.
-    """
-
-    _asked: Request
+    _asked: LoadRequest
     _catalog: Catalog
 
     def __init__(
         self,
         ranks: Coordinator,
         group: Coordinator,
-        how: How,
+        how: LoadCall,
         plans: PlanCache[LoadPlan] = PLANS,
     ) -> None:
         self._ranks = ranks
@@ -83,7 +145,7 @@ class CollectiveLoad:
         self._hosts: list[str] = []
         self._values: ReadValues | None = None
         self._lost: dict[str, OutOfRange] = {}
-        self._sight: Sight | None = None
+        self._fingerprint: Fingerprint | None = None
         self._own_part = False
 
     def into(
@@ -104,14 +166,18 @@ class CollectiveLoad:
             error = failure
         own = None if error else self._asked
         made = self._kept.generation if self._kept else b""
-        said = agree(self._ranks, self._how, own, self._sight, made, has_objects(state_dict), error)
+        said = agree(
+            self._ranks, self._how, own, self._fingerprint, made, has_objects(state_dict), error
+        )
         self._hosts = [one.host for one in said]
         statements = [one.statement for one in said]
         plan = self._kept
         if plan is None or not unchanged(statements):
             alike = len({one.identity for one in statements}) == 1
             made = generation(statements)
-            plan = replace(self._planned(alike=alike), generation=made, sight=self._sight)
+            plan = replace(
+                self._planned(alike=alike), generation=made, fingerprint=self._fingerprint
+            )
         read, received, values = self._carried_out(plan)
         if any(one.objects for one in said):
             together(self._ranks, lambda: self._give(state_dict, values.values))
@@ -124,13 +190,13 @@ class CollectiveLoad:
     # Planning
 
     def _look(self) -> None:
-        """Open the checkpoint, unless this rank knows it; see what other ranks have to see, too."""
+        """Open the checkpoint, unless this rank knows it, and take its fingerprint."""
         if self._kept:
-            self._catalog, self._sight = self._kept.opened, self._kept.sight
+            self._catalog, self._fingerprint = self._kept.opened, self._kept.fingerprint
         else:
             self._catalog = self._of_this_rank() or self._options.open(self._asked.source)
-        if self._sight is None and self._ranks.world > 1:
-            self._sight = sight_of(self._catalog)
+        if self._fingerprint is None and self._ranks.world > 1:
+            self._fingerprint = fingerprint_of(self._catalog)
 
     def _planned(self, *, alike: bool) -> LoadPlan:
         own = self._asked.part
@@ -142,10 +208,10 @@ class CollectiveLoad:
         if not self._broadcasts(speeds):
             return plan
         fill, _ = self._untied(plan.reading)
-        turns = tuple(share(fill, self._ranks, plan.reading.mapping.own))
-        return together(self._ranks, lambda: self._shared(plan, fill, turns))
+        shared = tuple(share(fill, self._ranks, plan.reading.mapping.own))
+        return together(self._ranks, lambda: self._shared(plan, fill, shared))
 
-    def _own_plan(self, all_of_it: Everything) -> tuple[LoadPlan, float]:
+    def _own_plan(self, all_of_it: WantedLeaves) -> tuple[LoadPlan, float]:
         """Plan as if every rank read for itself; tell how fast this one does, where that counts."""
         catalog = self._catalog
         structure = digest((self._asked.structure or os.urandom(16), all_of_it.digest))
@@ -157,7 +223,7 @@ class CollectiveLoad:
         wanted = self._wanted(self._untied(reading)[0])
         entries = reading.locate(wanted)
         checksum = self._options.checksum
-        if known and known.turns is None and same_places(known.entries, entries, checksum):
+        if known and known.shared is None and same_places(known.entries, entries, checksum):
             plan = plan_elsewhere(known.plan, catalog)
         else:
             plan = reading.plan_of(wanted, entries)
@@ -166,7 +232,7 @@ class CollectiveLoad:
         made = LoadPlan(structure, catalog, reading, entries, plan, found, again=again)
         return made, speed_of(catalog) if self._asks_speed() else 0.0
 
-    def _compared(self, catalog: Catalog, all_of_it: Everything) -> tuple[Comparison, Reading]:
+    def _compared(self, catalog: Catalog, all_of_it: WantedLeaves) -> tuple[Comparison, Reading]:
         mapping = map_state(catalog, all_of_it.tensors, self._options)
         paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
         found = compare(mapping, paths, all_of_it.values)
@@ -179,21 +245,23 @@ class CollectiveLoad:
         mapping = with_own(mapping, self._asked.state.plain, self._rank, names)
         return found, prepare(mapping, wanted, cast=self._options.cast, whole=not self._own_part)
 
-    def _shared(self, plan: LoadPlan, fill: Sequence[Place], turns: tuple[Turn, ...]) -> LoadPlan:
-        reads = own_reads(fill, turns, self._ranks.rank)
-        return replace(plan, plan=plan.reading.plan(self._wanted(reads)), turns=turns)
+    def _shared(
+        self, plan: LoadPlan, fill: Sequence[LocalShard], shared: tuple[SharedRead, ...]
+    ) -> LoadPlan:
+        reads = own_reads(fill, shared, self._ranks.rank)
+        return replace(plan, plan=plan.reading.plan(self._wanted(reads)), shared=shared)
 
     def _again(self, reading: Reading) -> Plan | None:
         _, tied = self._untied(reading)
         if not tied:
             return None
-        return reading.plan(ties.wanted_again(tied, self._wanted(self._asked.places)))
+        return reading.plan(wanted_again(tied, self._wanted(self._asked.places)))
 
-    def _wanted(self, places: Sequence[Place]) -> dict[str, Wanted]:
+    def _wanted(self, places: Sequence[LocalShard]) -> dict[str, Wanted]:
         return wanted_of(self._asked.state, places)
 
-    def _untied(self, reading: Reading) -> tuple[list[Place], list[ties.Tied]]:
-        return ties.untied(self._asked.places, self._asked.same, reading.mapping)
+    def _untied(self, reading: Reading) -> tuple[list[LocalShard], list[Tied]]:
+        return untied(self._asked.places, self._asked.same, reading.mapping)
 
     def _asks_speed(self) -> bool:
         several = self._ranks.world > 1 and len(set(self._hosts)) == 1
@@ -205,7 +273,7 @@ class CollectiveLoad:
         return pays(self._hosts, speeds)
 
     def _of_this_rank(self) -> Catalog | None:
-        """Return what this rank wrote for itself, if that is all that it wants."""
+        """Return the rank-local checkpoint of this rank, if it holds all that the state wants."""
         asked = self._options
         if self._every or asked != LoadOptions(
             strict=asked.strict,
@@ -227,8 +295,8 @@ class CollectiveLoad:
     def _carried_out(self, plan: LoadPlan) -> tuple[int, int, ReadValues]:
         """Read, and exchange with other ranks; return bytes read and received, and values."""
         fill, tied = self._untied(plan.reading)
-        turns = plan.turns
-        reads = fill if turns is None else own_reads(fill, turns, self._ranks.rank)
+        shared = plan.shared
+        reads = fill if shared is None else own_reads(fill, shared, self._ranks.rank)
 
         def first() -> tuple[int, ReadValues]:
             values = self._values
@@ -237,14 +305,14 @@ class CollectiveLoad:
             return self._read(plan.plan, views_of(reads)), values
 
         def again() -> int:
-            views = ties.comparing(tied, fill, plan.opened.path)
+            views = comparing(tied, fill, plan.opened.path)
             return self._read(plan.again, views) if plan.again else 0
 
-        if turns is None:
+        if shared is None:
             (read, values), more = together(self._ranks, lambda: (first(), again()))
             return read + more, 0, values
         read, values = together(self._ranks, first)
-        received = exchange(fill, turns, self._ranks)
+        received = exchange(fill, shared, self._ranks)
         return read + together(self._ranks, again), received, values
 
     def _read(self, plan: Plan, views: Mapping[str, memoryview]) -> int:
@@ -311,6 +379,6 @@ def _holds(catalog: Catalog, state: State) -> bool:
         if entry is None:
             return False
         boxes = {extent.box for extent in entry.extents}
-        if not all(piece.box in boxes for piece in held.pieces):
+        if not all(piece.box in boxes for piece in held.shards):
             return False
     return all(name in catalog.blobs for name in state.values)

@@ -1,22 +1,66 @@
-"""Loading any checkpoint into a state dict whose tensors may be sharded over ranks."""
+"""Loading any checkpoint into a state dict that may be sharded over ranks: ``ckptctl.load``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch.distributed as dist
 
 from ckptctl import families
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.loading.agreement import Broadcast, How
 from ckptctl.distributed.loading.collective import CollectiveLoad
-from ckptctl.distributed.loading.options import load_options
-from ckptctl.errors import UsageError
-from ckptctl.ops.loading.options import LoadReport
+from ckptctl.distributed.loading.request import Broadcast, LoadCall
+from ckptctl.errors import UsageError, listed
+from ckptctl.ops import option_checks
+from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.ranks.coordinator import Alone
+
+
+class ReadKeywords(TypedDict, total=False):
+    """The options of :func:`load` that describe the checkpoint and the state."""
+
+    model_type: str | None
+    layout: str | None
+    from_layout: str | None
+    format: str | None
+    root: str | None
+    weights: Literal["master", "module"] | None
+    tag: str | None
+    rules: str | Path | None
+    sizes: Mapping[str, int] | None
+    assets: str | Path | None
+    trust_assets: bool
+    dequantize: str | None
+    cast: bool
+    allow_overflow: bool
+    trusted: bool
+    checksum: bool
+    jobs: int | None
+
+
+def load_options(**given: Unpack[ReadKeywords]) -> LoadOptions:
+    """Return the options of a load, checked.
+
+    Raises:
+        UsageError: A value makes no sense, or there is no such option.
+    """
+    unknown = given.keys() - ReadKeywords.__annotations__.keys()
+    if unknown:
+        raise UsageError(f"there is no option {listed(sorted(unknown))}")
+    checked: dict[str, Any] = {
+        **given,
+        "weights": option_checks.weights(given.get("weights")),
+        "rules": option_checks.path(given.get("rules")),
+        "sizes": option_checks.sizes(given.get("sizes") or {}),
+        "assets": option_checks.path(given.get("assets")),
+        "dequantize": option_checks.floating(given.get("dequantize"), "dequantize"),
+        "jobs": given.get("jobs") or 0,
+    }
+    return LoadOptions(**checked)
 
 
 def load(
@@ -99,7 +143,6 @@ def load(
         assets=assets,
         trust_assets=trust_assets,
         dequantize=dequantize,
-        strict=strict,
         cast=cast,
         allow_overflow=allow_overflow,
         trusted=trusted,
@@ -116,5 +159,5 @@ def load(
             stack.enter_context(families.using(converter))
         except BaseException as failure:  # the other ranks wait to be told
             error = failure
-        how = How(options, broadcast, converter)
+        how = LoadCall(replace(options, strict=strict), broadcast, converter)
         return CollectiveLoad(ranks, group, how).into(state_dict, path, error)

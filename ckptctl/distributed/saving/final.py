@@ -1,4 +1,4 @@
-"""Saving what ranks hold in any format: as DCP beside the output, then converted by rank 0."""
+"""Saving in any format: as DCP beside the output, then converted by rank 0."""
 
 from __future__ import annotations
 

@@ -1,23 +1,98 @@
-"""Saving a state dict of one rank or many as a DCP directory that appears when it is whole."""
+"""``ckptctl.save``: the state of all ranks as one DCP directory that appears when it is whole.
+
+Where plans hold there is one exchange before a byte is written, in which ranks agree that they do,
+and one afterwards, in which rank 0 learns that all are done and publishes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from ckptctl.catalog import Blob, memory_key
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.saving.collective import CollectiveSave
-from ckptctl.distributed.saving.options import SaveOptions
-from ckptctl.distributed.saving.plans import PLANS, SavedPlan
-from ckptctl.distributed.saving.rank_local import write_alone
-from ckptctl.distributed.saving.rank_output import Held, require_local
+from ckptctl.distributed.saving.destination import (
+    Destination,
+    RankFolder,
+    SaveOptions,
+    destination_at,
+    require_local,
+)
+from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.state import State, StateDict, state_of
-from ckptctl.ops.ranks.coordinator import Coordinator
+from ckptctl.errors import StorageError
+from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.dcp.metadata import Item, Origin
+from ckptctl.formats.dcp.metadata_writer import TensorMetadata
+from ckptctl.ops.ranks.agreement import (
+    RankStatement,
+    first_to_say,
+    generation,
+    new_nonce,
+    require_agreement,
+    unchanged,
+)
+from ckptctl.ops.ranks.coordinator import Coordinator, sendable, through_first
+from ckptctl.ops.saving.files import (
+    RankItems,
+    RankOutput,
+    TensorFiles,
+    metadata,
+    rank_files,
+    tensor_files,
+    with_values,
+)
+from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
+from ckptctl.ops.saving.local_shards import Packed, digest, pack
+from ckptctl.ops.saving.values import (
+    Groups,
+    group_digests,
+    path_of,
+    tensor_apart,
+    unpack_groups,
+    written_now,
+)
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.storage.paths import named
+
+VERSION = 1
+"""Of what the key of a plan is made of."""
+NOTHING = RankItems((), (), (), ())
+LayOut = Callable[[], RankOutput]
+"""Lays out a rank's files; nothing that can fail on one rank alone happens before."""
+
+
+@dataclass(slots=True)
+class SavedPlan:
+    """A plan that a rank has carried out; no position in it depends on a value.
+
+    Attributes:
+        generation: The plan that all ranks made together.
+        files: Its tensors in its files.
+        groups: Its values by the groups in which ranks compare them.
+        metadata: Rank 0 only: of the tensors.
+    """
+
+    generation: bytes
+    files: TensorFiles
+    groups: Groups
+    metadata: TensorMetadata | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how much memory it takes."""
+        return 1000 * len(self.files.plan.records) + (self.metadata.nbytes if self.metadata else 0)
+
+
+PLANS = PlanCache[SavedPlan]()
+"""The plans of this process."""
 
 
 def save(
@@ -68,23 +143,222 @@ def save(
 
 
 def write(
-    state: State | StateDict | Held,
+    state: State | StateDict | LocalState,
     path: Path,
     ranks: Coordinator,
     options: SaveOptions,
     plans: PlanCache[SavedPlan] = PLANS,
 ) -> Path:
-    """Plan, write and publish what all ranks hold; see :func:`save`.
-
-    Args:
-        state: What this rank holds.
-        path: Where the checkpoint will appear.
-        ranks: The group.
-        options: How.
-        plans: Where plans are kept for the next save.
-    """
+    """Plan, write and publish the state of all ranks; see :func:`save`."""
     with ExitStack() as stack:
         run = CollectiveSave(ranks, path, options, plans, stack)
         said = ranks.all_gather(run.prepare(state))
         run.agree(said)
         return run.carry_out(run.planned(said))
+
+
+def write_alone(
+    state: State | LocalState, path: Path, rank: int, world: int, options: SaveOptions
+) -> Path:
+    """Write this rank's state, and metadata of it, below *path*.
+
+    Raises:
+        RefusedError: This rank has saved there already.
+        StorageError: A file cannot be written.
+    """
+    place = RankFolder(path, rank, options)
+    own = local_state(state, trusted=options.trusted)
+    decision = own_plan(rank, world, pack(own.shards))
+    files = rank_files(
+        rank, own.shards, decision.shares[rank], own.steps, own.values, options.files
+    )
+    with ExitStack() as stack:
+        place.make_room(stack)
+        place.fill(files.plan, own.pieces)
+        items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
+        values = [(Blob(name, own.shards.paths[name]), item) for name, item in files.items.items()]
+        origin = Origin(new_nonce().hex(), world)
+        place.publish(metadata(decision, items).complete(values, origin))
+    return place.target
+
+
+class CollectiveSave:
+    """One save."""
+
+    _held: LocalState
+    _packed: Packed
+    _key: bytes
+    _place: Destination
+    _decision: GlobalPlan
+    _save_id: str
+
+    def __init__(
+        self,
+        ranks: Coordinator,
+        path: Path,
+        options: SaveOptions,
+        plans: PlanCache[SavedPlan],
+        stack: ExitStack,
+    ) -> None:
+        self._ranks = ranks
+        self._target = path
+        self._options = options
+        self._plans = plans
+        self._stack = stack
+        self._plan: SavedPlan | None = None
+        self._new = False
+        self._error: BaseException | None = None
+
+    def prepare(self, state: State | StateDict | LocalState) -> RankStatement:
+        """Collect this rank's shards; on rank 0 also make room beside the destination."""
+        try:
+            self._place = destination_at(self._target, self._options)
+            self._target = self._place.target
+            self._hold(local_state(state, trusted=self._options.trusted))
+            if self._ranks.rank == 0:
+                self._place.make_room(self._stack)
+            return self._statement()
+        except BaseException as error:
+            self._error = error
+            return RankStatement(str(self._target), problem=sendable(error))
+
+    def agree(self, said: Sequence[RankStatement]) -> None:
+        """Go on only if all ranks do, and mean the same.
+
+        Raises:
+            CkptError: They do not; on every rank.
+        """
+        if self._error is not None:
+            raise self._error
+        require_agreement(said, self._ranks.rank)
+        self._save_id = generation(said).hex()
+
+    def planned(self, said: Sequence[RankStatement]) -> LayOut:
+        """Return how this rank lays out its files, by the plan that all have or by a new one."""
+        if self._plan and unchanged(said):
+            return partial(self._again, self._plan, said)
+        share = self._share(first_to_say(said, self._ranks.rank))
+        return partial(self._anew, share, generation(said))
+
+    def carry_out(self, lay_out: LayOut) -> Path:
+        """Write this rank's files; rank 0 adds the metadata and publishes when all are done.
+
+        Raises:
+            CkptError: Nothing was published; on every rank.
+        """
+        through_first(self._ranks, lambda: self._write(lay_out()), self._publish)
+        assert self._plan
+        self._plans.put(self._key, self._plan)
+        return self._target
+
+    def _again(self, plan: SavedPlan, said: Sequence[RankStatement]) -> RankOutput:
+        rank, groups = self._ranks.rank, [one.groups for one in said]
+        written = written_now(rank, plan.groups, self._held.shards, groups)
+        return with_values(rank, plan.files, written, self._held.values)
+
+    def _anew(self, share: RankShare, made: bytes) -> RankOutput:
+        rank, held = self._ranks.rank, self._held
+        files = tensor_files(rank, held.shards, share, held.steps, self._options.files)
+        groups = unpack_groups(list(held.shards.paths), share.groups)
+        self._plan, self._new = SavedPlan(made, files, groups), True
+        return with_values(rank, files, share.values, held.values)
+
+    def _hold(self, own: LocalState) -> None:
+        self._held = own
+        self._packed = pack(self._held.shards)
+        self._key = plan_key(own, self._packed, self._ranks, self._options)
+        self._plan = self._plans.get(self._key)
+
+    def _statement(self) -> RankStatement:
+        how = {"files": self._options.files, "overwrite": self._options.overwrite}
+        plan, values = self._plan, self._held.shards.values
+        return RankStatement(
+            str(self._target),
+            how,
+            new_nonce(),
+            self._packed.identity,
+            plan.generation if plan else b"",
+            group_digests(plan.groups, values) if plan else {},
+        )
+
+    def _share(self, first: bool) -> RankShare:
+        packed = self._packed if first else self._packed.shortened()
+
+        def answer(found: list[Packed]) -> Sequence[RankShare]:
+            self._decision = make_global_plan(found)
+            return self._decision.shares
+
+        return through_first(self._ranks, lambda: packed, answer)
+
+    def _write(self, files: RankOutput) -> WriteReport:
+        self._place.fill(files.plan, self._held.pieces)
+        values = [(self._leaf(*one), files.items[one[1]]) for one in files.values.items()]
+        sizes = {file.path: file.size for file in files.plan.files}
+        return WriteReport(sizes, values, files.tensors.items if self._new else None)
+
+    def _leaf(self, name: str, under: str) -> OutputTensor | Blob:
+        """Return the description of a leaf, or of a tensor that this rank keeps apart."""
+        rank, shards = self._ranks.rank, self._held.shards
+        if name in shards.tensors:
+            return tensor_apart(rank, under, shards.tensors[name])
+        return Blob(under, path_of(rank, name, under, shards.paths))
+
+    def _publish(self, written: list[WriteReport]) -> Sequence[None]:
+        plan = self._plan
+        assert plan
+        self._require_files(written)
+        items = [one.items for one in written if one.items is not None]
+        if items:
+            plan.metadata = metadata(self._decision, items)
+        assert plan.metadata
+        values = [value for one in written for value in one.values]
+        content = plan.metadata.complete(values, Origin(self._save_id, self._ranks.world))
+        self._place.publish(content)
+        return [None] * len(written)
+
+    def _require_files(self, written: Sequence[WriteReport]) -> None:
+        """Make sure that rank 0 sees all files of the other ranks."""
+        for rank, one in enumerate(written):
+            for name, size in one.sizes.items():
+                if self._place.size(name) != size:
+                    raise StorageError(
+                        f"what rank {rank} wrote is not there",
+                        where=f"{self._target}, {name}",
+                        why="rank 0 does not see it, or not all of it",
+                        hint="save to a file system that all ranks share, or with "
+                        "collectives=False",
+                    )
+
+
+def plan_key(own: LocalState, packed: Packed, ranks: Coordinator, options: SaveOptions) -> bytes:
+    """Return a digest of all that a rank's plan depends on.
+
+    Args:
+        own: What the rank holds.
+        packed: The same, as it is sent.
+        ranks: The group.
+        options: How it saves.
+    """
+    boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.boxes]
+    here = (VERSION, ranks.rank, ranks.world, options.files)
+    return digest((here, packed.identity, boxes, packed.which, own.steps))
+
+
+class WriteReport(NamedTuple):
+    """The report of a rank that has written its files.
+
+    Attributes:
+        sizes: Of its files.
+        values: Its leaves that are no tensors, and tensors that it keeps apart; where they lie.
+        items: Where its tensors lie; None: where they did the last time.
+    """
+
+    sizes: dict[str, int]
+    values: list[tuple[OutputTensor | Blob, Item]]
+    items: RankItems | None
+
+
+def chunks_of(plan: SavedPlan) -> set[int]:
+    """Return the indices of the chunks that a rank writes."""
+    transfers = plan.files.plan.transfers
+    return {int(memory_key(one.file)) for copy in transfers for one in copy.source.operands}

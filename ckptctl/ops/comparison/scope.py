@@ -12,7 +12,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.ops.conversion.unpacked import unpacked
 from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.loading.state_mapping import Leaf, StateMapping, map_state
+from ckptctl.ops.loading.state_mapping import StateMapping, map_state
+from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.storage.paths import path_at
 
 
@@ -59,7 +60,7 @@ def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
         UsageError: The user named something that does not exist.
         MappingError: Layouts were named, and do not fit.
     """
-    state = {n: Leaf(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
+    state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
         options = replace(options, assets=path_at(a.root))
     try:

@@ -16,8 +16,7 @@ from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.loading.reading import Reading
-from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import row_major

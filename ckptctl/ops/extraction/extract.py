@@ -23,8 +23,7 @@ from ckptctl.ops.extraction.tensor_files import OVERWRITABLE
 from ckptctl.ops.extraction.unknown import no_tensor
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
-from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
 from ckptctl.ops.located import located
 from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout

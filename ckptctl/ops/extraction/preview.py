@@ -9,7 +9,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, memory_name
 from ckptctl.ops.extraction.slices import Slice
 from ckptctl.ops.loading.reading import Reading
-from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.loading.state_mapping import Target, Wanted
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions

@@ -1,1 +1,1 @@
-"""Any checkpoint read into memory: what is wanted, what is read for it, what is left over."""
+"""Any checkpoint read into memory: mapped to a state, checked, planned, compared by name."""

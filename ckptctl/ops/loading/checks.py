@@ -1,4 +1,4 @@
-"""Proof, before a byte is read, that a checkpoint's tensors are what a process wants of them."""
+"""Proof that a checkpoint's tensors fit those of the state, and that none is lost."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from dataclasses import replace
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, listed
-from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.conversion.tile_embeddings import require_regular
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.ops.located import located
 from ckptctl.ops.recognition.quantised import quantised
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.storage.compare import all_zero, equal
+from ckptctl.storage.computed import open_reader
 
 
 def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
-    """Prove that what becomes of the checkpoint's tensors fills those that are wanted.
-
-    Args:
-        mapped: All that becomes of the checkpoint.
-        wanted: What this process wants; names that nothing becomes are left alone.
+    """Prove that the mapped tensors of the checkpoint fill those that are wanted.
 
     Raises:
         MappingError: A part of a tensor comes from nowhere.
@@ -59,7 +58,7 @@ def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
 
 
 def require_shapes(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
-    """Prove that what is wanted has the shapes that the checkpoint's tensors get.
+    """Prove that the wanted tensors have the shapes that the checkpoint's get.
 
     Raises:
         MappingError: One has another.
@@ -83,7 +82,7 @@ def casts(
     wanted: Mapping[str, Wanted],
     allowed: bool,
 ) -> dict[str, tuple[str, str]]:
-    """Return which dtypes change, and from what to what; refuse to change any that must not.
+    """Return the dtypes that change, old and new; refuse to change any that must not.
 
     Args:
         mapping: What becomes what.
@@ -150,3 +149,35 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
             why="a cast would turn their elements into numbers that they are not",
             hint='`dequantize="bf16"` reads the plain tensors that they stand for',
         )
+
+
+def require_nothing_lost(mapping: StateMapping) -> None:
+    """Read tensors that the mapping drops as duplicates or zeros, and prove that they are.
+
+    Raises:
+        MappingError: It is not.
+        CoverageError: A tensor is not whole.
+    """
+    catalog, root = mapping.catalog, mapping.root
+    names = {*mapping.must_be_zero, *(name for pair in mapping.must_equal for name in pair)}
+    for tiling in mapping.tilings:
+        regions = (*tiling.empty, *(part for pair in tiling.equal for part in pair))
+        names |= {root + region.key for region in regions}
+    catalog = located(catalog, [name for name in catalog.tensors if name in names])
+    with open_reader(catalog) as files:
+        for name in mapping.must_be_zero:
+            if not all_zero(files, catalog.tensors[name]):
+                raise MappingError(
+                    f"`{name}` has no place in the state and is not zero",
+                    where=catalog.path,
+                    why="leaving it out would change the model",
+                )
+        for tiling in mapping.tilings:
+            require_regular(files, catalog, root, tiling)
+        for kept, dropped in mapping.must_equal:
+            if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
+                raise MappingError(
+                    f"`{dropped}` and `{kept}` hold different values",
+                    where=catalog.path,
+                    why="in the state one tensor stands for both",
+                )

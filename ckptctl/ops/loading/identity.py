@@ -1,20 +1,20 @@
-"""What tells whether a checkpoint, and what else a plan was made of, is still what it was.
-
-Nothing is opened: of every file below a directory its name, size, times, inode and device are
-taken. A file that was written an instant ago could be written again without any of them changing
-(the clock of a file system ticks every few milliseconds), so such a checkpoint has no identity yet;
-git treats its index likewise (``Documentation/technical/racy-git.adoc``).
-"""
+"""The identity of a checkpoint's files, and the fingerprint by which ranks compare theirs."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from ckptctl.catalog import Catalog
+from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.ops.saving.holdings import digest
+from ckptctl.formats.checksums import MANIFEST
+from ckptctl.ops.saving.local_shards import digest
+from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.remote.urls import is_url
 
 SETTLED_NS = 100_000_000
@@ -27,7 +27,7 @@ class _UnsettledError(Exception):
 
 
 def identity(paths: Iterable[str | Path | None]) -> bytes | None:
-    """Return what changes when anything changes below *paths*.
+    """Return the identity of the files below *paths*.
 
     Args:
         paths: Directories, which are looked at with all that is in them, and files, with those
@@ -86,3 +86,89 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result:
         return entry.stat()
     except FileNotFoundError:  # a symbolic link that leads nowhere
         return entry.stat(follow_symlinks=False)
+
+
+SAMPLES = 16
+SAMPLE = 256
+SHOWN = 12
+"""Characters of an id in messages."""
+
+
+class Fingerprint(NamedTuple):
+    """The checkpoint that one rank sees.
+
+    Attributes:
+        digest: Equal where two ranks see the same.
+        words: The same for people.
+    """
+
+    digest: bytes
+    words: str
+
+
+def fingerprint_of(catalog: Catalog) -> Fingerprint:
+    """Return the fingerprint of a checkpoint.
+
+    Raises:
+        CkptError: A file cannot be read.
+    """
+    files = sorted(catalog.files.items())
+    found = digest((catalog.format, files, catalog.save_id or _content(catalog)))
+    name = (
+        f"save {catalog.save_id[:SHOWN]}" if catalog.save_id else f"content {found.hex()[:SHOWN]}"
+    )
+    return Fingerprint(
+        found, f"{name} ({len(files):,} files, {sum(catalog.files.values()):,} bytes)"
+    )
+
+
+def require_same_checkpoint(seen: Sequence[Fingerprint], path: str) -> None:
+    """Make sure that all ranks see the same.
+
+    Raises:
+        RefusedError: They do not.
+    """
+    ranks: dict[Fingerprint, list[int]] = {}
+    for rank, one in enumerate(seen):
+        ranks.setdefault(one, []).append(rank)
+    if len({one.digest for one in seen}) > 1:
+        raise RefusedError(
+            "the ranks see different checkpoints under one path",
+            where=path,
+            why="; ".join(f"{_ranks(who)}: {one.words}" for one, who in ranks.items()),
+            hint="is it on disks of single machines, or is a mount stale? All ranks have to see "
+            "the same files, or copies of them",
+        )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}"
+
+
+def _content(catalog: Catalog) -> bytes:
+    """Return a digest of the index and some bytes of a checkpoint that has no id."""
+    tensors = [
+        (name, one.dtype, one.shape, [(e.box, e.file, e.offset, e.nbytes) for e in one.extents])
+        for name, one in sorted(catalog.tensors.items())
+    ]
+    values = [(name, one.file, one.offset) for name, one in sorted(catalog.blobs.items())]
+    found = hashlib.blake2b(digest((tensors, values)), digest_size=16)
+    with SourceFiles(catalog.root) as files:
+        if files.local:
+            for name, offset, nbytes in _samples(catalog, files):
+                found.update(files.read(name, offset, nbytes))
+    return found.digest()
+
+
+def _samples(catalog: Catalog, files: SourceFiles) -> Iterator[tuple[str, int, int]]:
+    """Yield ranges of files that are compared: all of the manifest, spots of the data."""
+    if (files.root / MANIFEST).is_file():
+        yield MANIFEST, 0, files.size(MANIFEST)
+        return
+    total, start = sum(catalog.files.values()), 0
+    step = max(total // SAMPLES, 1)
+    for name, size in sorted(catalog.files.items()):
+        for place in range(-(-start // step) * step, start + size, step):
+            yield name, place - start, min(SAMPLE, start + size - place)
+        start += size

@@ -1,4 +1,4 @@
-"""What a load is asked to do, and what it did."""
+"""The options of a load, and its report."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What one rank loaded.
+    """The report of a load on one rank.
 
     Attributes:
         loaded: Names of the tensors and other leaves of the state that were filled.

@@ -1,4 +1,4 @@
-"""Loading parts of a checkpoint of any format into memory: what is read, and where it goes.
+"""The plan of a load: parts of a checkpoint of any format, read into memory.
 
 The tensors that are wanted have names, dtypes, shapes and boxes in this process's memory. They get
 their elements by the same transfers as in a conversion, renamed and reordered where the checkpoint
@@ -17,8 +17,7 @@ from ckptctl.formats.base import Output, Place
 from ckptctl.ops.conversion.sources import identities, sources_of
 from ckptctl.ops.conversion.transfers import transfers
 from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
-from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.loading.wanted import Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
 from ckptctl.ops.located import with_bytes
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor
@@ -27,7 +26,7 @@ from ckptctl.planner.plan import Plan, Record, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What can be read: shapes, dtypes and coverage are proven, nothing is located yet.
+    """Tensors that can be read: shapes, dtypes and coverage are proven, nothing is located yet.
 
     Attributes:
         mapping: What becomes what.
@@ -51,10 +50,7 @@ class Reading:
         return self.plan_of(wanted, self.locate(wanted))
 
     def locate(self, wanted: Mapping[str, Wanted]) -> Mapping[str, TensorEntry]:
-        """Return the checkpoint's tensors that are read, with what is needed of them located.
-
-        Args:
-            wanted: See :meth:`plan`.
+        """Return the checkpoint's tensors that are read, with the needed extents located.
 
         Raises:
             DamagedError: What lies in a file is not what the index says.
@@ -132,13 +128,7 @@ def same_index(one: Catalog, other: Catalog) -> bool:
 def same_places(
     some: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry], checksum: bool
 ) -> bool:
-    """Return whether located tensors lie in the same places of the same files.
-
-    Args:
-        some: What :meth:`Reading.locate` returns.
-        others: Likewise.
-        checksum: Whether recorded checksums have to be the same, too, because they are used.
-    """
+    """Return whether located tensors lie in the same places of the same files."""
     if checksum:
         return some == others
     return some.keys() == others.keys() and all(
@@ -162,7 +152,7 @@ def plan_elsewhere(plan: Plan, catalog: Catalog) -> Plan:
 def prepare(
     mapping: StateMapping, wanted: Mapping[str, Wanted], *, cast: bool, whole: bool = True
 ) -> Reading:
-    """Prove that what *mapping* has of *wanted* can be read as it is wanted.
+    """Prove that the tensors of *mapping* that are wanted can be read as they are wanted.
 
     Args:
         mapping: What becomes what.

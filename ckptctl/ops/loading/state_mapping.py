@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.payloads import keep_together
@@ -26,25 +26,41 @@ from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.recognition.selection import select
+from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.resizing import Tiling
 
-STATE = "the state"
+
+class Target(NamedTuple):
+    """A box of a tensor in memory.
+
+    Attributes:
+        box: The part of the global tensor.
+        memory: What the plan calls its memory.
+        steps: Elements between neighbours along each dimension.
+    """
+
+    box: Box
+    memory: str
+    steps: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """A tensor of the state, as all ranks together see it.
+class Wanted:
+    """A tensor that is to be filled.
 
     Attributes:
         dtype: torch's name.
         shape: Global shape.
-        path: Keys from the root down to it.
+        targets: The boxes that this process holds.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    path: Keys
+    targets: tuple[Target, ...]
+
+
+STATE = "the state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +103,9 @@ class StateMapping:
         return {view.key for one in self.tensors for view in one.targets}
 
 
-def map_state(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
+def map_state(
+    catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
+) -> StateMapping:
     """Find out how the tensors of *catalog* become those of *state*.
 
     Args:
@@ -119,7 +137,9 @@ def map_state(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions)
 # ------------------------------------------------------------------------- the names are the same
 
 
-def _renamed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
+def _renamed(
+    catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
+) -> StateMapping:
     """Return the prefixes under which most names agree; everything outside keeps its name."""
     sources = _prefixes(catalog, options.root)
     targets = _prefixes(_catalog_of(state), options.prefix)
@@ -132,7 +152,7 @@ def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
     return ["", *roots(catalog)] if root is None else [checked_root(catalog, root)]
 
 
-def _agreement(found: StateMapping, state: Mapping[str, Leaf]) -> int:
+def _agreement(found: StateMapping, state: Mapping[str, TensorMeta]) -> int:
     pairs = ((one.targets[0].key, one.axes) for one in found.tensors)
     return sum(1 + (state[name].shape == shape) for name, shape in pairs if name in state)
 
@@ -146,12 +166,12 @@ def _under(catalog: Catalog, root: str, prefix: str) -> StateMapping:
 
 
 def moved(name: str, root: str, prefix: str) -> str:
-    """Return what *name*, with the model under *root*, is called where it is under *prefix*."""
+    """Return *name* with the model under *prefix* instead of *root*."""
     inside = name.startswith(root) and name != root
     return prefix + name.removeprefix(root) if inside else name
 
 
-def _catalog_of(state: Mapping[str, Leaf]) -> Catalog:
+def _catalog_of(state: Mapping[str, TensorMeta]) -> Catalog:
     """Return the state as if it were a checkpoint, so that it can be recognised as one is."""
     tensors = {}
     for name, leaf in state.items():
@@ -163,7 +183,9 @@ def _catalog_of(state: Mapping[str, Leaf]) -> Catalog:
 # ---------------------------------------------------------------------------- the layout is another
 
 
-def _changed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) -> StateMapping:
+def _changed(
+    catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
+) -> StateMapping:
     catalog = unwrapped(catalog)
     assets = gather(catalog, options.assets)
     assets = unquantised(assets) if options.dequantize else assets
@@ -200,9 +222,9 @@ def _changed(catalog: Catalog, state: Mapping[str, Leaf], options: LoadOptions) 
 
 
 def _recognised_state(
-    state: Mapping[str, Leaf], known: Recognition, options: LoadOptions
+    state: Mapping[str, TensorMeta], known: Recognition, options: LoadOptions
 ) -> Recognition:
-    """Return what the state is: of the checkpoint's family, where that is known."""
+    """Return family and layout of the state: of the checkpoint's family, where that is known."""
     held = _catalog_of(state)
     asked = options.model_type or known.model_type
     try:

@@ -1,1 +1,1 @@
-"""The processes that work together: what they share, and whether they mean the same."""
+"""The processes that work together: agreement, coordination, and their shares of a plan."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a save or a load: do they mean the same, and do plans hold?
+"""Agreement of all ranks before a save or a load: do they mean the same, and do plans hold?
 
 A plan is used again only if every rank made it in the same planning (its *generation*) and has
 found it by exactly what it holds: one exchange tells. Where a single rank has changed anything, all
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.ranks.coordinator import RankError
-from ckptctl.ops.saving.holdings import DIGEST
+from ckptctl.ops.saving.local_shards import DIGEST
 from ckptctl.ops.saving.values import still_equal
 
 
-class Statement(NamedTuple):
-    """What one rank says before a save or a load.
+class RankStatement(NamedTuple):
+    """The statement of one rank before a save or a load.
 
     Attributes:
         target: Where it is to save, or what it is to load.
@@ -42,17 +42,14 @@ class Statement(NamedTuple):
 
 
 def new_nonce() -> bytes:
-    """Return what no other call gets."""
+    """Return random bytes that tell this call from all others."""
     return os.urandom(16)
 
 
-def require_agreement(said: Sequence[Statement], rank: int, places: str = "destinations") -> None:
+def require_agreement(
+    said: Sequence[RankStatement], rank: int, places: str = "destinations"
+) -> None:
     """Make sure that all ranks are about to do the same thing.
-
-    Args:
-        said: By all ranks, in order.
-        rank: This one.
-        places: What their targets are.
 
     Raises:
         RankError: Another rank cannot go on.
@@ -78,7 +75,7 @@ def require_agreement(said: Sequence[Statement], rank: int, places: str = "desti
             )
 
 
-def generation(said: Sequence[Statement]) -> bytes:
+def generation(said: Sequence[RankStatement]) -> bytes:
     """Return the name of the plan that the ranks make now."""
     found = hashlib.blake2b(digest_size=DIGEST)
     for one in said:
@@ -86,8 +83,8 @@ def generation(said: Sequence[Statement]) -> bytes:
     return found.digest()
 
 
-def unchanged(said: Sequence[Statement]) -> bool:
-    """Return whether every rank has the plan for what all of them hold; the same on all ranks."""
+def unchanged(said: Sequence[RankStatement]) -> bool:
+    """Return whether the plan of every rank still holds; the same on all ranks."""
     made = said[0].generation
     return (
         bool(made)
@@ -96,7 +93,7 @@ def unchanged(said: Sequence[Statement]) -> bool:
     )
 
 
-def first_to_say(said: Sequence[Statement], rank: int) -> bool:
+def first_to_say(said: Sequence[RankStatement], rank: int) -> bool:
     """Return whether no lower rank says the same of its tensors and values."""
     identity = said[rank].identity
     return all(one.identity != identity for one in said[:rank])

@@ -93,7 +93,7 @@ def together(ranks: Coordinator, work: Callable[[], T]) -> T:
 
 
 def telling(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, list[R]]:
-    """Do *work* on every rank, as :func:`together`, and let all of them know what came of it.
+    """Do *work* on every rank, as :func:`together`, and send a part of each result to all.
 
     Args:
         ranks: The group.
@@ -181,7 +181,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 def _answers(
     found: Sequence[tuple[T | None, CkptError | None]], answer: Callable[[list[T]], Sequence[R]]
 ) -> tuple[list[tuple[R | None, int, CkptError | None]], BaseException | None]:
-    """Return what each rank is told, and what failed on rank 0 itself."""
+    """Return the answer for each rank, and the error of rank 0 itself."""
     for rank, (_, failure) in enumerate(found):
         if failure is not None:
             return [(None, rank, failure)] * len(found), None

@@ -1,4 +1,4 @@
-"""Several ranks that carry out one plan: who does what, and where they wait for each other.
+"""Several ranks that carry out one plan: their shares, and where they wait for each other.
 
 All of them make the same plan from the same metadata, and prove that it is the same. Rank 0 makes
 the staging directory and the files in it, every rank fills its share, rank 0 writes what needs
@@ -48,7 +48,7 @@ def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) 
 
 
 def summary(values: object) -> str:
-    """Return a digest of what is too long to be compared by sight."""
+    """Return a digest of values that are too long for a message."""
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
@@ -63,7 +63,7 @@ def source_summary(plan: Plan) -> str:
 def staged(
     ranks: Coordinator, staging: Callable[[], AbstractContextManager[Staging]]
 ) -> Iterator[Staging | None]:
-    """Yield what *staging* makes on rank 0, None on the others; when that fails, raise on all.
+    """Yield the staging directory on rank 0, None on the others; when that fails, raise on all.
 
     Raises:
         CkptError: See :func:`ckptctl.storage.publish.staging`.
@@ -137,7 +137,7 @@ def require_alone(ranks: Coordinator) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until what another machine has published is seen here.
+    """Wait until a path that another machine has published is seen here.
 
     Raises:
         StorageError: It is not, after as long as a network file system may take.
@@ -171,7 +171,7 @@ def _unseen(path: Path) -> StorageError:
 
 
 class _HeardError(Exception):
-    """Another rank failed; it will say what happened."""
+    """Another rank failed; it will raise its own error."""
 
 
 class _Alarm:
@@ -179,9 +179,6 @@ class _Alarm:
 
     Without it they would copy to the end before they learn of it. It speaks only to ranks that are
     busy; what went wrong is told when all of them wait for each other.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:

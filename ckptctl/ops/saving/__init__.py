@@ -1,1 +1,1 @@
-"""What ranks hold in memory, written as one DCP directory."""
+"""The shards of all ranks, written as one DCP directory."""

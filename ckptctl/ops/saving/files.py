@@ -1,8 +1,9 @@
-"""Saving what ranks hold in memory as one DCP directory: the files of each rank, the metadata.
+"""The files of each rank in a DCP directory, and the metadata.
 
-Every rank says what it holds (:mod:`ckptctl.ops.saving.holdings`), one of them decides
-(:mod:`ckptctl.ops.saving.decision`), each lays out and writes its own files (:func:`tensor_files`,
-:func:`with_values`), one writes the metadata (:func:`metadata`). No torch here: memory has names.
+Every rank says what it holds (:mod:`ckptctl.ops.saving.local_shards`), one of them decides
+(:mod:`ckptctl.ops.saving.global_plan`), each lays out and writes its own files
+(:func:`tensor_files`, :func:`with_values`), one writes the metadata (:func:`metadata`). No torch
+here: memory has names.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.data_files import DataFiles
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_tensors
-from ckptctl.ops.saving.decision import Decision, Share, output_tensor
-from ckptctl.ops.saving.holdings import Chunk, Holding
+from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, output_tensor
+from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards
 from ckptctl.planner.balance import assign
 from ckptctl.planner.plan import CrcOf, Operand, OutputFile, Plan, Side, Transfer
 from ckptctl.storage.collection import no_collection
@@ -45,7 +46,7 @@ class RankItems:
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
-    """What one rank writes, leaves apart that are no tensors.
+    """The tensors of one rank in its files.
 
     Attributes:
         plan: For the executor; its memory is called after the index of each chunk.
@@ -57,8 +58,8 @@ class TensorFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFiles:
-    """What one rank writes.
+class RankOutput:
+    """The files of one rank.
 
     Attributes:
         plan: For the executor.
@@ -75,7 +76,7 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What is written as one item: *box*, of the chunk *index*."""
+    """One item of a file: *box*, of the chunk *index*."""
 
     index: int
     box: Box
@@ -84,8 +85,8 @@ class _Piece:
 
 def tensor_files(
     rank: int,
-    holding: Holding,
-    share: Share,
+    shards: LocalShards,
+    share: RankShare,
     steps: Sequence[tuple[int, ...]],
     files: int = 1,
 ) -> TensorFiles:
@@ -93,12 +94,12 @@ def tensor_files(
 
     Args:
         rank: The rank.
-        holding: What it holds.
+        shards: What it holds.
         share: What it writes of that.
         steps: Elements between neighbours in memory along each dimension, for each chunk.
         files: Among how many files they are spread.
     """
-    pieces = list(_pieces(holding, share))
+    pieces = list(_pieces(shards, share))
     homes = assign([(piece.nbytes, range(files)) for piece in pieces], files, small=0)
     writer = DataFiles()
     transfers: list[Transfer] = []
@@ -106,8 +107,8 @@ def tensor_files(
         writer.begin(data_file(rank, number))
         for piece, home in zip(pieces, homes, strict=True):
             if home == number:
-                chunk = holding.chunks[piece.index]
-                tensor = output_tensor(chunk.name, holding.tensors[chunk.name])
+                chunk = shards.chunks[piece.index]
+                tensor = output_tensor(chunk.name, shards.tensors[chunk.name])
                 writer.add_tensor(tensor, piece.box)
                 transfers.append(_transfer(chunk, tensor, steps[piece.index], piece, writer))
         writer.finish()
@@ -122,7 +123,7 @@ def tensor_files(
         raw_copies=(),
         digest="",
     )
-    return TensorFiles(plan, _items(holding, pieces, writer))
+    return TensorFiles(plan, _items(shards, pieces, writer))
 
 
 def data_file(rank: int, number: int) -> str:
@@ -130,18 +131,18 @@ def data_file(rank: int, number: int) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def _pieces(holding: Holding, share: Share) -> Iterator[_Piece]:
+def _pieces(shards: LocalShards, share: RankShare) -> Iterator[_Piece]:
     for position, index in enumerate(share.chunks):
-        chunk = holding.chunks[index]
+        chunk = shards.chunks[index]
         box = share.parts.get(position) or Box(chunk.offsets, chunk.sizes)
-        size = dtypes.itemsize(holding.tensors[chunk.name].dtype)
+        size = dtypes.itemsize(shards.tensors[chunk.name].dtype)
         yield _Piece(index, box, math.prod(box.sizes) * size)
 
 
-def _items(holding: Holding, pieces: Sequence[_Piece], writer: DataFiles) -> RankItems:
+def _items(shards: LocalShards, pieces: Sequence[_Piece], writer: DataFiles) -> RankItems:
     names = tuple(file.path for file in writer.files)
     number = {name: index for index, name in enumerate(names)}
-    found = [writer.items[holding.chunks[piece.index].name, piece.box.offsets] for piece in pieces]
+    found = [writer.items[shards.chunks[piece.index].name, piece.box.offsets] for piece in pieces]
     return RankItems(
         names,
         array("H", [number[item.file] for item in found]),
@@ -151,7 +152,7 @@ def _items(holding: Holding, pieces: Sequence[_Piece], writer: DataFiles) -> Ran
 
 
 def _transfer(
-    chunk: Chunk, tensor: OutputTensor, steps: tuple[int, ...], piece: _Piece, writer: DataFiles
+    chunk: HeldChunk, tensor: OutputTensor, steps: tuple[int, ...], piece: _Piece, writer: DataFiles
 ) -> Transfer:
     sizes = piece.box.sizes
     size = dtypes.itemsize(tensor.dtype)
@@ -180,7 +181,7 @@ def _transfer(
 
 def with_values(
     rank: int, files: TensorFiles, written: Mapping[str, str], values: Mapping[str, bytes]
-) -> RankFiles:
+) -> RankOutput:
     """Add the leaves that are no tensors at the end of the rank's first file.
 
     Args:
@@ -190,7 +191,7 @@ def with_values(
         values: Their content, as ``torch.save`` writes it.
     """
     if not written:
-        return RankFiles(files.plan, files, {}, {})
+        return RankOutput(files.plan, files, {}, {})
     known = files.plan.files[0] if files.plan.files else None
     first = known or OutputFile(data_file(rank, 0), 0, lambda _: iter(()))
     items: dict[str, Item] = {}
@@ -207,22 +208,22 @@ def with_values(
 
     longer = OutputFile(first.path, size, frame)
     plan = replace(files.plan, files=(longer, *files.plan.files[1:]))
-    return RankFiles(plan, files, written, items)
+    return RankOutput(plan, files, written, items)
 
 
 def rank_files(
     rank: int,
-    holding: Holding,
-    share: Share,
+    shards: LocalShards,
+    share: RankShare,
     steps: Sequence[tuple[int, ...]],
     values: Mapping[str, bytes],
     files: int = 1,
-) -> RankFiles:
+) -> RankOutput:
     """Lay out all files of *rank*; see :func:`tensor_files` and :func:`with_values`."""
-    return with_values(rank, tensor_files(rank, holding, share, steps, files), share.values, values)
+    return with_values(rank, tensor_files(rank, shards, share, steps, files), share.values, values)
 
 
-def metadata(decision: Decision, items: Sequence[RankItems]) -> TensorMetadata:
+def metadata(decision: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
     """Return the global ``.metadata``, to which the leaves that are no tensors are added.
 
     Args:
@@ -234,7 +235,7 @@ def metadata(decision: Decision, items: Sequence[RankItems]) -> TensorMetadata:
 
 
 def _located(
-    decision: Decision, items: Sequence[RankItems]
+    decision: GlobalPlan, items: Sequence[RankItems]
 ) -> Iterator[tuple[str, Iterator[Located]]]:
     places = [_placed(one) for one in items]
     for tensor, boxes, writers in zip(

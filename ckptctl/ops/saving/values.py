@@ -20,7 +20,7 @@ from ckptctl.catalog import Path
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.structure import below_rank, join
-from ckptctl.ops.saving.holdings import DIGEST, Described, Holding, Packed, Structure
+from ckptctl.ops.saving.local_shards import DIGEST, LocalShards, Packed, Structure, TensorMeta
 
 Groups = Mapping[int, Sequence[str]]
 """Names of the values of each group."""
@@ -45,10 +45,6 @@ class DividedValues:
 
 def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> DividedValues:
     """Say who writes which value.
-
-    Args:
-        held: By all ranks, in order.
-        structures: What the ranks say alike, by its digest.
 
     Raises:
         MappingError: A value has the name under which another rank's is kept.
@@ -86,7 +82,7 @@ def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure])
 
 
 def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) -> None:
-    """Make sure that no value is called what another one is called that is kept apart."""
+    """Make sure that no value has the name of another one that is kept apart."""
     for rank, own in enumerate(written):
         taken = [under for name, under in own.items() if name != under and under in names]
         if taken:
@@ -98,25 +94,12 @@ def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) 
 
 
 def path_of(rank: int, name: str, under: str, paths: Mapping[str, Path]) -> Path:
-    """Return the keys of a value as it is written.
-
-    Args:
-        rank: Who writes it.
-        name: Its name there.
-        under: The name that it gets.
-        paths: Keys of that rank's values.
-    """
+    """Return the keys of a value as it is written."""
     return paths[name] if under == name else below_rank(rank, paths[name])
 
 
-def tensor_apart(rank: int, under: str, one: Described) -> OutputTensor:
-    """Return what *rank* has of a tensor of which each has its own.
-
-    Args:
-        rank: The rank.
-        under: The name that it gets.
-        one: The tensor.
-    """
+def tensor_apart(rank: int, under: str, one: TensorMeta) -> OutputTensor:
+    """Return *rank*'s own version of a tensor."""
     path = below_rank(rank, one.path)
     return OutputTensor(under, one.dtype, one.shape, path, requires_grad=one.requires_grad)
 
@@ -147,12 +130,7 @@ def _groups(structures: Mapping[bytes, Structure], apart: set[str]) -> dict[byte
 
 
 def unpack_groups(names: Sequence[str], groups: bytes) -> Groups:
-    """Return a rank's values by group.
-
-    Args:
-        names: Of its values, in order.
-        groups: See :class:`DividedValues`.
-    """
+    """Return a rank's values by group."""
     found: dict[int, list[str]] = {}
     for name, number in zip(sorted(names), _sorted(names, groups), strict=True):
         found.setdefault(number, []).append(name)
@@ -165,12 +143,7 @@ def _sorted(names: Sequence[str], groups: bytes) -> Iterator[int]:
 
 
 def group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, bytes]:
-    """Return one digest for each group.
-
-    Args:
-        groups: The names.
-        values: Digest of each value, by name.
-    """
+    """Return one digest for each group."""
     return {
         number: hashlib.blake2b(
             b"".join([values[name] for name in names]), digest_size=DIGEST
@@ -180,11 +153,7 @@ def group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, byte
 
 
 def still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
-    """Return whether ranks still agree on all values on which they did.
-
-    Args:
-        said: The digests of all ranks' groups.
-    """
+    """Return whether ranks still agree on all values on which they did."""
     first: dict[int, bytes] = {}
     return all(
         number < 0 or first.setdefault(number, found) == found
@@ -194,21 +163,21 @@ def still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
 
 
 def written_now(
-    rank: int, groups: Groups, holding: Holding, said: Sequence[Mapping[int, bytes]]
+    rank: int, groups: Groups, shards: LocalShards, said: Sequence[Mapping[int, bytes]]
 ) -> dict[str, str]:
-    """Return what *rank* writes, with the names under which it does.
+    """Return the values that *rank* writes, with the names under which it does.
 
     Args:
         rank: The rank.
         groups: Its groups.
-        holding: What it holds.
+        shards: What it holds.
         said: See :func:`still_equal`, which has to hold.
     """
     written: dict[str, str] = {}
     for number, names in groups.items():
         lowest = next(index for index, digests in enumerate(said) if number in digests)
         if lowest == rank:
-            written |= {name: name for name in names if name not in holding.tensors}
+            written |= {name: name for name in names if name not in shards.tensors}
         elif said[lowest][number] != said[rank][number]:
-            written |= {name: name_apart(rank, holding.paths[name]) for name in names}
+            written |= {name: name_apart(rank, shards.paths[name]) for name in names}
     return written

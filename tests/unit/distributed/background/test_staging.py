@@ -9,16 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.distributed.background import copying
-from ckptctl.distributed.background.copying import BLOCK, HostCopy, copy_host
+from ckptctl.distributed.background import staging as copying
 from ckptctl.distributed.background.host_pool import PAGE, PATIENCE, HostPool, size_class
-from ckptctl.distributed.background.staging import Staged, stage
-from ckptctl.distributed.saving.rank_output import held
+from ckptctl.distributed.background.staging import BLOCK, HostCopy, Staged, copy_host, stage
+from ckptctl.distributed.saving.local_state import local_state
 from ckptctl.errors import RefusedError, StorageError
 
 
 def staged(tensors: list[torch.Tensor], pool: HostPool | None = None) -> Staged:
-    own = held({f"t{index}": tensor for index, tensor in enumerate(tensors)})
+    own = local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
     return stage(own, pool or HostPool())
 
 
@@ -92,7 +91,7 @@ def test_nothing_to_copy() -> None:
 
 def test_only_chosen_chunks_are_copied() -> None:
     tensors = [torch.randn(10), torch.randn(20), torch.randn(30)]
-    own = held({f"t{index}": tensor for index, tensor in enumerate(tensors)})
+    own = local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
     copy = stage(own, HostPool(), [2, 0, 2])
     assert copy.nbytes == 160
     assert copy.held.pieces[1].data_ptr() == tensors[1].data_ptr()
@@ -101,7 +100,7 @@ def test_only_chosen_chunks_are_copied() -> None:
 
 def test_values_are_pickled_when_they_are_copied() -> None:
     steps = [1, 2]
-    own = held({"w": torch.ones(2), "steps": {"seen": steps}})
+    own = local_state({"w": torch.ones(2), "steps": {"seen": steps}})
     before = dict(own.values)
     steps.append(3)
     assert stage(own, HostPool()).held.values == before

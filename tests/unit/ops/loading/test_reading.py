@@ -13,8 +13,8 @@ from ckptctl.errors import CoverageError, MappingError
 from ckptctl.ops.loading.checks import require_boxes
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.reading import prepare
-from ckptctl.ops.loading.state_mapping import Leaf, StateMapping, map_state
-from ckptctl.ops.loading.wanted import Target, Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted, map_state
+from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from tests.checkpoints import rename, save_hf, tiny_llama, to_meta_names
@@ -45,7 +45,9 @@ def test_a_slice_of_a_permuted_tensor_costs_its_bytes(tmp_path: Path, box: Box) 
     weights, config = tiny_llama()
     folder = save_hf(tmp_path / "hf", weights, config)
     meta = to_meta_names(weights, config)
-    leaves = {name: Leaf("bfloat16", tuple(value.shape), (name,)) for name, value in meta.items()}
+    leaves = {
+        name: TensorMeta("bfloat16", tuple(value.shape), (name,)) for name, value in meta.items()
+    }
     mapping = map_state(formats.open_checkpoint(folder), leaves, LoadOptions())
     assert (mapping.from_layout, mapping.prefix) == ("hf", "")
     done = _read(mapping, QUERY, box, meta[QUERY])
@@ -56,10 +58,14 @@ def test_equal_names_need_no_family(tmp_path: Path) -> None:
     tensors = {"a.b": torch.randn(5, 7), "c": torch.arange(4)}
     folder = save_hf(tmp_path / "hf", tensors)
     leaves = {
-        f"net.{name}": Leaf(str(value.dtype).removeprefix("torch."), tuple(value.shape), ("net",))
+        f"net.{name}": TensorMeta(
+            str(value.dtype).removeprefix("torch."), tuple(value.shape), ("net",)
+        )
         for name, value in tensors.items()
     }
-    leaves = {name: Leaf(one.dtype, one.shape, ("net", name[4:])) for name, one in leaves.items()}
+    leaves = {
+        name: TensorMeta(one.dtype, one.shape, ("net", name[4:])) for name, one in leaves.items()
+    }
     mapping = map_state(formats.open_checkpoint(folder), leaves, LoadOptions())
     assert mapping.prefix == "net." and mapping.layout is None
     _read(mapping, "net.a.b", Box((1, 2), (3, 4)), tensors["a.b"])
@@ -68,7 +74,9 @@ def test_equal_names_need_no_family(tmp_path: Path) -> None:
 def test_an_unknown_layout_says_so(tmp_path: Path) -> None:
     weights, config = tiny_llama()
     folder = save_hf(tmp_path / "hf", weights, config)
-    leaves = {f"odd.{name}": Leaf("bfloat16", (2, 2), (f"odd.{name}",)) for name in ("x", "y")}
+    leaves = {
+        f"odd.{name}": TensorMeta("bfloat16", (2, 2), (f"odd.{name}",)) for name in ("x", "y")
+    }
     with pytest.raises(MappingError, match="layout of the state is not known"):
         map_state(formats.open_checkpoint(folder), leaves, LoadOptions(model_type="llama3"))
     assert rename(weights, "hf", "meta")

@@ -12,38 +12,38 @@ import pytest
 from ckptctl.catalog import Blob
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode
-from ckptctl.ops.ranks.agreement import Statement, generation, require_agreement, unchanged
+from ckptctl.ops.ranks.agreement import RankStatement, generation, require_agreement, unchanged
 from ckptctl.ops.ranks.coordinator import Alone, RankError, through_first
-from ckptctl.ops.saving.decision import decide
 from ckptctl.ops.saving.files import metadata, tensor_files, with_values
-from ckptctl.ops.saving.holdings import Chunk, Described, Holding, Packed, pack
+from ckptctl.ops.saving.global_plan import make_global_plan
+from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
 from ckptctl.ops.saving.values import divide_values, group_digests, unpack_groups, written_now
 from ckptctl.planner.balance import LEAST_PIECE
 from ckptctl.storage.compare import row_major
 
 
-def holding(
+def shards(
     boxes: Mapping[str, Sequence[tuple[tuple[int, ...], tuple[int, ...]]]],
     shapes: Mapping[str, tuple[int, ...]],
     values: Mapping[str, int] | None = None,
     dtype: str = "float32",
-) -> Holding:
+) -> LocalShards:
     values = values or {}
-    return Holding(
-        {n: Described(dtype, shapes[n], (n,), False) for n in boxes},
-        [Chunk(n, *box) for n, found in boxes.items() for box in found],
+    return LocalShards(
+        {n: TensorMeta(dtype, shapes[n], (n,), False) for n in boxes},
+        [HeldChunk(n, *box) for n, found in boxes.items() for box in found],
         {name: bytes([value]) * 16 for name, value in values.items()},
         {name: ("values", name) for name in values},
     )
 
 
 ROWS = [
-    holding({"w": [((rank * 2, 0), (2, 3))], "b": [((0,), (6,))]}, {"w": (4, 3), "b": (6,)})
+    shards({"w": [((rank * 2, 0), (2, 3))], "b": [((0,), (6,))]}, {"w": (4, 3), "b": (6,)})
     for rank in range(2)
 ]
 
 
-def packed(holdings: Sequence[Holding]) -> list[Packed]:
+def packed(holdings: Sequence[LocalShards]) -> list[Packed]:
     """Return them as they arrive, the structure once."""
     found: list[Packed] = []
     for one in map(pack, holdings):
@@ -53,7 +53,7 @@ def packed(holdings: Sequence[Holding]) -> list[Packed]:
 
 
 def test_each_box_is_written_once() -> None:
-    decision = decide(packed(ROWS))
+    decision = make_global_plan(packed(ROWS))
     assert [tensor.name for tensor in decision.tensors] == ["w", "b"]
     assert [list(share.chunks) for share in decision.shares] == [[0, 1], [0]]
     assert [list(ranks) for ranks in decision.writers] == [[0, 1], [0]]
@@ -65,23 +65,23 @@ def test_holes_overlaps_and_what_lies_outside_are_named() -> None:
         (((1, 0), (3, 3)), "[1:2, 0:3]` are held in several ways"),
         (((2, 0), (3, 3)), "[2:5, 0:3]` are outside of it"),
     ):
-        held = [holding({"w": [box]}, {"w": (4, 3)}) for box in (((0, 0), (2, 3)), second)]
+        held = [shards({"w": [box]}, {"w": (4, 3)}) for box in (((0, 0), (2, 3)), second)]
         with pytest.raises(CoverageError) as failure:
-            decide(packed(held))
+            make_global_plan(packed(held))
         assert failure.value.why and said in failure.value.why
 
 
 def test_ranks_that_disagree_are_named() -> None:
-    other = holding({"w": [((2, 0), (2, 3))]}, {"w": (4, 3)}, dtype="bfloat16")
+    other = shards({"w": [((2, 0), (2, 3))]}, {"w": (4, 3)}, dtype="bfloat16")
     with pytest.raises(MappingError, match="ranks 0 and 1 disagree on `w`") as failure:
-        decide(packed([ROWS[0], other]))
+        make_global_plan(packed([ROWS[0], other]))
     assert failure.value.why == "dtype: float32 and bfloat16"
 
 
 def test_large_replicas_are_cut_so_that_all_write_them() -> None:
     shape = (64, LEAST_PIECE // 16)
-    held = [holding({"w": [((0, 0), shape)]}, {"w": shape}) for _ in range(4)]
-    decision = decide(packed(held))
+    held = [shards({"w": [((0, 0), shape)]}, {"w": shape}) for _ in range(4)]
+    decision = make_global_plan(packed(held))
     written = Counter(rank for ranks in decision.writers for rank in ranks)
     assert len(written) == 4 and max(written.values()) == min(written.values())
     for rank, share in enumerate(decision.shares):
@@ -92,31 +92,31 @@ def test_large_replicas_are_cut_so_that_all_write_them() -> None:
 
 
 def test_tensors_that_only_some_ranks_have() -> None:
-    first = holding({"a": [((0,), (2,))], "b": [((0,), (2,))]}, {"a": (2,), "b": (2,)})
-    second = holding({"c": [((0,), (2,))], "b": [((0,), (2,))]}, {"c": (2,), "b": (2,)})
-    decision = decide(packed([first, second]))
+    first = shards({"a": [((0,), (2,))], "b": [((0,), (2,))]}, {"a": (2,), "b": (2,)})
+    second = shards({"c": [((0,), (2,))], "b": [((0,), (2,))]}, {"c": (2,), "b": (2,)})
+    decision = make_global_plan(packed([first, second]))
     assert [tensor.name for tensor in decision.tensors] == ["a", "b", "c"]
     assert [list(share.chunks) for share in decision.shares] == [[0, 1], [0]]
 
 
 def test_several_boxes_of_one_rank() -> None:
-    held = holding({"a": [((0,), (1,)), ((1,), (3,))], "b": [((0,), (1,))]}, {"a": (4,), "b": (1,)})
-    decision = decide([pack(held)])
+    held = shards({"a": [((0,), (1,)), ((1,), (3,))], "b": [((0,), (1,))]}, {"a": (4,), "b": (1,)})
+    decision = make_global_plan([pack(held)])
     assert list(decision.shares[0].chunks) == [0, 1, 2]
 
 
 def test_chunks_out_of_order_are_a_bug() -> None:
-    mixed = Holding(ROWS[0].tensors, list(reversed(ROWS[0].chunks)))
+    mixed = LocalShards(ROWS[0].tensors, list(reversed(ROWS[0].chunks)))
     with pytest.raises(CkptError, match="order"):
         pack(mixed)
 
 
 def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
     held = [
-        holding({"w": [((r * 2, 0), (2, 3))]}, {"w": (4, 3)}, {"step": 1, "rng": r})
+        shards({"w": [((r * 2, 0), (2, 3))]}, {"w": (4, 3)}, {"step": 1, "rng": r})
         for r in range(2)
     ]
-    decision = decide(packed(held))
+    decision = make_global_plan(packed(held))
     contents = {"step": b"step", "rng": b"rng state"}
     written = []
     values = []
@@ -144,7 +144,7 @@ def test_metadata_is_torchs(tmp_path: Any) -> None:
 
     names = [f"value {number}" for number in range(2500)]
     values = [(Blob(name, (name,)), Item("__0_0.distcp", 5, 6)) for name in names]
-    decision = decide(packed(ROWS))
+    decision = make_global_plan(packed(ROWS))
     files = [
         tensor_files(rank, own, share, [row_major(chunk.sizes) for chunk in own.chunks]).items
         for rank, (own, share) in enumerate(zip(ROWS, decision.shares, strict=True))
@@ -160,14 +160,14 @@ def test_metadata_is_torchs(tmp_path: Any) -> None:
 # Values
 
 
-def value_state(values: Sequence[Mapping[str, int]]) -> tuple[list[Packed], list[Holding]]:
-    held = [holding({}, {}, one) for one in values]
+def value_state(values: Sequence[Mapping[str, int]]) -> tuple[list[Packed], list[LocalShards]]:
+    held = [shards({}, {}, one) for one in values]
     return packed(held), held
 
 
 def test_equal_values_are_written_by_the_lowest_rank_differing_ones_by_each() -> None:
     found, _ = value_state([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 1}])
-    decision = decide(found)
+    decision = make_global_plan(found)
     assert [share.values for share in decision.shares] == [
         {"a": "a", "b": "b"},
         {"b": "rank_1.values.b"},
@@ -194,14 +194,14 @@ def test_groups_say_the_same_as_a_new_plan(later: list[dict[str, int]]) -> None:
     ]
     said = [group_digests(g, own.values) for g, own in zip(groups, holdings, strict=True)]
     written = [written_now(rank, groups[rank], own, said) for rank, own in enumerate(holdings)]
-    assert written == [dict(share.values) for share in decide(now).shares]
+    assert written == [dict(share.values) for share in make_global_plan(now).shares]
 
 
 # Agreement
 
 
-def statement(**changed: Any) -> Statement:
-    return Statement("/x", {"files": 1}, b"key", b"identity")._replace(**changed)
+def statement(**changed: Any) -> RankStatement:
+    return RankStatement("/x", {"files": 1}, b"key", b"identity")._replace(**changed)
 
 
 def test_plans_hold_only_when_all_have_the_same() -> None:

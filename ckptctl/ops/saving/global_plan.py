@@ -1,7 +1,8 @@
-"""Tensors that are sharded alike: which boxes they lie in, who holds each, and who writes it.
+"""The global plan of a save: which rank writes which boxes and values.
 
-They are looked at once: the boxes of their shape are compared with it, and who holds which of them
-is worked out, for one of them; so 2,048 ranks and thousands of tensors cost seconds.
+Tensors that are sharded alike are looked at once: the boxes of their shape are compared with it,
+and who holds which of them is worked out, for one of them; so 2,048 ranks and thousands of tensors
+cost seconds.
 """
 
 from __future__ import annotations
@@ -9,14 +10,136 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box
-from ckptctl.errors import CoverageError, listed
-from ckptctl.ops.saving.holdings import Described, Packed, Structure
+from ckptctl.catalog import Box, Path
+from ckptctl.errors import CoverageError, MappingError, listed
+from ckptctl.formats.base import OutputTensor
+from ckptctl.ops.saving.local_shards import Packed, Structure, TensorMeta
+from ckptctl.ops.saving.values import divide_values
 from ckptctl.planner.balance import assign, cut, piece_limit
 from ckptctl.planner.boxes import coverage
+from ckptctl.storage.collection import no_collection
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The part of a global plan that one rank writes.
+
+    Attributes:
+        chunks: Indices of its chunks, in the order in which it writes them; one of which it writes
+            several parts comes several times.
+        values: The leaves that are no tensors, with the names under which it writes them.
+        parts: The box that is written, by position in *chunks*, where it is a part of the chunk.
+        groups: Which of its values are compared together (see :mod:`ckptctl.ops.saving.values`).
+    """
+
+    chunks: Sequence[int]
+    values: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[int, Box] = field(default_factory=dict)
+    groups: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPlan:
+    """Which rank writes which boxes and values.
+
+    Attributes:
+        tensors: All tensors, in the order of the lowest rank that has them.
+        boxes: What each of them is written in.
+        writers: The rank that writes each of these boxes.
+        shares: What each rank writes.
+        paths: Keys of every leaf that is no tensor, by the name that it gets.
+        apart: Tensors that ranks write for themselves alone, likewise; not among *tensors*.
+    """
+
+    tensors: Sequence[OutputTensor]
+    boxes: Sequence[Sequence[Box]]
+    writers: Sequence[Sequence[int]]
+    shares: Sequence[RankShare]
+    paths: Mapping[str, Path]
+    apart: Mapping[str, OutputTensor] = field(default_factory=dict)
+
+
+def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
+    """Say which rank writes which of the chunks that several of them hold.
+
+    Args:
+        held: By all ranks, in order.
+
+    Raises:
+        MappingError: Two ranks disagree on what a tensor is.
+        CoverageError: The chunks do not tile a tensor.
+    """
+    with no_collection():
+        structures = {one.identity: one.structure for one in reversed(held) if one.structure}
+        known = _described(held, structures)
+        rows, starts = tables(held, structures, known)
+        patterns = patterns_of(known, rows, held)
+        cut_shared(known, patterns, len(held))
+        compared = {name for one in structures.values() for name in one.compared}
+        writers = writers_of(known, patterns, len(held), compared)
+        tensors = tuple(output_tensor(name, one) for name, one in known.items())
+        boxes = [pattern.boxes for pattern in patterns]
+        chunks, parts = chunks_of(patterns, writers, starts)
+        values = divide_values(held, structures)
+        shares = [
+            RankShare(*found)
+            for found in zip(chunks, values.written, parts, values.groups, strict=True)
+        ]
+    return GlobalPlan(tensors, boxes, writers, shares, values.paths, values.tensors)
+
+
+def own_plan(rank: int, world: int, held: Packed) -> GlobalPlan:
+    """Decide that *rank* writes all that it holds, whatever the others do."""
+    assert held.structure
+    known = held.structure.tensors
+    boxes = [held.boxes[index] for index in held.indices()]
+    chunks = range(sum(map(len, boxes)))
+    paths = {name: path for name, path in held.structure.paths.items() if name not in known}
+    own = RankShare(chunks, {name: name for name in paths})
+    shares = [own if other == rank else RankShare(()) for other in range(world)]
+    tensors = tuple(output_tensor(name, one) for name, one in known.items())
+    return GlobalPlan(tensors, boxes, [[rank] * len(one) for one in boxes], shares, paths)
+
+
+def output_tensor(name: str, one: TensorMeta) -> OutputTensor:
+    """Return a tensor as formats know it."""
+    return OutputTensor(name, one.dtype, one.shape, one.path, requires_grad=one.requires_grad)
+
+
+def _described(
+    held: Sequence[Packed], structures: Mapping[bytes, Structure]
+) -> dict[str, TensorMeta]:
+    known: dict[str, TensorMeta] = {}
+    said: dict[str, int] = {}
+    seen: set[bytes] = set()
+    for rank, one in enumerate(held):
+        if one.identity in seen:
+            continue
+        seen.add(one.identity)
+        for name, described in structures[one.identity].tensors.items():
+            if known.setdefault(name, described) != described:
+                raise _disagree(name, known[name], said[name], described, rank)
+            said.setdefault(name, rank)
+    return known
+
+
+def _disagree(
+    name: str, one: TensorMeta, first: int, other: TensorMeta, second: int
+) -> MappingError:
+    differing = [
+        f"{field}: {getattr(one, field)} and {getattr(other, field)}"
+        for field in TensorMeta._fields
+        if getattr(one, field) != getattr(other, field)
+    ]
+    return MappingError(
+        f"ranks {first} and {second} disagree on `{name}`",
+        where=f"tensor `{name}`",
+        why="; ".join(differing),
+    )
+
 
 Places = Sequence[int]
 """For each rank that holds a box the position of the box among the rank's of that tensor."""
@@ -44,7 +167,7 @@ class ShardPattern:
 def tables(
     held: Sequence[Packed],
     structures: Mapping[bytes, Structure],
-    known: Mapping[str, Described],
+    known: Mapping[str, TensorMeta],
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
     """Return for each rank, by tensor, which of its sets of boxes it has and its first chunk."""
     order = {name: index for index, name in enumerate(known)}
@@ -63,14 +186,9 @@ def tables(
 
 
 def patterns_of(
-    known: Mapping[str, Described], rows: Sequence[Sequence[int]], held: Sequence[Packed]
+    known: Mapping[str, TensorMeta], rows: Sequence[Sequence[int]], held: Sequence[Packed]
 ) -> list[ShardPattern]:
     """Return the pattern of each tensor, one for all that are sharded alike.
-
-    Args:
-        known: The tensors.
-        rows: See :func:`tables`.
-        held: By all ranks, in order.
 
     Raises:
         CoverageError: The chunks do not tile a tensor.
@@ -102,7 +220,7 @@ def _pattern(column: Sequence[int], held: Sequence[Packed]) -> ShardPattern:
 
 
 def cut_shared(
-    known: Mapping[str, Described], patterns: Sequence[ShardPattern], ranks: int
+    known: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], ranks: int
 ) -> None:
     """Cut boxes that many ranks hold and that are too large for one of them."""
     total = sum(_nbytes(one.shape, one) for one in known.values())
@@ -114,7 +232,7 @@ def cut_shared(
             _cut_pattern(one, pattern, limit)
 
 
-def _cut_pattern(one: Described, pattern: ShardPattern, limit: int) -> None:
+def _cut_pattern(one: TensorMeta, pattern: ShardPattern, limit: int) -> None:
     boxes, ranks, places, parts = pattern.boxes, pattern.ranks, pattern.places, pattern.parts
     pattern.boxes, pattern.ranks, pattern.places, pattern.parts = [], [], [], []
     for index, box in enumerate(boxes):
@@ -127,19 +245,12 @@ def _cut_pattern(one: Described, pattern: ShardPattern, limit: int) -> None:
 
 
 def writers_of(
-    known: Mapping[str, Described],
+    known: Mapping[str, TensorMeta],
     patterns: Sequence[ShardPattern],
     ranks: int,
     lowest: Collection[str] = (),
 ) -> list[Sequence[int]]:
-    """Return for each tensor the ranks that write its boxes.
-
-    Args:
-        known: The tensors.
-        patterns: How each is sharded.
-        ranks: How many ranks there are.
-        lowest: Those of which the lowest rank's is written, as others may hold different ones.
-    """
+    """Return for each tensor the ranks that write its boxes."""
     load = [0] * ranks
     shared: list[tuple[int, tuple[int, ...]]] = []
     for (name, one), pattern in zip(known.items(), patterns, strict=True):
@@ -178,11 +289,11 @@ def chunks_of(
     return list(chunks), parts
 
 
-def _nbytes(sizes: Sequence[int], one: Described) -> int:
+def _nbytes(sizes: Sequence[int], one: TensorMeta) -> int:
     return math.prod(sizes) * dtypes.itemsize(one.dtype)
 
 
-def _require_tiled(name: str, described: Described, boxes: Sequence[Box]) -> None:
+def _require_tiled(name: str, described: TensorMeta, boxes: Sequence[Box]) -> None:
     found = coverage(described.shape, boxes)
     if found.exact:
         return

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.distributed.background.future import SaveFuture
-from ckptctl.distributed.background.thread import SaveThread
+from ckptctl.distributed.background.save_thread import SaveFuture, SaveThread
 
 
 def broken() -> None:

@@ -1,4 +1,4 @@
-"""What all ranks agree on before a save in the background: do they begin it, all or none."""
+"""The vote of all ranks before a save in the background: they begin it, all or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ckptctl.distributed.group import Group, reaching
+from ckptctl.distributed.group import TorchGroup, reaching
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Situation(NamedTuple):
-    """What is true of any rank.
+    """The state of the last save on any rank.
 
     Attributes:
         busy: Its last save is still going on.
@@ -30,12 +30,8 @@ class Situation(NamedTuple):
     unable: bool = False
 
 
-class Ballot:
-    """Votes of all ranks: one exchange of a few numbers each, on the thread that trains.
-
-    Args:
-        ranks: The group; no save in the background uses it.
-    """
+class StartVote:
+    """Votes of all ranks: one exchange of a few numbers each, on the thread that trains."""
 
     def __init__(self, ranks: Coordinator) -> None:
         self._ranks = ranks
@@ -43,7 +39,7 @@ class Ballot:
     def situation(
         self, own: Situation, meaning: Sequence[object], plan: bytes = b""
     ) -> tuple[Situation, bool]:
-        """Return what is true of any rank, and whether all of them have the same plan.
+        """Return the situation of all ranks together, and whether they have the same plan.
 
         Args:
             own: What is true of this one.
@@ -81,12 +77,12 @@ class Ballot:
         return done[0]
 
     def fail(self, error: BaseException | None) -> NoReturn:
-        """Raise on every rank what failed on any of them; there is one that has an error."""
+        """Raise the error of any rank on every rank; there is one that has an error."""
         together(self._ranks, lambda: _reraise(error))
         raise CkptError("a rank failed and did not say how")
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
-        if not isinstance(self._ranks, Group):
+        if not isinstance(self._ranks, TorchGroup):
             return list(numbers)
         # Not `all_gather` of objects: those are sent twice, and by every rank to every other.
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -105,7 +101,7 @@ class Ballot:
 
 
 def attempt(work: Callable[[], T]) -> tuple[list[T], BaseException | None]:
-    """Return the result of *work* in a list, or an empty one and what it raised."""
+    """Return the result of *work* in a list, or an empty one and the exception."""
     try:
         return [work()], None
     except BaseException as failure:

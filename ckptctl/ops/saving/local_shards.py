@@ -1,4 +1,4 @@
-"""What ranks say that they hold, small enough to be sent by thousands of them.
+"""The local shards of a rank in a form that thousands of ranks can send.
 
 Ranks that shard the same model say the same names, shapes and paths: only the first of them sends
 them (:class:`Structure`). Tensors of the same shape have the same boxes on a rank: those are sent
@@ -22,8 +22,8 @@ DIGEST = 16
 """Bytes of a digest of a value or of a structure."""
 
 
-class Described(NamedTuple):
-    """What every rank says alike of a tensor.
+class TensorMeta(NamedTuple):
+    """The metadata of a tensor, the same on every rank.
 
     Attributes:
         dtype: torch's name.
@@ -35,10 +35,10 @@ class Described(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     path: Path
-    requires_grad: bool
+    requires_grad: bool = False
 
 
-class Chunk(NamedTuple):
+class HeldChunk(NamedTuple):
     """A box of a tensor that a rank holds in memory.
 
     Attributes:
@@ -53,8 +53,8 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """What one rank holds.
+class LocalShards:
+    """The shards and values of one rank.
 
     Attributes:
         tensors: The tensors that it holds something of, by name.
@@ -64,22 +64,22 @@ class Holding:
         paths: Keys from the root down to each of these.
     """
 
-    tensors: Mapping[str, Described]
-    chunks: Sequence[Chunk]
+    tensors: Mapping[str, TensorMeta]
+    chunks: Sequence[HeldChunk]
     values: Mapping[str, bytes] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What ranks say alike when they shard the same model in the same way.
+    """The part that ranks with the same model, sharded in the same way, have in common.
 
     Attributes:
-        tensors: See :class:`Holding`.
-        paths: See :class:`Holding`.
+        tensors: See :class:`LocalShards`.
+        paths: See :class:`LocalShards`.
     """
 
-    tensors: Mapping[str, Described]
+    tensors: Mapping[str, TensorMeta]
     paths: Mapping[str, Path]
 
     @property
@@ -98,7 +98,7 @@ Boxes = tuple[Box, ...]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A :class:`Holding` as it is sent.
+    """A :class:`LocalShards` as it is sent.
 
     Attributes:
         identity: Digest of the structure.
@@ -128,22 +128,22 @@ def digest(what: object) -> bytes:
     return hashlib.blake2b(repr(what).encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
-def pack(holding: Holding) -> Packed:
-    """Return *holding* as it is sent.
+def pack(shards: LocalShards) -> Packed:
+    """Return *shards* as it is sent.
 
     Raises:
         CkptError: Its chunks are not in the order of its tensors: a bug.
     """
-    found: dict[str, list[Box]] = {name: [] for name in holding.tensors}
-    for chunk in holding.chunks:
+    found: dict[str, list[Box]] = {name: [] for name in shards.tensors}
+    for chunk in shards.chunks:
         found[chunk.name].append(Box(chunk.offsets, chunk.sizes))
     order = [name for name, boxes in found.items() for _ in boxes]
-    if order != [chunk.name for chunk in holding.chunks]:
+    if order != [chunk.name for chunk in shards.chunks]:
         raise CkptError("the chunks of a rank are not in the order of its tensors")
     known: dict[Boxes, int] = {}
     which = array("I", [known.setdefault(tuple(own), len(known)) for own in found.values()])
-    structure = Structure(holding.tensors, holding.paths)
-    values = b"".join(holding.values[name] for name in holding.paths)
+    structure = Structure(shards.tensors, shards.paths)
+    values = b"".join(shards.values[name] for name in shards.paths)
     return Packed(
         structure.digest, structure, tuple(known), zlib.compress(which.tobytes(), 1), values
     )

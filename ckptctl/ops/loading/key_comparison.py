@@ -1,4 +1,4 @@
-"""What a checkpoint has and a state does not, and the other way round."""
+"""Missing and unexpected keys: the names of a checkpoint and of a state, compared."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Comparison:
         bytes_read: int = 0,
         bytes_received: int = 0,
     ) -> LoadReport:
-        """Return what is told of a load; see :class:`~ckptctl.ops.loading.options.LoadReport`."""
+        """Return the report of a load."""
         return LoadReport(
             loaded=loaded,
             missing=self.missing,
@@ -120,7 +120,7 @@ def compare(
 
 
 class _Taken(NamedTuple):
-    """What a state takes of a checkpoint.
+    """The names that a state takes of a checkpoint.
 
     Attributes:
         names: What it reads.
@@ -218,7 +218,7 @@ def with_own(
 
 
 def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:
-    """Return what of the state a rank gets of the lowest one, as it did not save itself.
+    """Return the leaves that a rank gets of the lowest one, as it did not save itself.
 
     Of a checkpoint that does not say how many ranks saved it, the highest with a value of its own
     tells.
@@ -237,7 +237,7 @@ def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple
 
 
 def kept_apart(catalog: Catalog) -> set[str]:
-    """Return the names of what one rank has of a leaf of which each has its own.
+    """Return the names under which single ranks keep their own values of a leaf.
 
     The lowest rank's keeps its name, so there is always one, and never one of rank 0 apart. A user
     may have a ``rank_1`` as well: all in there is the user's own as soon as anything in there can
@@ -250,7 +250,7 @@ def kept_apart(catalog: Catalog) -> set[str]:
 
 
 def _alike(catalog: Catalog, name: str, own: str) -> bool:
-    """Return whether *name* can be what a rank has of *own*."""
+    """Return whether *name* can be a rank's own value of *own*."""
     one, other = catalog.tensors.get(name), catalog.tensors.get(own)
     if one and other:
         return (one.dtype, one.shape) == (other.dtype, other.shape)

@@ -1,32 +1,53 @@
-"""One save in the background: its thread, what becomes of it, and whom that is told."""
+"""One save in the background: its thread, its outcome, and whom that is told."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Self
 
-from ckptctl.distributed.background.future import SaveFuture
 from ckptctl.errors import StorageError
 
-Callback = Callable[[Path], object]
 
+class SaveFuture(Future[Path | None]):
+    """The outcome of :func:`ckptctl.async_save`, a ``concurrent.futures.Future``.
+
+    ``result()`` returns the absolute path when the checkpoint has it, and None when the save was
+    skipped. It raises what made the save fail, on every rank. A save cannot be cancelled.
+
+    Attributes:
+        path: Where the checkpoint will appear.
+        skipped: Whether the ranks left this save out because the last one was still going on.
+        staged: Set when the state has been copied and may be changed.
+        callback_errors: What callbacks raised.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.skipped = False
+        self.staged = threading.Event()
+        self.callback_errors: list[BaseException] = []
+        self.set_running_or_notify_cancel()
+
+    def skip(self) -> Self:
+        """Leave the save out, and return this."""
+        self.skipped = True
+        self.set_result(None)
+        return self
+
+
+Callback = Callable[[Path], object]
 _log = logging.getLogger("ckptctl")
 
 
 class SaveThread:
-    """Writes a copied state. The interpreter waits for it at its end: it is no daemon.
-
-    Args:
-        future: Gets the outcome.
-        write: Writes and publishes, together with the other ranks, and returns the path.
-        release: Gives the copy's memory back.
-        on_staged: Called with the path before anything is written.
-        on_published: Called with the path when the checkpoint has it.
-    """
+    """Writes a copied state. The interpreter waits for it at its end: it is no daemon."""
 
     def __init__(
         self,
@@ -79,7 +100,7 @@ class SaveThread:
 
     @property
     def here(self) -> bool:
-        """Return whether it is what runs now: a callback of it."""
+        """Return whether this thread is the current one: a callback of it asks."""
         return threading.current_thread() is self._thread
 
     def join(self) -> None:
@@ -87,7 +108,7 @@ class SaveThread:
         self._thread.join()
 
     def take_failure(self) -> BaseException | None:
-        """Return what made it fail, once."""
+        """Return its failure, once."""
         failure, self._failure = self._failure, None
         return failure
 

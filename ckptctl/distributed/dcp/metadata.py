@@ -1,0 +1,240 @@
+"""Metadata of ``torch.distributed.checkpoint``: from a catalog, from a plan, to ``.metadata``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from itertools import groupby
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptctl.catalog import Blob, Box, Catalog, Extent, Index, Path, TensorEntry
+from ckptctl.catalog import Path as Keys
+from ckptctl.distributed.compat import StorageInfo
+from ckptctl.errors import CkptError, RefusedError
+from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.dcp.metadata import Item, Origin
+from ckptctl.formats.dcp.metadata_writer import Located, encode_tensors
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
+from ckptctl.ops.saving.global_plan import GlobalPlan
+from ckptctl.ops.saving.local_shards import TensorMeta
+from ckptctl.planner.mapping.mapped import stored_shapes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def noted(method: Callable[P, R]) -> Callable[P, R]:
+    """Return *method* with where, why and hint of its errors as notes."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except CkptError as error:
+            known = getattr(error, "__notes__", ())
+            for title in ("where", "why", "hint"):
+                text = getattr(error, title)
+                note = f"{title}: {text}"
+                if text and note not in known:
+                    error.add_note(note)
+            raise
+
+    return call
+
+
+def metadata_of(decision: GlobalPlan) -> Metadata:
+    """Return a global plan as torch's metadata; the positions of items are not in it yet."""
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        tensor.name: TensorStorageMetadata(
+            properties_of(tensor), torch.Size(tensor.shape), [chunk_of(box) for box in boxes]
+        )
+        for tensor, boxes in zip(decision.tensors, decision.boxes, strict=True)
+    }
+    entries |= {name: BytesStorageMetadata() for name in decision.paths}
+    entries |= {
+        name: TensorStorageMetadata(
+            properties_of(tensor), torch.Size(tensor.shape), [chunk_of(Box.whole(tensor.shape))]
+        )
+        for name, tensor in decision.apart.items()
+    }
+    tensors = (*decision.tensors, *decision.apart.values())
+    paths = {tensor.name: keys_of(tensor.path) for tensor in tensors}
+    return Metadata(entries, paths | {n: keys_of(path) for n, path in decision.paths.items()})
+
+
+def properties_of(tensor: OutputTensor) -> TensorProperties:
+    """Return torch's properties of a tensor."""
+    return TensorProperties(getattr(torch, tensor.dtype), requires_grad=tensor.requires_grad)
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """Return *box* as torch has it."""
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def keys_of(path: Path) -> tuple[str | int, ...]:
+    """Return the keys down to a leaf as torch has them."""
+    return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
+
+
+STOCK = "the checkpoint"
+
+
+class CatalogMetadata(Metadata):
+    """The tensors and leaves of a checkpoint of any format, under the names of the state.
+
+    Attributes:
+        mapping: How it becomes the state; before :meth:`adapt` under its own names.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog | None,
+        options: LoadOptions,
+        problem: CkptError | None = None,
+    ) -> None:
+        super().__init__({}, {}, storage_data={})
+        self._options = options
+        self._catalog = catalog
+        self._problem = problem
+        self.mapping: StateMapping | None = None
+        if catalog:
+            self._offer(map_state(catalog, {}, LoadOptions(root=options.root)))
+
+    def require(self) -> StateMapping:
+        """Return the mapping.
+
+        Raises:
+            CkptError: The checkpoint cannot be read.
+        """
+        if self._problem:
+            raise self._problem
+        assert self.mapping
+        return self.mapping
+
+    def adapt(self, state: Mapping[str, TensorMeta]) -> None:
+        """Offer the checkpoint's tensors under the names and in the layout of *state*.
+
+        Raises:
+            CkptError: The checkpoint cannot be read, or does not fit.
+        """
+        self.require()
+        assert self._catalog
+        self._offer(map_state(self._catalog, state, self._options))
+
+    def _offer(self, mapping: StateMapping) -> None:
+        self.mapping = mapping
+        catalog = mapping.catalog
+        shapes = stored_shapes(mapping.tensors)
+        kinds: dict[str, str] = {}
+        whole: dict[str, list[ChunkStorageMetadata]] = {}
+        paths: dict[str, Keys] = {}
+        for one in mapping.tensors:
+            source = catalog.tensors[one.sources[0].key]
+            for view in one.targets:
+                name = view.key
+                kinds[name] = source.dtype
+                same = one.renames and source.shape == shapes[name]
+                boxes = [extent.box for extent in source.extents] if same else []
+                whole[name] = [chunk_of(box) for box in boxes or [Box.whole(shapes[name])]]
+                paths[name] = source.path if source.name == name else (name,)
+        self.state_dict_metadata = {
+            name: TensorStorageMetadata(
+                TensorProperties(getattr(torch, kind)), torch.Size(shapes[name]), whole[name]
+            )
+            for name, kind in kinds.items()
+        }
+        for blob in catalog.blobs.values():
+            name = moved(blob.name, mapping.root, mapping.prefix)
+            if name not in kinds:
+                self.state_dict_metadata[name] = BytesStorageMetadata()
+                paths[name] = blob.path if blob.name == name else (name,)
+        self.planner_data = {name: keys_of(keys) for name, keys in paths.items()}
+
+
+def mapping_of(metadata: Metadata) -> StateMapping:
+    """Return any metadata as a mapping of names to themselves."""
+    if isinstance(metadata, CatalogMetadata):
+        return metadata.require()
+    paths = metadata.planner_data or {}
+    tensors: dict[str, TensorEntry] = {}
+    blobs: dict[str, Blob] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        found = paths.get(name, (name,))
+        path = tuple(Index(key) if isinstance(key, int) else key for key in found)
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            boxes = (Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks)
+            extents = tuple(Extent(box, "", 0, 0) for box in boxes)
+            tensors[name] = TensorEntry(name, dtype, tuple(entry.size), extents, path)
+        else:
+            blobs[name] = Blob(name, path)
+    catalog = Catalog("", STOCK, "dcp", {}, tensors, blobs)
+    return map_state(catalog, {}, LoadOptions())
+
+
+def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
+    """Return the content of ``.metadata``, in parts.
+
+    Raises:
+        RefusedError: It holds more than torch's own planners put in it.
+    """
+    if type(metadata) is not Metadata:
+        raise RefusedError(
+            f"metadata of class {type(metadata).__name__} cannot be written",
+            why="only what torch's own Metadata has would be kept",
+        )
+    entries = metadata.state_dict_metadata
+    paths = metadata.planner_data or {}
+    tensors: list[OutputTensor] = []
+    boxes: list[list[Box]] = []
+    for name, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors.append(_tensor(name, entry, _path(name, paths)))
+            boxes.append([Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks])
+    places = {index.fqn: one for index, one in metadata.storage_data.items() if not index.offset}
+    values = [
+        (Blob(name, _path(name, paths)), _item(places[name]))
+        for name, entry in entries.items()
+        if isinstance(entry, BytesStorageMetadata)
+    ]
+    meta = metadata.storage_meta
+    origin = Origin(meta.save_id or "" if meta else "", world)
+    return encode_tensors(tensors, boxes, _items(metadata)).complete(values, origin)
+
+
+def _tensor(name: str, entry: TensorStorageMetadata, path: Path) -> OutputTensor:
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return OutputTensor(
+        name, dtype, tuple(entry.size), path, requires_grad=bool(entry.properties.requires_grad)
+    )
+
+
+def _path(name: str, paths: dict[str, tuple[str | int, ...]]) -> Path:
+    return tuple(Index(k) if isinstance(k, int) else k for k in paths.get(name, (name,)))
+
+
+def _items(metadata: Metadata) -> Iterator[tuple[str, Iterator[Located]]]:
+    tensors = ((i, one) for i, one in metadata.storage_data.items() if i.offset is not None)
+    for name, items in groupby(tensors, key=lambda item: item[0].fqn):
+        yield name, map(_located, items)
+
+
+def _located(item: tuple[MetadataIndex, StorageInfo]) -> Located:
+    index, place = item
+    return tuple(index.offset or ()), place.relative_path, place.offset, place.length
+
+
+def _item(place: StorageInfo) -> Item:
+    return Item(place.relative_path, place.offset, place.length)

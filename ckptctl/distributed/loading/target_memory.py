@@ -1,0 +1,233 @@
+"""The memory of tensors that a load fills: in place, part by part, or once for several names.
+
+What the checkpoint has under the other names of one memory has to be the same. It is compared with
+the memory once that is filled, by the transfers that would otherwise have filled it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, cast
+
+import torch
+
+from ckptctl.catalog import memory_name
+from ckptctl.distributed.state import LocalShard, State, memory
+from ckptctl.errors import MappingError, RefusedError
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.storage.compare import row_major
+
+
+def views_of(places: Iterable[LocalShard]) -> dict[str, memoryview]:
+    """Return the memory that a plan's names of *places* stand for."""
+    return {memory_name(str(number)): target(one.tensor) for number, one in enumerate(places)}
+
+
+def wanted_of(state: State, places: Iterable[LocalShard]) -> dict[str, Wanted]:
+    """Return *places* as targets of a plan."""
+    targets: dict[str, list[Target]] = {name: [] for name in state.tensors}
+    for number, place in enumerate(places):
+        targets[place.name].append(Target(place.box, str(number), steps_of(place.tensor)))
+    return {
+        name: Wanted(held.meta.dtype, held.meta.shape, tuple(targets[name]))
+        for name, held in state.tensors.items()
+    }
+
+
+LONG = 4096
+
+
+class Filled:
+    """A tensor of any strides and device that takes its elements as if they lay row by row."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __setitem__(self, part: slice, content: memoryview) -> None:
+        """Write a part, as bytes of the row-major elements."""
+        with torch.inference_mode(self._tensor.is_inference()):
+            for place, elements in _parts(self._tensor, part.start, content):
+                place.copy_(elements)
+
+
+class Compared:
+    """A tensor that is to have the elements already that are written to it row by row."""
+
+    def __init__(self, tensor: torch.Tensor, differs: Callable[[], None]) -> None:
+        self._tensor = tensor
+        self._differs = differs
+
+    def __setitem__(self, part: slice, content: memoryview) -> None:
+        """Compare a part, given as bytes of the row-major elements."""
+        for place, elements in _parts(self._tensor, part.start, content):
+            own = place.resolve_conj().resolve_neg().contiguous().cpu()
+            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (own, elements))):
+                self._differs()
+
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""A view of a tensor, and elements of the same shape."""
+
+
+def _parts(tensor: torch.Tensor, first: int, content: memoryview) -> Iterator[Part]:
+    """Yield where the bytes behind the first ones of the row-major elements belong."""
+    elements = torch.frombuffer(content, dtype=tensor.dtype)
+    yield from _split(tensor, first // tensor.element_size(), elements)
+
+
+def _split(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> Iterator[Part]:
+    """Yield the places of *elements*, which come behind the first *start* ones of *tensor*."""
+    if tensor.ndim < 2:
+        target = tensor.reshape(1) if tensor.ndim == 0 else tensor
+        yield target[start : start + len(elements)], elements
+        return
+    inner = math.prod(tensor.shape[1:])
+    first, skip = divmod(start, inner)
+    if skip:
+        count = min(inner - skip, len(elements))
+        yield from _split(tensor[first], skip, elements[:count])
+        first, elements = first + 1, elements[count:]
+    rows = len(elements) // inner
+    if rows:
+        whole = elements[: rows * inner].view(rows, *tensor.shape[1:])
+        yield tensor[first : first + rows], whole
+    if len(elements) > rows * inner:
+        yield from _split(tensor[first + rows], 0, elements[rows * inner :])
+
+
+def in_place(tensor: torch.Tensor) -> bool:
+    """Return whether files are read straight into *tensor*: long rows in host memory."""
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        return False
+    run = tensor.element_size()
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size != 1 and step * tensor.element_size() != run:
+            return run >= LONG and _descending(tensor)
+        run *= size
+    return True
+
+
+def _descending(tensor: torch.Tensor) -> bool:
+    steps = [n for size, n in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return steps == sorted(steps, reverse=True)
+
+
+def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the elements between neighbours along each dimension, as a plan sees them."""
+    return tuple(tensor.stride()) if in_place(tensor) else row_major(tuple(tensor.shape))
+
+
+def target(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of *tensor* for the executor; the tensor has to outlive it.
+
+    Raises:
+        RefusedError: Several of its elements are one in memory.
+    """
+    if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise RefusedError(
+            "an expanded tensor cannot be filled",
+            where=f"shape {list(tensor.shape)}, strides {list(tensor.stride())}",
+            hint="`clone` it first",
+        )
+    return memory(tensor) if in_place(tensor) else cast(memoryview, Filled(tensor))
+
+
+class Tied(NamedTuple):
+    """A box whose memory another one fills.
+
+    Attributes:
+        place: The box.
+        filled: Number of the place that fills its memory.
+    """
+
+    place: LocalShard
+    filled: int
+
+
+def sharing(places: Sequence[LocalShard]) -> list[int]:
+    """Return of each place the number of the first one with the same memory."""
+    known: dict[object, int] = {}
+    found: list[int] = []
+    for number, place in enumerate(places):
+        own = place.tensor
+        memory = (own.device, own.data_ptr(), own.dtype, own.shape, own.stride())
+        found.append(known.setdefault(memory, number) if own.numel() else number)
+    return found
+
+
+def untied(
+    places: Sequence[LocalShard], same: Sequence[int], mapping: StateMapping
+) -> tuple[list[LocalShard], list[Tied]]:
+    """Return the places to fill, each memory once, and those to compare with it afterwards.
+
+    Args:
+        places: The boxes of a state.
+        same: What :func:`sharing` says of them.
+        mapping: What the checkpoint has of them; the same for several names needs no comparison.
+    """
+    if len(set(same)) == len(places):
+        return list(places), []
+    offered, sources = mapping.offered, _sources(mapping)
+    filled: dict[int, int] = {}
+    fill: list[LocalShard] = []
+    again: list[Tied] = []
+    for place, first in zip(places, same, strict=True):
+        if place.name not in offered:
+            continue
+        number = filled.setdefault(first, len(fill))
+        if number == len(fill):
+            fill.append(place)
+        elif sources.get(place.name) != sources.get(fill[number].name) or (
+            place.box != fill[number].box
+        ):
+            again.append(Tied(place, number))
+    return fill, again
+
+
+def _sources(mapping: StateMapping) -> dict[str, object]:
+    """Return a key for each name, equal where two get the same elements."""
+    entries = mapping.catalog.tensors
+    found: dict[str, object] = {}
+    for one in mapping.tensors:
+        for view in one.targets:
+            where = [(entries[source.key].extents, source) for source in one.sources]
+            plain = [(extents, source.dims, source.origin) for extents, source in where]
+            found[view.key] = (plain, view.dims) if len(one.targets) == 1 else view.key
+    return found
+
+
+def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, Wanted]:
+    """Return the targets that are read once more, to be compared."""
+    targets: dict[str, list[Target]] = {}
+    for number, (place, _) in enumerate(tied):
+        steps = row_major(tuple(place.tensor.shape))
+        targets.setdefault(place.name, []).append(Target(place.box, str(number), steps))
+    return {
+        name: Wanted(wanted[name].dtype, wanted[name].shape, tuple(some))
+        for name, some in targets.items()
+    }
+
+
+def comparing(
+    tied: Sequence[Tied], fill: Sequence[LocalShard], where: str
+) -> dict[str, memoryview]:
+    """Return memory that refuses any other elements than it has."""
+    return {
+        memory_name(str(number)): cast(
+            memoryview, Compared(place.tensor, _differing(place.name, fill[filled].name, where))
+        )
+        for number, (place, filled) in enumerate(tied)
+    }
+
+
+def _differing(name: str, filled: str, where: str) -> Callable[[], None]:
+    def fail() -> None:
+        raise MappingError(
+            f"`{filled}` and `{name}` hold different values",
+            where=where,
+            why="in the state one tensor stands for both",
+            hint="give the state a tensor for each, or leave one of the names out of it",
+        )
+
+    return fail

@@ -1,0 +1,339 @@
+"""Where a save goes: a directory that appears at once, one that each rank adds to, or a URL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import IO, Protocol
+
+import torch
+
+from ckptctl.distributed.group import threads
+from ckptctl.distributed.saving.local_state import host_views, row_major_blocks, written_view
+from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.formats.dcp.metadata import METADATA, metadata_name
+from ckptctl.ops.destinations import replaceable
+from ckptctl.planner.copying.tile import MIB
+from ckptctl.planner.plan import OutputFile, Plan, Transfer
+from ckptctl.storage import paths, rename
+from ckptctl.storage.crc import crc32
+from ckptctl.storage.destinations import destination
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.publish import Staging, data_directory, staging
+from ckptctl.storage.remote import mounts
+from ckptctl.storage.remote.lock import RemoteLock
+from ckptctl.storage.remote.objects import Objects
+from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
+from ckptctl.storage.remote.writing import NAME, Writing
+from ckptctl.storage.sync import add_file, sync_directory
+
+Beside = Callable[[], Mapping[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        overwrite: Whether to replace a checkpoint of that name, in one step.
+        files: Files per rank; threads do not wait for each other when they write several.
+        jobs: Threads per rank; 0: its part of the host's cores, at most four.
+        memory: Bytes of buffers per rank, for tensors that have to be reordered or copied from a
+            device on their way.
+        sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
+            can leave a checkpoint whose data is not there.
+        checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
+        trusted: Whether leaves are saved, too, that only ``load(trusted=True)`` reads again:
+            objects of classes that are not known to be harmless.
+        execute: What carries out a rank's plan: the function of
+            :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
+        beside: Returns the content of files that are published with it, by name; called on rank 0,
+            last. Not below a URL.
+    """
+
+    overwrite: bool = False
+    files: int = 1
+    jobs: int = 0
+    memory: int = 64 * MIB
+    sync: bool = True
+    checksum: bool = True
+    trusted: bool = False
+    execute: Callable[..., Execution] = execute
+    beside: Beside | None = None
+
+
+DATA = re.compile(r"__\d+_\d+\.distcp")
+"""The files of ranks."""
+
+
+class Destination(Protocol):
+    """A place for one checkpoint."""
+
+    target: Path
+
+    def make_room(self, stack: ExitStack) -> None:
+        """Prepare the place, on rank 0; *stack* clears it away unless it is published."""
+
+    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+        """Write the files of one rank."""
+
+    def size(self, name: str) -> int:
+        """Return the size of a file as rank 0 sees it; -1: it does not."""
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """Add the metadata, on rank 0: from then on there is a checkpoint."""
+
+
+def destination_at(path: Path, options: SaveOptions) -> Destination:
+    """Return the place at *path*, which may be a URL."""
+    return Url(path, options) if is_url(path) else Folder(path, options)
+
+
+class Folder:
+    """A directory on a file system that all ranks see."""
+
+    _stage: Staging
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self.target = destination(path.expanduser().absolute())
+        self._options = options
+        self._data = data_directory(self.target)
+
+    def make_room(self, stack: ExitStack) -> None:
+        """See :class:`Destination`."""
+        room = staging(self.target, overwrite=self._options.overwrite, is_checkpoint=replaceable)
+        self._stage = stack.enter_context(room)
+
+    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+        """See :class:`Destination`."""
+        if plan.files:
+            options = self._options
+            how = ExecutionOptions(
+                jobs=threads(options.jobs),
+                memory=options.memory,
+                checksum=options.checksum,
+                sync=options.sync,
+                shared=True,
+            )
+            views = host_views(plan, pieces)
+            options.execute(plan, self._data, how, lambda _: None, memory=views)
+
+    def size(self, name: str) -> int:
+        """See :class:`Destination`."""
+        path = self._data / name
+        return path.stat().st_size if path.is_file() else -1
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """See :class:`Destination`."""
+        beside = self._options.beside() if self._options.beside else {}
+        for name, content in beside.items():
+            add_file(self._stage.data / name, [content], sync=self._options.sync)
+        add_file(self._stage.data / METADATA, metadata, sync=self._options.sync)
+        self._stage.publish()
+
+
+class RankFolder(Folder):
+    """A directory to which each rank adds its own part of a checkpoint.
+
+    A rank writes its data, then metadata under an unfinished name, and renames that last. Nobody
+    knows when all are done: the directory is complete when every rank's metadata has its name.
+
+    Raises:
+        RefusedError: A checkpoint would have to be replaced, or it would go to a URL.
+    """
+
+    def __init__(self, path: Path, rank: int, options: SaveOptions) -> None:
+        require_local(path)
+        if options.overwrite:
+            raise RefusedError(
+                "a save without collectives cannot replace a checkpoint",
+                where=str(path),
+                why="no rank knows when the others are done with theirs: two saves would be mixed",
+                hint="save under a new name and prune the old one",
+            )
+        super().__init__(path, options)
+        self._data = self.target
+        self._rank = rank
+
+    def make_room(self, _: ExitStack) -> None:
+        """Make the directory, and remove files that this rank left there when it was killed.
+
+        Raises:
+            RefusedError: This rank has saved there already, or another checkpoint is there.
+            StorageError: It cannot be made.
+        """
+        target, own = self.target, metadata_name(self._rank)
+        taken = [name for name in (METADATA, own) if (target / name).exists()]
+        if taken or (target.exists() and not target.is_dir()):
+            raise RefusedError(
+                "the destination exists",
+                where=str(target / taken[0] if taken else target),
+                hint="save under a name of its own",
+            )
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            for leftover in self._leftovers():
+                leftover.unlink()
+        except OSError as error:
+            raise StorageError.from_os_error(error, "make", str(target)) from error
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """Give this rank's metadata its name, which makes its files a part of the checkpoint.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        final = self.target / metadata_name(self._rank)
+        unfinished = final.with_name(f"{final.name}.tmp")
+        add_file(unfinished, metadata, sync=self._options.sync)
+        try:
+            rename.move(unfinished, final)
+            if self._options.sync:
+                sync_directory(self.target)
+                sync_directory(self.target.parent)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "publish", str(final)) from error
+
+    def _leftovers(self) -> Iterator[Path]:
+        mine = re.compile(rf"__{self._rank}(_\d+\.distcp|\.metadata\.tmp)")
+        return (path for path in self.target.glob("__*") if mine.fullmatch(path.name))
+
+
+class Url:
+    """A folder behind a URL: ranks upload their files as streams, the metadata is uploaded last.
+
+    Rank 0 holds the lock of the folder meanwhile.
+    """
+
+    _lock: RemoteLock
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self.target = path
+        self._options = options
+        self._url = mounts.secret_of(str(path))
+
+    def make_room(self, stack: ExitStack) -> None:
+        """See :class:`Destination`."""
+        if scheme_of(self._url) == HUB:
+            raise RefusedError(
+                "training cannot save to the Hub",
+                where=str(self.target),
+                hint="save to a disk or an object store, and `ckptctl convert` to hf://",
+            )
+        self._require_none()
+        self._lock = RemoteLock(self._store, NAME, [METADATA])
+        left = self._lock.take()
+        stack.callback(self._let_go)
+        self._require_none()  # another run may have been at its end
+        if left is not None:
+            self._clear(left)
+
+    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+        """See :class:`Destination`."""
+        stream(plan, pieces, self._store, checksum=self._options.checksum)
+
+    def size(self, name: str) -> int:
+        """See :class:`Destination`."""
+        return self._store.size(name)
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """See :class:`Destination`."""
+        self._lock.require()
+        self._store.write(METADATA, b"".join(metadata))
+
+    @cached_property
+    def _store(self) -> FsspecStore:
+        return FsspecStore(self._url)
+
+    def _require_none(self) -> None:
+        """Refuse a place with a checkpoint.
+
+        Raises:
+            RefusedError: There is one.
+        """
+        if self._store.size(METADATA) >= 0:
+            raise RefusedError(
+                "the destination exists",
+                where=str(self.target),
+                hint="objects cannot be replaced in one step: save under a name of its own",
+            )
+
+    def _clear(self, left: Writing) -> None:
+        """Remove the files of a dead run, as the new ones would not replace all of them."""
+        place = Objects(self._store)
+        found = place.look()
+        data = [name for name in found if DATA.fullmatch(name)]
+        if not left.is_all(found):
+            data += [name for name in found if name in left.names]
+        place.remove(data, found, self._lock.still)
+
+    def _let_go(self) -> None:
+        with suppress(CkptError):  # the next run removes a lock that nobody holds
+            self._lock.drop()
+
+
+def require_local(path: str | Path) -> None:
+    """Refuse a URL, which would become a directory of that name here.
+
+    Raises:
+        RefusedError: It is one.
+    """
+    paths.require_local(
+        path,
+        "a save without collectives cannot go to a URL",
+        hint="save with collectives, or to a file system",
+        error=RefusedError,
+    )
+
+
+def stream(
+    plan: Plan, pieces: Sequence[torch.Tensor], store: FsspecStore, *, checksum: bool
+) -> None:
+    """Write a rank's files into *store*, one after the other.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    sources = {_record(one): written_view(one, pieces) for one in plan.transfers}
+    for file in plan.files:
+        inside = (n for n, record in enumerate(plan.records) if record.file == file.path)
+        records = sorted(inside, key=lambda number: plan.records[number].offset)
+        with store.create(file.path) as target:
+            _write(file, [sources[number] for number in records], records, target, checksum)
+
+
+def _write(
+    file: OutputFile,
+    sources: Sequence[torch.Tensor],
+    records: Sequence[int],
+    target: IO[bytes],
+    checksum: bool,
+) -> None:
+    known = dict(zip(records, sources, strict=True))
+    pending, position = iter(sources), 0
+
+    @cache
+    def crc_of(record: int) -> int:
+        crc = 0
+        for block in row_major_blocks(known[record]) if checksum else ():
+            crc = crc32(block, crc)
+        return crc
+
+    for offset, part in file.frame(crc_of):
+        while position < offset:
+            for block in row_major_blocks(next(pending)):
+                target.write(block)
+                position += len(block)
+        target.write(part)
+        position += len(part)
+    assert position == file.size
+
+
+def _record(transfer: Transfer) -> int:
+    return transfer.target.operands[0].record

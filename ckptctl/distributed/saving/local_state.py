@@ -1,0 +1,176 @@
+"""A rank's part of a state dict: its shards as other ranks are told of them, and their memory."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+
+from ckptctl import dtypes
+from ckptctl.catalog import memory_key
+from ckptctl.distributed.leaves.pickled import pickled
+from ckptctl.distributed.state import LocalTensor, State, StateDict, memory, state_of
+from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
+from ckptctl.planner.copying.tile import MIB
+from ckptctl.planner.plan import Plan, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What a rank holds.
+
+    Attributes:
+        shards: What it says of it.
+        pieces: Memory of each chunk.
+        steps: Elements between neighbours in it along each dimension.
+        values: Content of each leaf that is no tensor, and of each small tensor that ranks may
+            hold different ones of, as ``torch.save`` writes it.
+    """
+
+    shards: LocalShards
+    pieces: Sequence[torch.Tensor]
+    steps: Sequence[tuple[int, ...]]
+    values: Mapping[str, bytes]
+
+
+def local_state(state: StateDict | State | LocalState, *, trusted: bool = False) -> LocalState:
+    """Return what this rank holds of a state dict; tensors are not copied.
+
+    Raises:
+        RefusedError: Leaves cannot be saved, or not be loaded again.
+    """
+    if isinstance(state, LocalState):
+        return state
+    if not isinstance(state, State):
+        state = state_of(state)
+    leaves = {name: leaf.value for name, leaf in state.values.items()}
+    values = pickled(leaves, trusted=trusted)
+    small = SmallTensors(state.tensors)
+    chunks = [HeldChunk(one.name, one.box.offsets, one.box.sizes) for one in state.shards]
+    shards = LocalShards(
+        state.meta,
+        chunks,
+        {**{name: _digest(content) for name, content in values.items()}, **small.digests},
+        {
+            **state.paths,
+            **{name: state.tensors[name].meta.path for name in small},
+        },
+    )
+    pieces = [shard.tensor.resolve_conj().resolve_neg() for shard in state.shards]
+    steps = [tuple(tensor.stride()) for tensor in pieces]
+    return LocalState(shards, pieces, steps, ChainMap(dict(values), small))  # type: ignore[arg-type]
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST).digest()
+
+
+BLOCK = 16 * MIB
+"""Bytes of a tensor that a stream copies at a time."""
+MAX_BYTES = 64 << 10
+DENSE = torch.contiguous_format
+
+
+class SmallTensors(Mapping[str, bytes]):
+    """Content of each small plain tensor as ``torch.save`` writes it, made when it is asked for.
+
+    Attributes:
+        digests: Of each of them.
+    """
+
+    def __init__(self, tensors: Mapping[str, LocalTensor]) -> None:
+        self._copies = dict(_on_host(tensors))
+        self.digests = {name: _digest(memory(copy)) for name, copy in self._copies.items()}
+
+    def __getitem__(self, name: str) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self._copies[name], buffer)
+        return buffer.getvalue()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._copies)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+
+def _on_host(tensors: Mapping[str, LocalTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield copies; of those on one device with one dtype after a single transfer."""
+    small = [
+        (name, one.shards[0].tensor)
+        for name, one in tensors.items()
+        if one.plain and 0 < one.shards[0].tensor.nbytes <= MAX_BYTES
+    ]
+    small.sort(key=lambda pair: (str(pair[1].device), str(pair[1].dtype)))
+    for device, some in groupby(small, key=lambda pair: (pair[1].device, pair[1].dtype)):
+        named = [(n, t.as_subclass(torch.Tensor).resolve_conj().resolve_neg()) for n, t in some]
+        if device[0].type == "cpu":
+            yield from ((name, tensor.clone(memory_format=DENSE)) for name, tensor in named)
+            continue
+        whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in named]).cpu()
+        parts = torch.split(whole, [tensor.nbytes for _, tensor in named])
+        for (name, tensor), part in zip(named, parts, strict=True):
+            yield name, part.view(tensor.dtype).reshape(tensor.shape).clone()
+
+
+class DeviceMemory:
+    """The bytes from the first to the last element of a tensor on a device; read by slices."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        flat = tensor.as_strided((span if tensor.numel() else 0,), (1,))
+        self._bytes = flat.view(torch.uint8)
+
+    def __getitem__(self, part: slice) -> memoryview:
+        """Return a part, copied to host memory."""
+        return owned(self._bytes[part].to("cpu"))
+
+
+def owned(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a host tensor that lives as long as the view does."""
+    view = memory(tensor)
+    if tensor.numel():
+        cast(Any, view.obj).tensor = tensor
+    return view
+
+
+def host_views(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, memoryview]:
+    """Return the memory behind the names in a plan of :mod:`ckptctl.ops.saving.files`."""
+    names = {one.file for copy in plan.transfers for one in copy.source.operands}
+    return {name: _view(pieces[int(memory_key(name))]) for name in names}
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    on_host = tensor.device.type == "cpu"
+    return memory(tensor) if on_host else cast(memoryview, DeviceMemory(tensor))
+
+
+def written_view(transfer: Transfer, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements that a transfer writes."""
+    (operand,) = transfer.source.operands
+    piece = pieces[int(memory_key(operand.file))]
+    size = dtypes.itemsize(transfer.source_dtype)
+    start = piece.storage_offset() + operand.offset // size
+    return piece.as_strided(operand.sizes, [step // size for step in operand.strides], start)
+
+
+def row_major_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the row-major elements of *tensor*, a part at a time, in host memory."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return
+    if nbytes <= BLOCK or tensor.ndim == 0:
+        block = tensor.to("cpu").contiguous()
+        yield memory(block)
+        return
+    rows = BLOCK // (math.prod(tensor.shape[1:]) * tensor.element_size())
+    for start in range(0, tensor.shape[0], max(rows, 1)):
+        part = tensor[start : start + max(rows, 1)]
+        yield from row_major_blocks(part if rows else part[0])
