@@ -362,7 +362,7 @@ def test_a_save_that_fails_below_a_url_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path.name}/failed"
-    monkeypatch.setattr("ckptctl.distributed.saving.destination.BLOCK", 1 << 10)
+    monkeypatch.setattr("ckptctl.distributed.saving.local_state.BLOCK", 1 << 10)
     monkeypatch.setattr("ckptctl.distributed.saving.destination._blocks", _breaking)
     with pytest.raises(CheckpointException, match="the network is down"):
         save({"w": torch.ones(64, 64)}, url, checksum=False)
