@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -17,25 +16,23 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ckptctl.catalog import Box, Catalog, memory_name
+from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, noted
-from ckptctl.distributed.group import threads
 from ckptctl.distributed.leaves.pickled import written
 from ckptctl.distributed.loading.load import ReadKeywords, load_options
-from ckptctl.distributed.loading.target_memory import steps_of, target
-from ckptctl.distributed.state import state_of
+from ckptctl.distributed.loading.target_memory import read_into, views_of, wanted_of
+from ckptctl.distributed.state import LocalShard, state_of
 from ckptctl.distributed.values import left_out_note, read_values
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops.loading.checks import require_nothing_lost
 from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint
 from ckptctl.ops.loading.key_comparison import with_own
 from ckptctl.ops.loading.reading import prepare
-from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import stored_shapes
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.paths import is_known
 
 _log = logging.getLogger("ckptctl")
@@ -180,17 +177,14 @@ class Reader(StorageReader):
 
     def _fill(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         found = [(item, planner.resolve_tensor(item)) for item in items]
-        staged = {str(number): tensor.detach() for number, (_, tensor) in enumerate(found)}
-        wanted = _wanted(items, staged, self._mapping())
+        shards = [_shard(item, tensor.detach()) for item, tensor in found]
+        wanted = wanted_of(_tensors(shards, self._mapping()), shards)
         cast = self._options.cast or bool(getattr(planner, "cast", False))
-        views = {memory_name(key): target(tensor) for key, tensor in staged.items()}
         state = getattr(planner, "state_dict", {})
         plain = [n for n in wanted if not isinstance(state.get(n), DTensor | ShardedTensor | None)]
         mapping = with_own(self._mapping(), plain, self._rank, state)
         plan = prepare(mapping, wanted, cast=cast).plan(wanted)
-        jobs, checksum = threads(self._options.jobs), self._options.checksum
-        how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
-        done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+        done = read_into(views_of(shards), plan, self._options)
         self.bytes_read = done.bytes_read
         self._options.require_in_range(done.lost)
         for item, tensor in found:
@@ -207,32 +201,31 @@ class Reader(StorageReader):
         )
         if found.refused:
             _log.warning("%s", left_out_note(found.refused))
-        contents: dict[str, io.BytesIO] = {}
-        for name, value in found.values.items():
-            contents[name] = io.BytesIO(written(value))
-        return contents
+        return {name: io.BytesIO(written(value)) for name, value in found.values.items()}
 
 
-def _wanted(
-    items: Sequence[ReadItem], tensors: Mapping[str, torch.Tensor], mapping: StateMapping
-) -> dict[str, Wanted]:
-    """Return the parts that are read as targets of a plan."""
-    targets: dict[str, list[Target]] = {}
-    kinds: dict[str, str] = {}
-    for (key, tensor), item in zip(tensors.items(), items, strict=True):
-        name = item.storage_index.fqn
-        first = item.storage_index.offset or (0,) * len(item.lengths)
-        pairs = zip(first, item.storage_offsets, strict=True)
-        box = Box(tuple(low + inside for low, inside in pairs), tuple(item.lengths))
-        if tuple(tensor.shape) != box.sizes:
-            raise MappingError(f"the planner has {list(tensor.shape)} for {box} of `{name}`")
-        targets.setdefault(name, []).append(Target(box, key, steps_of(tensor)))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if kinds.setdefault(name, dtype) != dtype:
-            raise MappingError(f"the planner has parts of `{name}` in several dtypes")
-    return {n: Wanted(kinds[n], shape, tuple(targets[n])) for n, shape in _shapes(mapping, kinds)}
+def _shard(item: ReadItem, tensor: torch.Tensor) -> LocalShard:
+    """Return the memory that an item is read into."""
+    first = item.storage_index.offset or (0,) * len(item.lengths)
+    pairs = zip(first, item.storage_offsets, strict=True)
+    shard = LocalShard(
+        item.storage_index.fqn,
+        Box(tuple(low + inside for low, inside in pairs), tuple(item.lengths)),
+        tensor,
+    )
+    if tuple(tensor.shape) != shard.box.sizes:
+        raise MappingError(
+            f"the planner has {list(tensor.shape)} for {shard.box} of `{shard.name}`"
+        )
+    return shard
 
 
-def _shapes(mapping: StateMapping, names: Mapping[str, str]) -> list[tuple[str, tuple[int, ...]]]:
+def _tensors(shards: Sequence[LocalShard], mapping: StateMapping) -> dict[str, TensorMeta]:
+    """Return the tensors that *shards* are parts of."""
     shapes = stored_shapes(mapping.tensors)
-    return [(name, shapes[name]) for name in names]
+    found: dict[str, TensorMeta] = {}
+    for one in shards:
+        dtype = str(one.tensor.dtype).removeprefix("torch.")
+        if found.setdefault(one.name, TensorMeta(dtype, shapes[one.name], ())).dtype != dtype:
+            raise MappingError(f"the planner has parts of `{one.name}` in several dtypes")
+    return found

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.distributed.group import threads
 from ckptctl.distributed.loading.broadcast import (
     SharedRead,
     exchange,
@@ -38,6 +37,7 @@ from ckptctl.distributed.loading.request import (
 from ckptctl.distributed.loading.target_memory import (
     Tied,
     comparing,
+    read_into,
     untied,
     views_of,
     wanted_again,
@@ -64,9 +64,6 @@ from ckptctl.ops.ranks.agreement import generation, unchanged
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling, together
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.collection import no_collection
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.out_of_range import OutOfRange
 
 NBYTES = 1 << 28
@@ -258,7 +255,7 @@ class CollectiveLoad:
         return reading.plan(wanted_again(tied, self._wanted(self._asked.places)))
 
     def _wanted(self, places: Sequence[LocalShard]) -> dict[str, Wanted]:
-        return wanted_of(self._asked.state, places)
+        return wanted_of(self._asked.part.tensors, places)
 
     def _untied(self, reading: Reading) -> tuple[list[LocalShard], list[Tied]]:
         return untied(self._asked.places, self._asked.same, reading.mapping)
@@ -316,10 +313,7 @@ class CollectiveLoad:
         return read + together(self._ranks, again), received, values
 
     def _read(self, plan: Plan, views: Mapping[str, memoryview]) -> int:
-        jobs, checksum = threads(self._options.jobs), self._options.checksum
-        how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
-        with no_collection():  # short reads are made by the thousand, and none is in a circle
-            done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+        done = read_into(views, plan, self._options)
         self._lost |= done.lost
         self._options.require_in_range(done.lost)
         return done.bytes_read

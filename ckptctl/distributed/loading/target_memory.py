@@ -7,16 +7,24 @@ the memory once that is filled, by the transfers that would otherwise have fille
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 
 from ckptctl.catalog import memory_name
-from ckptctl.distributed.state import LocalShard, State, memory
+from ckptctl.distributed.group import threads
+from ckptctl.distributed.state import LocalShard, memory
 from ckptctl.errors import MappingError, RefusedError
+from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.ops.saving.local_shards import TensorMeta
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.collection import no_collection
 from ckptctl.storage.compare import row_major
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
 
 def views_of(places: Iterable[LocalShard]) -> dict[str, memoryview]:
@@ -24,15 +32,20 @@ def views_of(places: Iterable[LocalShard]) -> dict[str, memoryview]:
     return {memory_name(str(number)): target(one.tensor) for number, one in enumerate(places)}
 
 
-def wanted_of(state: State, places: Iterable[LocalShard]) -> dict[str, Wanted]:
-    """Return *places* as targets of a plan."""
-    targets: dict[str, list[Target]] = {name: [] for name in state.tensors}
+def wanted_of(tensors: Mapping[str, TensorMeta], places: Iterable[LocalShard]) -> dict[str, Wanted]:
+    """Return *places* as targets of a plan, for all of *tensors*."""
+    targets: dict[str, list[Target]] = {name: [] for name in tensors}
     for number, place in enumerate(places):
         targets[place.name].append(Target(place.box, str(number), steps_of(place.tensor)))
-    return {
-        name: Wanted(held.meta.dtype, held.meta.shape, tuple(targets[name]))
-        for name, held in state.tensors.items()
-    }
+    return {n: Wanted(one.dtype, one.shape, tuple(targets[n])) for n, one in tensors.items()}
+
+
+def read_into(views: Mapping[str, memoryview], plan: Plan, options: LoadOptions) -> Execution:
+    """Carry out the plan of a load; elements that went out of range are in the result."""
+    jobs, checksum = threads(options.jobs), options.checksum
+    how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
+    with no_collection():  # short reads are made by the thousand, and none is in a circle
+        return execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
 
 
 LONG = 4096
