@@ -1,4 +1,10 @@
-"""Process groups of torch as a :class:`~ckptctl.ops.ranks.coordinator.Coordinator`."""
+"""Process groups of torch as a :class:`~ckptctl.ops.ranks.coordinator.Coordinator`.
+
+torch's object collectives first exchange lengths, which doubles what small messages cost. Between
+hosts the first exchange holds the length and as much as fits behind it; only longer messages take a
+second one. All ranks learn the longest length, so they agree whether there is one. NumPy, which
+torch's need, is not.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +22,128 @@ from ckptctl.errors import StorageError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import default_threads
 
+T = TypeVar("T")
 HEAD = 8
 SHORT = 1024
 """Bytes of the first exchange, per rank."""
 _renamed = hasattr(dist, "all_gather_single")
 _all_gather = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
 """torch 2.13 warns of the older name."""
+MEETING = timedelta(minutes=5)
+COPYING = timedelta(days=2)
+
+
+class TorchGroup:
+    """The ranks of a process group.
+
+    They send each other pickles, and trust each other, as in torch's own collectives of objects.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            where = f"rank {dist.get_rank()}"
+            raise UsageError("this rank is not in the process group", where=where)
+        self.world = dist.get_world_size(group)
+        self._on_host = "cpu" in str(dist.get_backend_config(group))
+
+    def all_gather(self, value: T) -> list[T]:
+        """See :class:`Coordinator`."""
+        packed = dumps(value)
+        with reaching():
+            if self._on_host:
+                parts = gather_bytes(packed, self.group)
+            else:
+                parts = [b""] * self.world
+                dist.all_gather_object(parts, packed, group=self.group)
+        return [loads(one) for one in parts]
+
+    def gather(self, value: T) -> list[T] | None:
+        """See :class:`Coordinator`."""
+        packed = dumps(value)
+        with reaching():
+            if self._on_host:
+                parts = gather_bytes(packed, self.group, everywhere=False)
+            else:
+                parts = [b""] * self.world
+                found = parts if self.rank == 0 else None
+                dist.gather_object(packed, found, group=self.group, group_dst=0)
+        return [loads(one) for one in parts] if self.rank == 0 else None
+
+    def broadcast(self, value: T | None) -> T:
+        """See :class:`Coordinator`."""
+        packed = dumps(value) if self.rank == 0 else None
+        with reaching():
+            if self._on_host:
+                given = broadcast_bytes(packed, self.group)
+            else:
+                found = [packed]
+                dist.broadcast_object_list(found, group=self.group, group_src=0)
+                given = found[0] or b""
+        return cast(T, loads(given))
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """See :class:`Coordinator`."""
+        packed = None if values is None else [dumps(value) for value in values]
+        with reaching():
+            if self._on_host:
+                own = scatter_bytes(packed, self.group)
+            else:
+                found = [b""]
+                dist.scatter_object_list(found, packed, group=self.group, group_src=0)
+                (own,) = found
+        return cast(T, loads(own))
+
+
+@contextmanager
+def reaching() -> Iterator[None]:
+    """Say in our words that a rank is gone, or that the group's time ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StorageError(
+            "the other ranks cannot be reached",
+            where=f"rank {dist.get_rank()}",
+            why=str(error).strip().splitlines()[0] if str(error).strip() else None,
+            hint="one of them has ended or hangs: its own output says why",
+        ) from error
+
+
+def threads(jobs: int) -> int:
+    """Return how many threads each rank of a host takes: *jobs*, or its part of the cores."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return jobs or default_threads(ranks)
+
+
+def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
+    """Return the ranks of *group*; a group of one where torch.distributed is not set up."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Alone()
+    return TorchGroup(group)
+
+
+def launched() -> TorchGroup:
+    """Return all processes that the environment names, over gloo.
+
+    They may wait for each other as long as one of them copies; that a process has ended is noticed
+    at once, because its connections are closed.
+
+    Raises:
+        StorageError: They do not find each other.
+    """
+    try:
+        dist.init_process_group("gloo", timeout=MEETING)
+        # Threads of a group that is still there when the interpreter ends abort the process.
+        atexit.register(dist.destroy_process_group)
+        return TorchGroup(dist.new_group(backend="gloo", timeout=COPYING))
+    except (RuntimeError, ValueError) as error:
+        raise StorageError(
+            "the other ranks do not answer",
+            why=str(error).strip().partition("\n")[0],
+            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; a process that is "
+            "to be alone needs an environment without WORLD_SIZE",
+        ) from error
 
 
 def gather_bytes(
@@ -121,123 +243,3 @@ def _broadcast(message: bytes, nbytes: int, group: dist.ProcessGroup | None) -> 
     memory[: len(message)] = message
     dist.broadcast(tensor, group=group, group_src=0)
     return bytes(memory)
-
-
-T = TypeVar("T")
-
-
-class TorchGroup:
-    """The ranks of a process group.
-
-    They send each other pickles, and trust each other, as in torch's own collectives of objects.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
-            where = f"rank {dist.get_rank()}"
-            raise UsageError("this rank is not in the process group", where=where)
-        self.world = dist.get_world_size(group)
-        self._on_host = "cpu" in str(dist.get_backend_config(group))
-
-    def all_gather(self, value: T) -> list[T]:
-        """See :class:`Coordinator`."""
-        packed = dumps(value)
-        with reaching():
-            if self._on_host:
-                parts = gather_bytes(packed, self.group)
-            else:
-                parts = [b""] * self.world
-                dist.all_gather_object(parts, packed, group=self.group)
-        return [loads(one) for one in parts]
-
-    def gather(self, value: T) -> list[T] | None:
-        """See :class:`Coordinator`."""
-        packed = dumps(value)
-        with reaching():
-            if self._on_host:
-                parts = gather_bytes(packed, self.group, everywhere=False)
-            else:
-                parts = [b""] * self.world
-                found = parts if self.rank == 0 else None
-                dist.gather_object(packed, found, group=self.group, group_dst=0)
-        return [loads(one) for one in parts] if self.rank == 0 else None
-
-    def broadcast(self, value: T | None) -> T:
-        """See :class:`Coordinator`."""
-        packed = dumps(value) if self.rank == 0 else None
-        with reaching():
-            if self._on_host:
-                given = broadcast_bytes(packed, self.group)
-            else:
-                found = [packed]
-                dist.broadcast_object_list(found, group=self.group, group_src=0)
-                given = found[0] or b""
-        return cast(T, loads(given))
-
-    def scatter(self, values: Sequence[T] | None) -> T:
-        """See :class:`Coordinator`."""
-        packed = None if values is None else [dumps(value) for value in values]
-        with reaching():
-            if self._on_host:
-                own = scatter_bytes(packed, self.group)
-            else:
-                found = [b""]
-                dist.scatter_object_list(found, packed, group=self.group, group_src=0)
-                (own,) = found
-        return cast(T, loads(own))
-
-
-@contextmanager
-def reaching() -> Iterator[None]:
-    """Say in our words that a rank is gone, or that the group's time ran out."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise StorageError(
-            "the other ranks cannot be reached",
-            where=f"rank {dist.get_rank()}",
-            why=str(error).strip().splitlines()[0] if str(error).strip() else None,
-            hint="one of them has ended or hangs: its own output says why",
-        ) from error
-
-
-def threads(jobs: int) -> int:
-    """Return how many threads each rank of a host takes: *jobs*, or its part of the cores."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return jobs or default_threads(ranks)
-
-
-def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
-    """Return the ranks of *group*; a group of one where torch.distributed is not set up."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return Alone()
-    return TorchGroup(group)
-
-
-MEETING = timedelta(minutes=5)
-COPYING = timedelta(days=2)
-
-
-def launched() -> TorchGroup:
-    """Return all processes that the environment names, over gloo.
-
-    They may wait for each other as long as one of them copies; that a process has ended is noticed
-    at once, because its connections are closed.
-
-    Raises:
-        StorageError: They do not find each other.
-    """
-    try:
-        dist.init_process_group("gloo", timeout=MEETING)
-        # Threads of a group that is still there when the interpreter ends abort the process.
-        atexit.register(dist.destroy_process_group)
-        return TorchGroup(dist.new_group(backend="gloo", timeout=COPYING))
-    except (RuntimeError, ValueError) as error:
-        raise StorageError(
-            "the other ranks do not answer",
-            why=str(error).strip().partition("\n")[0],
-            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; a process that is "
-            "to be alone needs an environment without WORLD_SIZE",
-        ) from error

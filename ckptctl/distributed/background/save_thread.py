@@ -13,6 +13,9 @@ from typing import Self
 
 from ckptctl.errors import StorageError
 
+Callback = Callable[[Path], object]
+_log = logging.getLogger("ckptctl")
+
 
 class SaveFuture(Future[Path | None]):
     """The outcome of :func:`ckptctl.async_save`, a ``concurrent.futures.Future``.
@@ -40,10 +43,6 @@ class SaveFuture(Future[Path | None]):
         self.skipped = True
         self.set_result(None)
         return self
-
-
-Callback = Callable[[Path], object]
-_log = logging.getLogger("ckptctl")
 
 
 class SaveThread:

@@ -24,6 +24,7 @@ BLOCK = 8 << 20
 """Bytes that a thread copies at a time."""
 FEW = 4 << 20
 """Fewer bytes than these are copied before another thread has started."""
+ALIGNED = 64
 
 
 class HostCopy(NamedTuple):
@@ -126,9 +127,6 @@ class DeviceCopies:
             found = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             found.wait_stream(torch.cuda.current_stream(device))
         return found
-
-
-ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from ckptctl.planner.mapping.mapped import stored_shapes
 
 P = ParamSpec("P")
 R = TypeVar("R")
+STOCK = "the checkpoint"
 
 
 def noted(method: Callable[P, R]) -> Callable[P, R]:
@@ -86,9 +87,6 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 def keys_of(path: Path) -> tuple[str | int, ...]:
     """Return the keys down to a leaf as torch has them."""
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
-
-
-STOCK = "the checkpoint"
 
 
 class CatalogMetadata(Metadata):

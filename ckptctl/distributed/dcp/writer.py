@@ -27,10 +27,10 @@ from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.dcp.metadata import encoded, noted
 from ckptctl.distributed.saving.destination import (
-    Destination,
     RankFolder,
     SaveOptions,
-    destination_at,
+    SaveTarget,
+    target_at,
 )
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
 from ckptctl.ops.saving.files import RankOutput, rank_files
@@ -76,7 +76,7 @@ class Writer(StorageWriter):
         super().__init__()
         self._options = SaveOptions(overwrite, files, jobs, memory, sync, checksum)
         self._stack: ExitStack | None = None
-        self._place: Destination | None = None
+        self._place: SaveTarget | None = None
         self.reset(path)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Writer(StorageWriter):
         self._place = (
             RankFolder(path, self._rank, self._options)
             if self._apart
-            else destination_at(path, self._options)
+            else target_at(path, self._options)
         )
 
     @noted
@@ -181,7 +181,7 @@ class Writer(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
-    def _place_set(self) -> Destination:
+    def _place_set(self) -> SaveTarget:
         assert self._place, "torch sets a writer up before anything else"
         return self._place
 

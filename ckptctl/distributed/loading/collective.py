@@ -67,6 +67,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.out_of_range import OutOfRange
 
 NBYTES = 1 << 28
+_log = logging.getLogger("ckptctl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,6 @@ def like(plans: PlanCache[LoadPlan], structure: bytes, opened: Catalog) -> LoadP
         if one.structure == structure and same_index(one.opened, opened):
             return one
     return None
-
-
-_log = logging.getLogger("ckptctl")
 
 
 class CollectiveLoad:

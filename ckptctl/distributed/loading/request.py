@@ -21,6 +21,10 @@ from ckptctl.ops.ranks.agreement import RankStatement, new_nonce, require_agreem
 from ckptctl.ops.ranks.coordinator import Coordinator, sendable
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
 
+Broadcast = bool | Literal["auto"]
+VERSION = 1
+"""Of what the key of a plan is made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class WantedLeaves:
@@ -70,11 +74,6 @@ def everything(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
                 )
         values |= one.values
     return WantedLeaves(tensors, values)
-
-
-Broadcast = bool | Literal["auto"]
-VERSION = 1
-"""Of what the key of a plan is made of."""
 
 
 @dataclass(frozen=True, slots=True)

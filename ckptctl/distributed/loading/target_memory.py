@@ -26,6 +26,10 @@ from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
+LONG = 4096
+Part = tuple[torch.Tensor, torch.Tensor]
+"""A view of a tensor, and elements of the same shape."""
+
 
 def views_of(places: Iterable[LocalShard]) -> dict[str, memoryview]:
     """Return the memory that a plan's names of *places* stand for."""
@@ -46,9 +50,6 @@ def read_into(views: Mapping[str, memoryview], plan: Plan, options: LoadOptions)
     how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
     with no_collection():  # short reads are made by the thousand, and none is in a circle
         return execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
-
-
-LONG = 4096
 
 
 class Filled:
@@ -77,10 +78,6 @@ class Compared:
             own = place.resolve_conj().resolve_neg().contiguous().cpu()
             if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (own, elements))):
                 self._differs()
-
-
-Part = tuple[torch.Tensor, torch.Tensor]
-"""A view of a tensor, and elements of the same shape."""
 
 
 def _parts(tensor: torch.Tensor, first: int, content: memoryview) -> Iterator[Part]:

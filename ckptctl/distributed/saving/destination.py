@@ -34,6 +34,8 @@ from ckptctl.storage.remote.writing import NAME, Writing
 from ckptctl.storage.sync import add_file, sync_directory
 
 Beside = Callable[[], Mapping[str, bytes]]
+DATA = re.compile(r"__\d+_\d+\.distcp")
+"""The files of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,8 @@ class SaveOptions:
     beside: Beside | None = None
 
 
-DATA = re.compile(r"__\d+_\d+\.distcp")
-"""The files of ranks."""
-
-
-class Destination(Protocol):
-    """A place for one checkpoint."""
+class SaveTarget(Protocol):
+    """A place for one checkpoint: a :class:`Folder`, :class:`RankFolder` or :class:`Url`."""
 
     target: Path
 
@@ -90,7 +88,7 @@ class Destination(Protocol):
         """Add the metadata, on rank 0: from then on there is a checkpoint."""
 
 
-def destination_at(path: Path, options: SaveOptions) -> Destination:
+def target_at(path: Path, options: SaveOptions) -> SaveTarget:
     """Return the place at *path*, which may be a URL."""
     return Url(path, options) if is_url(path) else Folder(path, options)
 
@@ -106,12 +104,12 @@ class Folder:
         self._data = data_directory(self.target)
 
     def make_room(self, stack: ExitStack) -> None:
-        """See :class:`Destination`."""
+        """See :class:`SaveTarget`."""
         room = staging(self.target, overwrite=self._options.overwrite, is_checkpoint=replaceable)
         self._stage = stack.enter_context(room)
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
-        """See :class:`Destination`."""
+        """See :class:`SaveTarget`."""
         if plan.files:
             options = self._options
             how = ExecutionOptions(
@@ -125,12 +123,12 @@ class Folder:
             options.execute(plan, self._data, how, lambda _: None, memory=views)
 
     def size(self, name: str) -> int:
-        """See :class:`Destination`."""
+        """See :class:`SaveTarget`."""
         path = self._data / name
         return path.stat().st_size if path.is_file() else -1
 
     def publish(self, metadata: Sequence[bytes]) -> None:
-        """See :class:`Destination`."""
+        """See :class:`SaveTarget`."""
         beside = self._options.beside() if self._options.beside else {}
         for name, content in beside.items():
             add_file(self._stage.data / name, [content], sync=self._options.sync)
@@ -219,7 +217,7 @@ class Url:
         self._url = mounts.secret_of(str(path))
 
     def make_room(self, stack: ExitStack) -> None:
-        """See :class:`Destination`."""
+        """See :class:`SaveTarget`."""
         if scheme_of(self._url) == HUB:
             raise RefusedError(
                 "training cannot save to the Hub",
@@ -235,15 +233,15 @@ class Url:
             self._clear(left)
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
-        """See :class:`Destination`."""
+        """See :class:`SaveTarget`."""
         stream(plan, pieces, self._store, checksum=self._options.checksum)
 
     def size(self, name: str) -> int:
-        """See :class:`Destination`."""
+        """See :class:`SaveTarget`."""
         return self._store.size(name)
 
     def publish(self, metadata: Sequence[bytes]) -> None:
-        """See :class:`Destination`."""
+        """See :class:`SaveTarget`."""
         self._lock.require()
         self._store.write(METADATA, b"".join(metadata))
 

@@ -21,6 +21,11 @@ from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan, Transfer
 
+BLOCK = 16 * MIB
+"""Bytes of a tensor that a stream copies at a time."""
+MAX_BYTES = 64 << 10
+DENSE = torch.contiguous_format
+
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
@@ -72,14 +77,12 @@ def _digest(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
-BLOCK = 16 * MIB
-"""Bytes of a tensor that a stream copies at a time."""
-MAX_BYTES = 64 << 10
-DENSE = torch.contiguous_format
-
-
 class SmallTensors(Mapping[str, bytes]):
     """Content of each small plain tensor as ``torch.save`` writes it, made when it is asked for.
+
+    A generator's state, a data loader's position, the statistics of a layer that ranks do not
+    share: nothing but their bytes tells whether ranks agree. So their bytes are compared, as those
+    of leaves are that are no tensors, and where they differ each rank's are kept.
 
     Attributes:
         digests: Of each of them.
@@ -121,7 +124,11 @@ def _on_host(tensors: Mapping[str, LocalTensor]) -> Iterator[tuple[str, torch.Te
 
 
 class DeviceMemory:
-    """The bytes from the first to the last element of a tensor on a device; read by slices."""
+    """The bytes from the first to the last element of a tensor on a device; read by slices.
+
+    No more is copied at a time than the executor's threads are about to write, so saving never
+    doubles the state in host memory.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -19,11 +19,11 @@ from ckptctl.catalog import Blob, memory_key
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.destination import (
-    Destination,
     RankFolder,
     SaveOptions,
-    destination_at,
+    SaveTarget,
     require_local,
+    target_at,
 )
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.state import State, StateDict, state_of
@@ -188,7 +188,7 @@ class CollectiveSave:
     _held: LocalState
     _packed: Packed
     _key: bytes
-    _place: Destination
+    _place: SaveTarget
     _decision: GlobalPlan
     _save_id: str
 
@@ -212,7 +212,7 @@ class CollectiveSave:
     def prepare(self, state: State | StateDict | LocalState) -> RankStatement:
         """Collect this rank's shards; on rank 0 also make room beside the destination."""
         try:
-            self._place = destination_at(self._target, self._options)
+            self._place = target_at(self._target, self._options)
             self._target = self._place.target
             self._hold(local_state(state, trusted=self._options.trusted))
             if self._ranks.rank == 0:

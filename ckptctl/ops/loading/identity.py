@@ -20,6 +20,10 @@ from ckptctl.storage.remote.urls import is_url
 SETTLED_NS = 100_000_000
 MOST_FILES = 100_000
 Stamp = tuple[str, FileIdentity]
+SAMPLES = 16
+SAMPLE = 256
+SHOWN = 12
+"""Characters of an id in messages."""
 
 
 class _UnsettledError(Exception):
@@ -28,6 +32,11 @@ class _UnsettledError(Exception):
 
 def identity(paths: Iterable[str | Path | None]) -> bytes | None:
     """Return the identity of the files below *paths*.
+
+    Nothing is opened: of every file its name, size, times, inode and device are taken. A file that
+    was written an instant ago could be written again without any of them changing (the clock of a
+    file system ticks every few milliseconds), so such a checkpoint has no identity yet; git treats
+    its index likewise (``Documentation/technical/racy-git.adoc``).
 
     Args:
         paths: Directories, which are looked at with all that is in them, and files, with those
@@ -88,14 +97,13 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result:
         return entry.stat(follow_symlinks=False)
 
 
-SAMPLES = 16
-SAMPLE = 256
-SHOWN = 12
-"""Characters of an id in messages."""
-
-
 class Fingerprint(NamedTuple):
-    """The checkpoint that one rank sees.
+    """The checkpoint that one rank sees, small enough to be compared with all others.
+
+    Ranks with disks of their own, or a mount that is stale, can see different checkpoints under one
+    path. Two copies of one checkpoint are the same, whatever their times and inodes: saves are told
+    apart by their ids, with the names and sizes of the files. Where there is none (safetensors,
+    files of ``torch.save``), the index, the manifest and some of the bytes stand for it.
 
     Attributes:
         digest: Equal where two ranks see the same.

@@ -142,11 +142,9 @@ def _place(extent: Extent) -> Extent:
 
 
 def plan_elsewhere(plan: Plan, catalog: Catalog) -> Plan:
-    """Return *plan* for another checkpoint whose files hold the same in the same places."""
-    root = catalog.root
-    return replace(
-        plan, source_root=root, sources=identities(root, plan.sources), opened=catalog.opened
-    )
+    """Return *plan* for another checkpoint, whose files hold the same in the same places."""
+    sources = identities(catalog.root, plan.sources)
+    return replace(plan, source_root=catalog.root, sources=sources, opened=catalog.opened)
 
 
 def prepare(

@@ -30,6 +30,8 @@ from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.resizing import Tiling
 
+STATE = "the state"
+
 
 class Target(NamedTuple):
     """A box of a tensor in memory.
@@ -58,9 +60,6 @@ class Wanted:
     dtype: str
     shape: tuple[int, ...]
     targets: tuple[Target, ...]
-
-
-STATE = "the state"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,9 @@ from ckptctl.planner.balance import assign, cut, piece_limit
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.collection import no_collection
 
+Places = Sequence[int]
+"""For each rank that holds a box the position of the box among the rank's of that tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
@@ -139,10 +142,6 @@ def _disagree(
         where=f"tensor `{name}`",
         why="; ".join(differing),
     )
-
-
-Places = Sequence[int]
-"""For each rank that holds a box the position of the box among the rank's of that tensor."""
 
 
 @dataclass(slots=True)

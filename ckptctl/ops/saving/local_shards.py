@@ -20,6 +20,7 @@ from ckptctl.errors import CkptError
 
 DIGEST = 16
 """Bytes of a digest of a value or of a structure."""
+Boxes = tuple[Box, ...]
 
 
 class TensorMeta(NamedTuple):
@@ -91,9 +92,6 @@ class Structure:
     def digest(self) -> bytes:
         """Return a digest of all of it, in its order."""
         return digest((list(self.tensors.items()), list(self.paths.items())))
-
-
-Boxes = tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
