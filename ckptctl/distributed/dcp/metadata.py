@@ -54,24 +54,24 @@ def noted(method: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def metadata_of(decision: GlobalPlan) -> Metadata:
+def metadata_of(global_plan: GlobalPlan) -> Metadata:
     """Return a global plan as torch's metadata; the positions of items are not in it yet."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         tensor.name: TensorStorageMetadata(
             properties_of(tensor), torch.Size(tensor.shape), [chunk_of(box) for box in boxes]
         )
-        for tensor, boxes in zip(decision.tensors, decision.boxes, strict=True)
+        for tensor, boxes in zip(global_plan.tensors, global_plan.boxes, strict=True)
     }
-    entries |= {name: BytesStorageMetadata() for name in decision.paths}
+    entries |= {name: BytesStorageMetadata() for name in global_plan.paths}
     entries |= {
         name: TensorStorageMetadata(
             properties_of(tensor), torch.Size(tensor.shape), [chunk_of(Box.whole(tensor.shape))]
         )
-        for name, tensor in decision.apart.items()
+        for name, tensor in global_plan.apart.items()
     }
-    tensors = (*decision.tensors, *decision.apart.values())
+    tensors = (*global_plan.tensors, *global_plan.apart.values())
     paths = {tensor.name: keys_of(tensor.path) for tensor in tensors}
-    return Metadata(entries, paths | {n: keys_of(path) for n, path in decision.paths.items()})
+    return Metadata(entries, paths | {n: keys_of(path) for n, path in global_plan.paths.items()})
 
 
 def properties_of(tensor: OutputTensor) -> TensorProperties:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -37,6 +37,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
 from ckptctl.ops.saving.local_shards import Packed, digest, pack
 from ckptctl.ops.saving.values import divide_values
+from ckptctl.planner.boxes import intersect
 
 PLANS = 8
 VERSION = 1
@@ -45,7 +46,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class HeldPlan(SavePlan):
-    """A plan as ranks send it: before the decision without items, after it without the rest.
+    """A plan as ranks send it: before the global plan without items, after it without the rest.
 
     Attributes:
         key: Digest of all that the plan of this rank depends on, values of leaves apart.
@@ -128,8 +129,7 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return this rank's shards, or only that nothing has changed."""
         packed = pack(self._held.shards)
-        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.boxes]
-        key = digest((VERSION, packed.identity, boxes, packed.which))
+        key = digest((VERSION, packed.sharding))
         known = self._own.get(key)
         self.plan = HeldPlan(
             [],
@@ -162,12 +162,12 @@ class SavePlanner(DefaultSavePlanner):
             ]
             self.metadata = replace(known.metadata)
             return self.global_plan, self.metadata
-        decision = make_global_plan(held) if len(held) > 1 or _alone() else own_plan(0, 1, held[0])
-        self._require_allowed(decision.shares)
-        metadata = metadata_of(decision)
-        written = [dict(share.values) for share in decision.shares]
+        divided = make_global_plan(held) if len(held) > 1 or _alone() else own_plan(0, 1, held[0])
+        self._require_allowed(divided.shares)
+        metadata = metadata_of(divided)
+        written = [dict(share.values) for share in divided.shares]
         self._made = (current, _Global(held, [one.key for one in said], written, metadata))
-        items = items_of(decision)
+        items = items_of(divided)
         self.global_plan = [
             HeldPlan(
                 own,
@@ -177,7 +177,7 @@ class SavePlanner(DefaultSavePlanner):
                 names={under: name for name, under in share.values.items()},
                 kept=kept,
             )
-            for one, own, share in zip(said, items, decision.shares, strict=True)
+            for one, own, share in zip(said, items, divided.shares, strict=True)
         ]
         self.metadata = replace(metadata)
         return self.global_plan, self.metadata
@@ -207,7 +207,11 @@ class SavePlanner(DefaultSavePlanner):
         chunk = write_item.tensor_data.chunk
         wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         shards = self._chunks[self._names.get(name, name)]
-        return next(shard.part(wanted).tensor for shard in shards if _inside(wanted, shard.box))
+        return next(
+            shard.part(wanted).tensor
+            for shard in shards
+            if wanted in (shard.box, intersect(shard.box, wanted))
+        )
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return a leaf of the state, by its name there."""
@@ -263,22 +267,11 @@ def _written(held: Sequence[Packed]) -> list[dict[str, str]]:
     return [dict(one) for one in divide_values(held, structures).written]
 
 
-def _inside(part: Box, box: Box) -> bool:
-    return all(_spans(part, box)) and len(part.sizes) == len(box.sizes)
-
-
-def _spans(part: Box, box: Box) -> Iterator[bool]:
-    for low, size, first, whole in zip(
-        part.offsets, part.sizes, box.offsets, box.sizes, strict=False
-    ):
-        yield first <= low and low + size <= first + whole
-
-
-def items_of(decision: GlobalPlan) -> list[list[WriteItem]]:
+def items_of(global_plan: GlobalPlan) -> list[list[WriteItem]]:
     """Return the write items of each rank."""
-    items: list[list[WriteItem]] = [[] for _ in decision.shares]
+    items: list[list[WriteItem]] = [[] for _ in global_plan.shares]
     for tensor, boxes, ranks in zip(
-        decision.tensors, decision.boxes, decision.writers, strict=True
+        global_plan.tensors, global_plan.boxes, global_plan.writers, strict=True
     ):
         kind = WriteItemType.SHARD if len(boxes) > 1 else WriteItemType.TENSOR
         size, properties = torch.Size(tensor.shape), properties_of(tensor)
@@ -287,10 +280,10 @@ def items_of(decision: GlobalPlan) -> list[list[WriteItem]]:
             index = MetadataIndex(tensor.name, chunk.offsets, number)
             data = TensorWriteData(chunk, properties, size)
             items[rank].append(WriteItem(index, kind, tensor_data=data))
-    for own, share in zip(items, decision.shares, strict=True):
+    for own, share in zip(items, global_plan.shares, strict=True):
         own += [
-            _apart(decision.apart[under])
-            if under in decision.apart
+            _apart(global_plan.apart[under])
+            if under in global_plan.apart
             else WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)
             for under in share.values.values()
         ]

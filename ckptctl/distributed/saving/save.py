@@ -168,9 +168,9 @@ def write_alone(
     """
     place = RankFolder(path, rank, options)
     own = local_state(state, trusted=options.trusted)
-    decision = own_plan(rank, world, pack(own.shards))
+    global_plan = own_plan(rank, world, pack(own.shards))
     files = rank_files(
-        rank, own.shards, decision.shares[rank], own.steps, own.values, options.files
+        rank, own.shards, global_plan.shares[rank], own.steps, own.values, options.files
     )
     with ExitStack() as stack:
         place.make_room(stack)
@@ -178,7 +178,7 @@ def write_alone(
         items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
         values = [(Blob(name, own.shards.paths[name]), item) for name, item in files.items.items()]
         origin = Origin(new_nonce().hex(), world)
-        place.publish(metadata(decision, items).complete(values, origin))
+        place.publish(metadata(global_plan, items).complete(values, origin))
     return place.target
 
 
@@ -189,7 +189,7 @@ class CollectiveSave:
     _packed: Packed
     _key: bytes
     _place: SaveTarget
-    _decision: GlobalPlan
+    _global_plan: GlobalPlan
     _save_id: str
 
     def __init__(
@@ -285,8 +285,8 @@ class CollectiveSave:
         packed = self._packed if first else self._packed.shortened()
 
         def answer(found: list[Packed]) -> Sequence[RankShare]:
-            self._decision = make_global_plan(found)
-            return self._decision.shares
+            self._global_plan = make_global_plan(found)
+            return self._global_plan.shares
 
         return through_first(self._ranks, lambda: packed, answer)
 
@@ -309,7 +309,7 @@ class CollectiveSave:
         self._require_files(written)
         items = [one.items for one in written if one.items is not None]
         if items:
-            plan.metadata = metadata(self._decision, items)
+            plan.metadata = metadata(self._global_plan, items)
         assert plan.metadata
         values = [value for one in written for value in one.values]
         content = plan.metadata.complete(values, Origin(self._save_id, self._ranks.world))
@@ -339,9 +339,8 @@ def plan_key(own: LocalState, packed: Packed, ranks: Coordinator, options: SaveO
         ranks: The group.
         options: How it saves.
     """
-    boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in packed.boxes]
     here = (VERSION, ranks.rank, ranks.world, options.files)
-    return digest((here, packed.identity, boxes, packed.which, own.steps))
+    return digest((here, packed.sharding, own.steps))
 
 
 class WriteReport(NamedTuple):

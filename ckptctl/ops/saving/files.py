@@ -223,23 +223,23 @@ def rank_files(
     return with_values(rank, tensor_files(rank, shards, share, steps, files), share.values, values)
 
 
-def metadata(decision: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
+def metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
     """Return the global ``.metadata``, to which the leaves that are no tensors are added.
 
     Args:
-        decision: Who wrote what.
+        global_plan: Who wrote what.
         items: Where each rank did.
     """
     with no_collection():
-        return encode_tensors(decision.tensors, decision.boxes, _located(decision, items))
+        return encode_tensors(global_plan.tensors, global_plan.boxes, _located(global_plan, items))
 
 
 def _located(
-    decision: GlobalPlan, items: Sequence[RankItems]
+    global_plan: GlobalPlan, items: Sequence[RankItems]
 ) -> Iterator[tuple[str, Iterator[Located]]]:
     places = [_placed(one) for one in items]
     for tensor, boxes, writers in zip(
-        decision.tensors, decision.boxes, decision.writers, strict=True
+        global_plan.tensors, global_plan.boxes, global_plan.writers, strict=True
     ):
         yield tensor.name, _chunks(boxes, writers, places)
 

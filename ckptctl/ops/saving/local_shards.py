@@ -112,6 +112,12 @@ class Packed:
     which: bytes
     values: bytes
 
+    @property
+    def sharding(self) -> tuple[object, ...]:
+        """Return all of it but the values."""
+        boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self.boxes]
+        return self.identity, boxes, self.which
+
     def shortened(self) -> Packed:
         """Return it as a rank sends it when a lower one has sent the structure."""
         return replace(self, structure=None)

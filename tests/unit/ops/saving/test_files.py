@@ -53,10 +53,10 @@ def packed(holdings: Sequence[LocalShards]) -> list[Packed]:
 
 
 def test_each_box_is_written_once() -> None:
-    decision = make_global_plan(packed(ROWS))
-    assert [tensor.name for tensor in decision.tensors] == ["w", "b"]
-    assert [list(share.chunks) for share in decision.shares] == [[0, 1], [0]]
-    assert [list(ranks) for ranks in decision.writers] == [[0, 1], [0]]
+    global_plan = make_global_plan(packed(ROWS))
+    assert [tensor.name for tensor in global_plan.tensors] == ["w", "b"]
+    assert [list(share.chunks) for share in global_plan.shares] == [[0, 1], [0]]
+    assert [list(ranks) for ranks in global_plan.writers] == [[0, 1], [0]]
 
 
 def test_holes_overlaps_and_what_lies_outside_are_named() -> None:
@@ -81,10 +81,10 @@ def test_ranks_that_disagree_are_named() -> None:
 def test_large_replicas_are_cut_so_that_all_write_them() -> None:
     shape = (64, LEAST_PIECE // 16)
     held = [shards({"w": [((0, 0), shape)]}, {"w": shape}) for _ in range(4)]
-    decision = make_global_plan(packed(held))
-    written = Counter(rank for ranks in decision.writers for rank in ranks)
+    global_plan = make_global_plan(packed(held))
+    written = Counter(rank for ranks in global_plan.writers for rank in ranks)
     assert len(written) == 4 and max(written.values()) == min(written.values())
-    for rank, share in enumerate(decision.shares):
+    for rank, share in enumerate(global_plan.shares):
         files = tensor_files(rank, held[rank], share, [row_major(shape)])
         assert [copy.source.operands[0].nbytes for copy in files.plan.transfers] == [
             box.numel * 4 for box in share.parts.values()
@@ -94,15 +94,15 @@ def test_large_replicas_are_cut_so_that_all_write_them() -> None:
 def test_tensors_that_only_some_ranks_have() -> None:
     first = shards({"a": [((0,), (2,))], "b": [((0,), (2,))]}, {"a": (2,), "b": (2,)})
     second = shards({"c": [((0,), (2,))], "b": [((0,), (2,))]}, {"c": (2,), "b": (2,)})
-    decision = make_global_plan(packed([first, second]))
-    assert [tensor.name for tensor in decision.tensors] == ["a", "b", "c"]
-    assert [list(share.chunks) for share in decision.shares] == [[0, 1], [0]]
+    global_plan = make_global_plan(packed([first, second]))
+    assert [tensor.name for tensor in global_plan.tensors] == ["a", "b", "c"]
+    assert [list(share.chunks) for share in global_plan.shares] == [[0, 1], [0]]
 
 
 def test_several_boxes_of_one_rank() -> None:
     held = shards({"a": [((0,), (1,)), ((1,), (3,))], "b": [((0,), (1,))]}, {"a": (4,), "b": (1,)})
-    decision = make_global_plan([pack(held)])
-    assert list(decision.shares[0].chunks) == [0, 1, 2]
+    global_plan = make_global_plan([pack(held)])
+    assert list(global_plan.shares[0].chunks) == [0, 1, 2]
 
 
 def test_chunks_out_of_order_are_a_bug() -> None:
@@ -116,19 +116,21 @@ def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
         shards({"w": [((r * 2, 0), (2, 3))]}, {"w": (4, 3)}, {"step": 1, "rng": r})
         for r in range(2)
     ]
-    decision = make_global_plan(packed(held))
+    global_plan = make_global_plan(packed(held))
     contents = {"step": b"step", "rng": b"rng state"}
     written = []
     values = []
-    for rank, (own, share) in enumerate(zip(held, decision.shares, strict=True)):
+    for rank, (own, share) in enumerate(zip(held, global_plan.shares, strict=True)):
         files = tensor_files(rank, own, share, [(3, 1)])
         whole = with_values(rank, files, share.values, contents)
         written.append(files.items)
-        values += [(Blob(name, decision.paths[name]), item) for name, item in whole.items.items()]
+        values += [
+            (Blob(name, global_plan.paths[name]), item) for name, item in whole.items.items()
+        ]
         assert whole.plan.files[0].size == files.plan.files[0].size + sum(
             len(contents[name]) for name in share.values
         )
-    made = metadata(decision, written)
+    made = metadata(global_plan, written)
     leaves = decode(b"".join(made.complete(values)), "x").leaves
     assert list(leaves) == ["w", "step", "rng", "rank_1.values.rng"]
     assert [item.file for _, item in leaves["w"].items] == ["__0_0.distcp", "__1_0.distcp"]
@@ -144,12 +146,12 @@ def test_metadata_is_torchs(tmp_path: Any) -> None:
 
     names = [f"value {number}" for number in range(2500)]
     values = [(Blob(name, (name,)), Item("__0_0.distcp", 5, 6)) for name in names]
-    decision = make_global_plan(packed(ROWS))
+    global_plan = make_global_plan(packed(ROWS))
     files = [
         tensor_files(rank, own, share, [row_major(chunk.sizes) for chunk in own.chunks]).items
-        for rank, (own, share) in enumerate(zip(ROWS, decision.shares, strict=True))
+        for rank, (own, share) in enumerate(zip(ROWS, global_plan.shares, strict=True))
     ]
-    found = pickle.loads(b"".join(metadata(decision, files).complete(values)))
+    found = pickle.loads(b"".join(metadata(global_plan, files).complete(values)))
     assert isinstance(found, Metadata)
     assert list(found.state_dict_metadata) == ["w", "b", *names]
     assert isinstance(found.state_dict_metadata["value 7"], BytesStorageMetadata)
@@ -167,8 +169,8 @@ def value_state(values: Sequence[Mapping[str, int]]) -> tuple[list[Packed], list
 
 def test_equal_values_are_written_by_the_lowest_rank_differing_ones_by_each() -> None:
     found, _ = value_state([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 1}])
-    decision = make_global_plan(found)
-    assert [share.values for share in decision.shares] == [
+    global_plan = make_global_plan(found)
+    assert [share.values for share in global_plan.shares] == [
         {"a": "a", "b": "b"},
         {"b": "rank_1.values.b"},
         {"c": "c", "b": "rank_2.values.b"},
