@@ -24,7 +24,7 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.unknown_classes import value_bytes
 from ckptctl.ops.loading.key_comparison import held_as, kept_apart
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.memory_files import MemoryFiles
 from ckptctl.storage.zips.reader import LEGACY, read_archive
 
@@ -68,7 +68,7 @@ def read_values(
     found: dict[str, object] = {}
     refused: dict[str, UnsupportedError] = {}
     catalog = mapping.catalog
-    with SourceFiles(catalog.root) as opened:
+    with source_files(catalog.root) as opened:
         for name, held in held_names(mapping, values, rank).items():
             blob = catalog.blobs[held]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path

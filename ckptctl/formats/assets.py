@@ -21,9 +21,8 @@ from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.stated import plain
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import leads_outside, source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.local_files import leads_outside
 
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")
@@ -204,7 +203,7 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
         UnsupportedError: One of them is not a JSON object.
     """
     found: dict[str, Mapping[str, object]] = {}
-    with SourceFiles(root) as files:
+    with source_files(root) as files:
         for name in DOCUMENTS:
             if (root / name).is_file():
                 content = read_json(files, name, constants=True)
@@ -259,7 +258,7 @@ def _code(root: Path, items: Collection[str]) -> set[str]:
     if not there:
         return found
     new = {name for file in _CODE_IN if file in items for name in _named(_content(root, file))}
-    with SourceFiles(root) as files:
+    with source_files(root) as files:
         while new := (new & there) - found:
             found |= new
             sizes = {name: files.size(name) for name in new}
@@ -291,7 +290,7 @@ def _named(content: object) -> Iterator[str]:
 
 def _content(root: Path, name: str) -> object:
     """Return the value in a JSON file; None: it cannot be read as such."""
-    with SourceFiles(root) as files:
+    with source_files(root) as files:
         try:
             return read_json(files, name, constants=True)
         except CkptError:

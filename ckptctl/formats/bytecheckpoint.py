@@ -26,7 +26,7 @@ from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.malformed import attributes, malformed
 from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Table, loads
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
 
@@ -62,7 +62,7 @@ class ByteCheckpointFormat(Format):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         where = str(path / METADATA)
-        with SourceFiles(path) as files:
+        with source_files(path) as files:
             root = loads(dcp.read_metadata(files, METADATA), where=where, table=_TABLE)
             leaves = leaves_of(root, where)
             views = _views(root, where)

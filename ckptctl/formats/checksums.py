@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.formats.shared.malformed import malformed
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import path_at
 
@@ -33,7 +33,7 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
     Raises:
         DamagedError: The manifest is not JSON.
     """
-    with SourceFiles(catalog.root) as files:
+    with source_files(catalog.root) as files:
         wanted = needed or files.local
         if not wanted or not (files.root / MANIFEST).is_file() or path_at(catalog.path).is_file():
             return catalog
@@ -52,7 +52,7 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
 def carried(root: Path) -> dict[str, int]:
     """Return the files that travelled into *root* and are of no known kind, with their bytes."""
     try:
-        with SourceFiles(root) as files:
+        with source_files(root) as files:
             content = read_json(files, MANIFEST)
     except CkptError:
         return {}

@@ -24,7 +24,7 @@ from ckptctl.formats.dcp.union import Union, Values
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.structure import kept_apart
 from ckptctl.storage.collection import no_collection
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import ahead
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
@@ -60,7 +60,7 @@ class DcpRankLocalFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        with SourceFiles(path) as files, no_collection():
+        with source_files(path) as files, no_collection():
             if asked.partial:
                 return _partial(files, asked)
             values = Values(files)
@@ -168,7 +168,7 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
     """
     if not (path / metadata_name(rank)).is_file():
         return None
-    with SourceFiles(path) as files, no_collection():
+    with source_files(path) as files, no_collection():
         note = f"read from what rank {rank} wrote, alone"
         leaves, origin = _decoded(files, rank)
         catalog = dcp.catalog_of(files, leaves, DcpRankLocalFormat.name, (note,))
@@ -182,7 +182,7 @@ def rank_files(path: Path) -> list[str]:
         DamagedError: One is missing.
         FormatError: There are none.
     """
-    with SourceFiles(path) as files:
+    with source_files(path) as files:
         return [metadata_name(rank) for rank in _ranks(files)]
 
 

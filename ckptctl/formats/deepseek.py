@@ -26,7 +26,7 @@ from ckptctl.formats.base import (
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf.shards import read_shard
 from ckptctl.formats.shared.rank_files import in_order, lay_out
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import heads_ahead
 
 
@@ -69,7 +69,7 @@ class DeepSeekFormat(WritableFormat):
         root = path if path.is_dir() else path.parent
         names = _ranks(root)
         around = beside(root, names)
-        with SourceFiles(root) as files:
+        with source_files(root) as files:
             read = [read_shard(files, name) for name in heads_ahead(files, names)]
             shards = [tensors for tensors, _ in read]
             described = asked.documents or around.documents

@@ -14,7 +14,7 @@ from ckptctl.formats import deepspeed, hf
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.deepspeed.files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, tag_folder, tags
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 
 def _evidence(folder: Path) -> str | None:
@@ -68,7 +68,7 @@ class DeepSpeedUniversalFormat(Format):
         if not path.is_dir():
             raise FormatError("this is a file", where=str(path), why="expected the whole folder")
         folder = tag_folder(path, asked.tag, LATEST_UNIVERSAL, _evidence)
-        with SourceFiles(path) as files:
+        with source_files(path) as files:
             save = UniversalSave.of(files, f"{folder}/" if folder else "", asked.partial)
             model = save.weights(asked)
             others = surroundings(save)

@@ -23,7 +23,7 @@ from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.planner.boxes import coverage
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
@@ -62,7 +62,7 @@ class HfRankShardsFormat(Format):
         findings = list(_gaps(path, shards, ranks, asked.partial))
         parts: dict[str, _Parts] = {}
         sizes: dict[str, int] = {}
-        with SourceFiles(path) as files:
+        with source_files(path) as files:
             for name in heads_ahead(files, shards):
                 try:
                     header = _header(files, name)
@@ -301,7 +301,7 @@ def _compared(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     """
     name = f"model{INDEX}"
     where = str(path.parent / name)
-    with SourceFiles(path.parent) as files:
+    with source_files(path.parent) as files:
         index = read_json(files, name)
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         yield f"`../{name}` is no index, so nothing was compared with it"
@@ -334,7 +334,7 @@ def _unlisted(
     file = next((one.file for one in known if one.file), following)
     if not known:
         yield of_error(error, path, file=file)
-    with SourceFiles(path.parent) as files:
+    with source_files(path.parent) as files:
         index = read_json(files, f"model{INDEX}")
     assert isinstance(index, dict)
     for name in sorted(index["weight_map"].keys() - tensors.keys()):

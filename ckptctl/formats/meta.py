@@ -25,7 +25,7 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.mistral import is_mistral
 from ckptctl.formats.shared.rank_files import in_order, lay_out
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import zips_ahead
 
 LAYOUT = "meta"
@@ -75,7 +75,7 @@ class MetaFormat(WritableFormat):
         if path.is_file() and not _SHARD.fullmatch(path.name):
             raise _no_shards(path)
         names = _shards(root)
-        with SourceFiles(root) as files:
+        with source_files(root) as files:
             around = beside(root, names)
             read = [torch_file.read_contents(files, name) for name in zips_ahead(files, names)]
             shards = [found.tensors for found in read]

@@ -20,7 +20,7 @@ from ckptctl.formats.assets import documents
 from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import zips_ahead
 
 PARAMS = "params.json"
@@ -128,7 +128,7 @@ class MistralFormat(hf.HfFormat):
                 where=str(path),
                 why=f"expected {STEM}.safetensors, {INDEX} or {STEM}.00.pth, and {PARAMS}",
             )
-        with SourceFiles(folder) as files:
+        with source_files(folder) as files:
             catalog = self._read(files, path, names)
         documents = dict(catalog.documents)
         if PARAMS in documents:

@@ -16,7 +16,7 @@ from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import ADAPTER
 from ckptctl.formats.base import AS_IT_IS, Output, OutputRequest, ReadOptions, Sniff
 from ckptctl.formats.hf import HfFormat
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 
 CONFIG = ADAPTER
@@ -83,7 +83,7 @@ def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
     """
     if not (root / CONFIG).is_file():
         return {}
-    with SourceFiles(root) as files:
+    with source_files(root) as files:
         content = read_json(files, CONFIG, constants=True)
     if not isinstance(content, dict):
         raise UnsupportedError(f"`{CONFIG}` is not a JSON object", where=str(root / CONFIG))

@@ -22,8 +22,7 @@ from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.torch_file import Contents
-from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.local_files import is_there
+from ckptctl.storage.files import SourceFiles, is_there, source_files
 from ckptctl.storage.read_ahead import ahead, zip_ends
 
 _RANK = r"(?P<rank>\d{1,7})"
@@ -105,7 +104,7 @@ class RankFilesFormat(Format):
                 "this is one file of many", where=str(path), hint="name the directory it is in"
             )
         groups = _grouped(path)
-        with SourceFiles(path) as files:
+        with source_files(path) as files:
             merger, gaps = RankMerger(files, asked), Gaps(path, asked.partial)
             joined = _joined(files, groups, merger, gaps)
             names = list(_names(path, groups))

@@ -27,7 +27,7 @@ from ckptctl.formats.base import (
 from ckptctl.formats.shared.structure import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.reader import Unknown, walk
 from ckptctl.storage.pickles.storage_tensor import StorageTensor
 from ckptctl.storage.pickles.writer import dumps
@@ -85,7 +85,7 @@ class TorchFormat(WritableFormat):
             raise FormatError(
                 "this is a directory", where=str(path), why="expected one file of `torch.save`"
             )
-        with SourceFiles(path.parent) as files:
+        with source_files(path.parent) as files:
             try:
                 found = read_contents(files, path.name, computed=True)
             except UnsafePickleError as error:

@@ -23,7 +23,7 @@ from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.collection import no_collection
 from ckptctl.storage.destinations import require_writable
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import require_local
 from ckptctl.storage.publish import staging
 from ckptctl.storage.sync import write_file
@@ -140,7 +140,7 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
             hint="only what `dcp.save(use_collectives=False)` wrote lacks global metadata",
         )
     names = rank_files(source)
-    with SourceFiles(source) as files:
+    with source_files(source) as files:
         identities = {name: files.identity(name) for name in names}
     with no_collection():
         catalog = FORMAT.read(source)
@@ -148,7 +148,7 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
             check_coverage(entry)
         FORMAT.resolve(catalog)
         content = _encoded(catalog)
-    with SourceFiles(source) as files:
+    with source_files(source) as files:
         identities |= {name: files.identity(name) for name in catalog.files}
     return MetadataPlan(
         source,
@@ -215,7 +215,7 @@ def _require_room(source: Path) -> None:
 
 
 def _require_unchanged(plan: MetadataPlan) -> None:
-    with SourceFiles(plan.source) as files:
+    with source_files(plan.source) as files:
         changed = [name for name, was in plan.identities.items() if files.identity(name) != was]
     if changed:
         raise ChangedError(str(plan.source), changed[0])

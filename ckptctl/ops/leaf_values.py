@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog
 from ckptctl.errors import CkptError
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 MANY = 100
 """Leaves that are read from files of their own: those nearest to the root."""
@@ -37,7 +37,7 @@ def leaf_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[
 
 
 def _is_local(catalog: Catalog) -> bool:
-    with SourceFiles(catalog.root) as files:
+    with source_files(catalog.root) as files:
         return files.local
 
 

@@ -17,7 +17,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Computed, is_computed, made_of
 from ckptctl.storage.arithmetic import elements, out_of_range
 from ckptctl.storage.computed_inputs import Inputs, last_of
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.kinds import given_to, kinds
 from ckptctl.storage.out_of_range import NONE, OutOfRange
 
@@ -240,5 +240,5 @@ def open_reader(catalog: Catalog) -> Iterator[Reader]:
     """Open what reads the files of *catalog*, virtual ones included, for one thread."""
     roots = {catalog.root} | {root for root, _ in made_of(catalog.computed)}
     with ExitStack() as stack:
-        sources = {root: stack.enter_context(SourceFiles(root)) for root in roots}
+        sources = {root: stack.enter_context(source_files(root)) for root in roots}
         yield ComputedFiles(catalog.computed, sources.__getitem__).reader(catalog.root)

@@ -1,30 +1,56 @@
 """Reading the files of a checkpoint by position, and only the files of that checkpoint.
 
-Names that come from inside a checkpoint cannot leave it.
+Those of this machine are opened ``O_RDONLY`` and read with ``preadv``, never through a memory map:
+a file that shrinks under one kills the process. Names that come from inside a checkpoint cannot
+leave it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+import stat
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import (
+    DamagedError,
+    SourceNotFoundError,
+    StorageError,
+    UnsupportedError,
+)
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.local_files import LocalFiles
+from ckptctl.storage.contained import OutsideError, contained, real_path
 from ckptctl.storage.remote.urls import is_url
 
 AT_ONCE = 1 << 16
 """Bytes that are asked for without looking first whether the file has so many."""
 MAX_OFFSET = (1 << 63) - 1 - AT_ONCE
 """The last byte from which so many can be asked for: ``off_t`` is signed."""
+MAX_OPEN = 256
+IOV_MAX = 1024
+SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
-class Access(Protocol):
-    """The files below one root, on this machine or behind a URL.
+def source_files(root: str | os.PathLike[str]) -> SourceFiles:
+    """Return the files below a directory, or the URL of one."""
+    if not is_url(root):
+        return LocalFiles(root if isinstance(root, Path) else Path(root))
+    from ckptctl.storage.remote.path import RemoteFiles
 
-    Names are relative to the root, and must not lead out of it.
+    return RemoteFiles(root)
+
+
+class SourceFiles(ABC):
+    """The files below one root, on this machine or behind a URL, for many threads.
+
+    Attributes:
+        root: The root, as a path.
+        local: Whether they are files of this machine, which have descriptors.
 
     Raises:
         DamagedError: By all that take a name: it leads elsewhere, or is no regular file.
@@ -32,57 +58,8 @@ class Access(Protocol):
         StorageError: By all that read: the read failed.
     """
 
-    @property
-    def root(self) -> Path:
-        """The root, as a path."""
-
-    @property
-    def local(self) -> bool:
-        """Whether they are files of this machine, which have descriptors."""
-
-    def close(self) -> None:
-        """Let go of what is open."""
-
-    def forget(self) -> None:
-        """Forget what was learnt of files that may change."""
-
-    def path(self, name: str) -> Path:
-        """Return the path of *name*, which is there."""
-
-    def identity(self, name: str) -> FileIdentity:
-        """Return what must stay the same while *name* is being read."""
-
-    def digest(self, name: str) -> str | None:
-        """Return the digest of the content, where the place tells it."""
-
-    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return a range of bytes; fewer where the file ends."""
-
-    def readv(self, name: str, views: Sequence[memoryview], offset: int) -> int:
-        """Fill *views*, and return how many bytes there were for them."""
-
-    def prefetch(self, name: str, offset: int) -> None:
-        """Get the bytes around *offset* where that takes a while."""
-
-    def descriptor(self, name: str) -> int:
-        """Return an own, new descriptor of *name*."""
-
-
-class SourceFiles:
-    """The files below one root, for many threads.
-
-    Args:
-        root: Directory, or URL of one, that names are relative to.
-
-    Attributes:
-        root: The same as a path.
-        local: Whether they are files of this machine, which have descriptors.
-    """
-
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._access = _access(root)
-        self.root = self._access.root
-        self.local = self._access.local
+    root: Path
+    local = False
 
     def __enter__(self) -> SourceFiles:
         return self
@@ -90,38 +67,39 @@ class SourceFiles:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Let go of descriptors, and of what was kept of remote files."""
-        self._access.close()
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027
         """Forget what was learnt of files that may change; of local ones nothing is kept."""
-        self._access.forget()
 
+    @abstractmethod
     def path(self, name: str) -> Path:
-        """Return the path of *name* after checking that it stays inside the root.
+        """Return the path of *name* after checking that it is there, and stays inside the root."""
 
-        Raises:
-            DamagedError: It leads elsewhere or is not a regular file.
-            SourceNotFoundError: There is no such file.
-        """
-        return self._access.path(name)
-
+    @abstractmethod
     def identity(self, name: str) -> FileIdentity:
         """Return what must stay the same while *name* is being read."""
-        return self._access.identity(name)
+
+    @abstractmethod
+    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Return a range of bytes; fewer where the file ends."""
+
+    @abstractmethod
+    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """Fill *views* from *offset* on, and return how many bytes there were for them."""
 
     def size(self, name: str) -> int:
         """Return the size of *name* in bytes."""
-        return self._access.identity(name).size
+        return self.identity(name).size
 
-    def digest(self, name: str) -> str | None:
+    def digest(self, name: str) -> str | None:  # noqa: ARG002
         """Return the digest of the content of *name* where its place tells it, as the Hub does.
 
         Returns:
             SHA-256, or git's SHA-1 of a blob, in hexadecimal; None: only reading it would tell.
         """
-        return self._access.digest(name)
+        return None
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Return exactly *nbytes* bytes from *offset*.
@@ -130,7 +108,7 @@ class SourceFiles:
             DamagedError: The file ends before that.
         """
         if 0 <= nbytes <= AT_ONCE and 0 <= offset <= MAX_OFFSET:
-            found = self._access.read_some(name, offset, nbytes)
+            found = self.read_some(name, offset, nbytes)
             if len(found) == nbytes:
                 return found
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size(name):
@@ -151,12 +129,12 @@ class SourceFiles:
             DamagedError: The file ends before they are full.
             StorageError: The read failed.
         """
-        done = self._access.readv(name, views, offset)
+        done = self.fill(name, views, offset)
         wanted = sum(map(len, views))
         if done < wanted:
             raise self._truncated(name, offset + done, wanted - done)
 
-    def prefetch(self, name: str, offset: int) -> None:
+    def prefetch(self, name: str, offset: int) -> None:  # noqa: B027
         """Get the bytes around *offset* into memory, where it takes a while to get them.
 
         Args:
@@ -166,7 +144,6 @@ class SourceFiles:
         Raises:
             CkptError: There are none; whoever reads them is told again.
         """
-        self._access.prefetch(name, offset)
 
     def descriptor(self, name: str) -> int:
         """Return an own, new descriptor of *name*; the caller closes it.
@@ -174,7 +151,7 @@ class SourceFiles:
         Raises:
             StorageError: It cannot be opened, or is not :attr:`local`.
         """
-        return self._access.descriptor(name)
+        raise StorageError(f"`{name}` is no file of this machine", where=str(self.root))
 
     def _truncated(self, name: str, offset: int, nbytes: int) -> DamagedError:
         return DamagedError(
@@ -185,9 +162,170 @@ class SourceFiles:
         )
 
 
-def _access(root: str | os.PathLike[str]) -> Access:
-    if not is_url(root):
-        return LocalFiles(root if isinstance(root, Path) else Path(root))
-    from ckptctl.storage.remote.files import RemoteFiles
+class LocalFiles(SourceFiles):
+    """The files below one directory, opened on demand and kept open."""
 
-    return RemoteFiles(root)
+    local = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._users: dict[int, int] = {}
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+    def path(self, name: str) -> Path:
+        """Return the path of *name* after checking that it stays inside the root.
+
+        Raises:
+            OutsideError: It leads elsewhere.
+            UnsupportedError: It is not a regular file.
+            SourceNotFoundError: There is no such file.
+        """
+        path = self.root / contained(name, str(self.root))
+        if leads_outside(path, self.root):
+            why = f"it is {real_path(path)}"
+            raise OutsideError(f"`{name}` leads outside the checkpoint", where=str(path), why=why)
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            raise SourceNotFoundError(f"`{name}` is missing", where=str(self.root)) from None
+        except OSError as error:
+            raise StorageError.from_os_error(error, "look at", str(path)) from error
+        if not stat.S_ISREG(mode):
+            raise UnsupportedError(f"`{name}` is not a regular file", where=str(path))
+        return path
+
+    def identity(self, name: str) -> FileIdentity:
+        """See :meth:`SourceFiles.identity`."""
+        with self._descriptor(name) as descriptor:
+            return FileIdentity.of(os.fstat(descriptor))
+
+    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
+        """See :meth:`SourceFiles.read_some`."""
+        descriptor = self._hold(name)
+        try:
+            return os.pread(descriptor, nbytes, offset)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
+        finally:
+            self._release(descriptor)
+
+    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`SourceFiles.fill`."""
+        done = 0
+        with self._descriptor(name) as descriptor:
+            for start in range(0, len(views), IOV_MAX):
+                some = views[start : start + IOV_MAX]
+                found = self._preadv(descriptor, name, some, offset + done)
+                done += found
+                if found < sum(map(len, some)):
+                    break
+        return done
+
+    def descriptor(self, name: str) -> int:
+        """See :meth:`SourceFiles.descriptor`."""
+        try:
+            return os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "open", str(self.root / name)) from error
+
+    def _preadv(self, descriptor: int, name: str, views: Sequence[memoryview], offset: int) -> int:
+        wanted = sum(len(view) for view in views)
+        done = 0
+        left = list(views)
+        while done < wanted:
+            try:
+                count = os.preadv(descriptor, left, offset + done)
+            except OSError as error:
+                raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
+            if count == 0:
+                break
+            done += count
+            left = after(left, count) if done < wanted else []
+        return done
+
+    @contextmanager
+    def _descriptor(self, name: str) -> Iterator[int]:
+        descriptor = self._hold(name)
+        try:
+            yield descriptor
+        finally:
+            self._release(descriptor)
+
+    def _hold(self, name: str) -> int:
+        """Return the descriptor of *name*, which stays open until it is released."""
+        with self._lock:
+            descriptor = self._open.get(name)
+            if descriptor is None:
+                descriptor = self._open[name] = self.descriptor(name)
+            else:
+                self._open.move_to_end(name)
+            self._users[descriptor] = self._users.get(descriptor, 0) + 1
+            self._shrink()
+            return descriptor
+
+    def _release(self, descriptor: int) -> None:
+        with self._lock:
+            self._users[descriptor] -= 1
+
+    def _shrink(self) -> None:
+        """Close the descriptors used longest ago, of those that nobody uses, down to the limit."""
+        for name, descriptor in list(self._open.items()):
+            if len(self._open) <= MAX_OPEN:
+                return
+            if not self._users.get(descriptor):
+                del self._open[name]
+                self._users.pop(descriptor, None)
+                os.close(descriptor)
+
+
+def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of *views* once their first *count* bytes are done."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []
+
+
+def hub_repository(root: Path) -> Path | None:
+    """Return the repository in a Hugging Face cache whose snapshot *root* is, or lies in."""
+    found = (parent.parent for parent in root.parents if parent.name == "snapshots")
+    return next(found, None)
+
+
+def leads_outside(path: Path, root: Path) -> bool:
+    """Return whether links lead from *path* out of *root*.
+
+    They may leave it only the way the Hugging Face cache uses them: from
+    ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository, and on to
+    the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
+    """
+    root, real = real_path(root), real_path(path)
+    return not real.is_relative_to(root) and not _in_hub_blobs(root, real)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether *path* is a file, or a link to itself or out of its folder.
+
+    Nothing tells what such a link stands for. One that leads to nothing inside stands for no file.
+    """
+    return path.is_file() or (
+        path.is_symlink() and (real_path(path).is_symlink() or leads_outside(path, path.parent))
+    )
+
+
+def _in_hub_blobs(root: Path, real: Path) -> bool:
+    repository = hub_repository(root)
+    if repository is None:
+        return False
+    shared = real.parent.parent == repository.parent / "blobs"
+    return real.parent == repository / "blobs" or (
+        shared and SHARED_BLOB.fullmatch(real.name) is not None
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from ckptctl.errors import DamagedError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles
 
 
@@ -18,28 +19,25 @@ class MemoryFiles(SourceFiles):
 
     def __init__(self, content: bytes, root: Path) -> None:
         self.root = root
-        self.local = False
         self._content = content
 
-    def close(self) -> None:
-        """There is nothing to let go of."""
+    def path(self, name: str) -> Path:
+        """Return where it comes from."""
+        return self.root / name
 
-    def size(self, name: str) -> int:  # noqa: ARG002
-        """Return the number of bytes."""
-        return len(self._content)
+    def identity(self, name: str) -> FileIdentity:  # noqa: ARG002
+        """Return its size: it does not change."""
+        return FileIdentity(len(self._content), 0, 0, 0, 0)
 
-    def read(self, name: str, offset: int, nbytes: int) -> bytes:  # noqa: ARG002
-        """Return exactly *nbytes* bytes from *offset*.
+    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:  # noqa: ARG002
+        """See :meth:`~ckptctl.storage.files.SourceFiles.read_some`."""
+        return self._content[offset : offset + nbytes]
 
-        Raises:
-            DamagedError: There are not so many.
-        """
-        found = self._content[offset : offset + nbytes]
-        if offset < 0 or len(found) != nbytes:
-            raise DamagedError(
-                "it is truncated",
-                where=str(self.root),
-                why=f"bytes {offset:,} to {offset + nbytes:,} are needed, "
-                f"there are {len(self._content):,}",
-            )
-        return found
+    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`~ckptctl.storage.files.SourceFiles.fill`."""
+        start = offset
+        for view in views:
+            part = self.read_some(name, offset, len(view))
+            view[: len(part)] = part
+            offset += len(part)
+        return offset - start

@@ -11,7 +11,7 @@ from ckptctl.catalog import made_of
 from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
 
 
@@ -29,7 +29,7 @@ class Sources:
         roots |= {raw.root or plan.source_root for raw in plan.raw_copies}
         roots |= {root for root, _ in made_of(plan.computed)}
         roots |= {root for root, _ in plan.inputs} | {check.root for check in plan.checks}
-        self._open = {root: stack.enter_context(SourceFiles(root)) for root in roots}
+        self._open = {root: stack.enter_context(source_files(root)) for root in roots}
         self._identities = {(plan.source_root, name): one for name, one in plan.sources.items()}
         self._identities |= plan.inputs
 

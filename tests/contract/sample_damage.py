@@ -18,7 +18,7 @@ from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.checksums import recorded
 from ckptctl.ops.verification.result import Verification
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from tests.checkpoints.readers import differences, flatten, raw_bytes
 from tests.contract.sample_changes import DATA, Contents, Damage
 from tests.contract.samples import SAMPLES
@@ -77,7 +77,7 @@ class Damaged:
         resolved = formats.resolve(replace(catalog, tensors=kept, blobs={}))
         prefix = Path(catalog.root).relative_to(self.base)
         proven: dict[str, list[range]] = {str(prefix / name): [] for name in catalog.files}
-        with SourceFiles(catalog.root) as files:
+        with source_files(catalog.root) as files:
             for one in recorded(files, catalog, resolved)[0]:
                 proven[str(prefix / one.file)].append(range(one.offset, one.offset + one.nbytes))
         middles: dict[str, list[int]] = defaultdict(list)

@@ -18,7 +18,7 @@ from ckptctl.formats import assets, torch_file
 from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.formats.dcp import metadata as dcp_metadata
 from ckptctl.ops.conversion.reference import reference
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor, TorchArchive
 from tests.checkpoints import (
     differences,
@@ -175,7 +175,7 @@ def test_one_storage_as_two_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     archive = TorchArchive(dict(zip("ab", stored, strict=True)), True, {}, 100)
     monkeypatch.setattr(torch_file, "read_archive", lambda files, name, **_: archive)
-    found = torch_file.read_contents(SourceFiles("."), "x.pt")
+    found = torch_file.read_contents(source_files("."), "x.pt")
     assert found.tensors["b"].alias_of is None
 
 

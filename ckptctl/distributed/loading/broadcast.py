@@ -23,7 +23,7 @@ from ckptctl.distributed.state import LocalShard
 from ckptctl.errors import CkptError
 from ckptctl.ops.ranks.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 SLOW = 1 << 30
 SAMPLE = 1 << 20
@@ -68,7 +68,7 @@ def speed_of(catalog: Catalog) -> float:
     The fastest of several far from each other counts: a busy host can make any of them slow. What
     is behind a URL is taken to be slow: each byte should come over the network once.
     """
-    with SourceFiles(catalog.root) as files:
+    with source_files(catalog.root) as files:
         if not files.local:
             return 0.0
         name = max(catalog.files, key=lambda one: catalog.files[one], default=None)

@@ -34,7 +34,7 @@ from ckptctl.formats.dcp.partial import Usable, usable
 from ckptctl.formats.shared.structure import join
 from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.formats.torch_file import extent_of, is_stored
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import Place, ahead, ends
 from ckptctl.storage.zips.reader import read_archive, read_item_tensor
@@ -76,7 +76,7 @@ class DcpFormat(WritableFormat):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        with SourceFiles(path) as files:
+        with source_files(path) as files:
             leaves, origin = decode(_metadata(files), str(path / METADATA))
             if asked.partial:
                 catalog = partial_catalog_of(files, usable(files, leaves), self.name)
@@ -87,7 +87,7 @@ class DcpFormat(WritableFormat):
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""
-        with SourceFiles(catalog.root) as files:
+        with source_files(catalog.root) as files:
             tensors = resolved(files, catalog.tensors)
             blobs = {
                 name: _valued(files, blob)

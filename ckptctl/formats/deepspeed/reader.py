@@ -18,7 +18,7 @@ from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.tags import LATEST, tag_folder
 from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
@@ -32,7 +32,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     folder = tag_folder(path, asked.tag, LATEST, evidence)
     faults = Faults()
     found = rank_files(path, folder, faults if asked.partial else None)
-    with SourceFiles(path) as files:
+    with source_files(path) as files:
         save = read_save(files, found, asked.weights != "module", faults if asked.partial else None)
         model = _weights(save, path, asked, faults)
         others = surroundings(save, files)

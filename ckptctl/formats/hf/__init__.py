@@ -54,7 +54,7 @@ from ckptctl.formats.hf.shards import (
 from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
@@ -105,7 +105,7 @@ class HfFormat(WritableFormat):
         """See :meth:`Format.read`."""
         root = path if path.is_dir() else path.parent
         main = chosen(path)
-        with SourceFiles(root) as files:
+        with source_files(root) as files:
             if main.endswith("index.json"):
                 if asked.partial:
                     return self._read_part(files, path, main)

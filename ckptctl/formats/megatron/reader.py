@@ -17,7 +17,7 @@ from ckptctl.formats.megatron.state import is_model
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 _SAME = {
     "num_layers": ("num_hidden_layers",),
@@ -53,7 +53,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     folder = save_folder(path, asked.tag)
     rules = load(asked.rules) if asked.rules else None
     faults = Faults() if asked.partial else None
-    with SourceFiles(path) as files:
+    with source_files(path) as files:
         grid = read_grid(files, folder, faults)
         model = join_tensors(files, grid, rules, str(path / folder))
         others = _others(grid, path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest
 from ckptctl.storage.contained import contained
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.units import natural
 
 LATEST = "latest"
@@ -92,7 +92,7 @@ def pointer_content(root: Path, pointer: str, most: int = MAX_TAG) -> tuple[byte
     Raises:
         CkptError: It is missing, leads out of *root*, or cannot be read.
     """
-    with SourceFiles(root) as files:
+    with source_files(root) as files:
         size = files.size(pointer)
         return files.read(pointer, 0, min(size, most)), size <= most
 

@@ -32,9 +32,8 @@ from ckptctl.formats.torch_checkpointing.metadata import (
     read_metadata,
 )
 from ckptctl.formats.torch_file import Contents, is_stored
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, is_there, source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.local_files import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
 
 NAME = re.compile(
@@ -109,7 +108,7 @@ class TorchCheckpointingFormat(Format):
                 why=f"its directory still has the prefix `{UNFINISHED}`",
             )
         gaps = Gaps(path, asked.partial)
-        with SourceFiles(path) as files:
+        with source_files(path) as files:
             merger = RankMerger(files, asked)
             found = _files_of(files, gaps)
             joined, lost = _joined(files, found, merger, gaps)

@@ -36,7 +36,7 @@ from ckptctl.formats.torchsnapshot.manifest import (
     shards_of,
     unfit,
 )
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor, read_archive, read_item_tensor
 
 
@@ -79,7 +79,7 @@ class TorchSnapshotFormat(Format):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         where = str(path / METADATA)
-        with SourceFiles(path) as files:
+        with source_files(path) as files:
             reader, merger = _Reader(files), RankMerger(files)
             lost = Lost({})
             with malformed("this is not the metadata of torchsnapshot", where):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import UsageError, listed
-from ckptctl.storage.local_files import leads_outside
+from ckptctl.storage.files import leads_outside
 from ckptctl.units import natural
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
 
 
@@ -64,7 +64,7 @@ def _items(catalog: Catalog) -> Iterator[_Item]:
 def _sound(root: str, item: _Item) -> bool:
     """Return whether the item can be read, so that not its bytes are wrong but what it is."""
     try:
-        with SourceFiles(root) as files:
+        with source_files(root) as files:
             read_archive(files, item.file, item.offset, item.nbytes)
     except CkptError:
         return False

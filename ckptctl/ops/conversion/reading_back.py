@@ -10,7 +10,7 @@ from ckptctl.errors import StorageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.planner.plan import Plan, RawCopy
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.ranges import crc_of
 
@@ -36,7 +36,7 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
     target = path_at(plan.target)
     root = target.parent if plan.single_file else target
     records = list(zip(plan.records, crcs, strict=True))
-    with SourceFiles(root) as files:
+    with source_files(root) as files:
         for file in plan.files:
             _drop_cache(files, file.path)
             if files.size(file.path) != file.size:
@@ -51,7 +51,7 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
                 if not _holds(files, file.path, offset, data):
                     raise _unlike(file.path, root / file.path, _range(offset, len(data)))
         for raw in portion(ranks, plan.raw_copies, lambda raw: raw.nbytes):
-            with SourceFiles(raw.root or plan.source_root) as sources:
+            with source_files(raw.root or plan.source_root) as sources:
                 if not _copied(files, sources, raw):
                     place = _range(raw.target_offset, raw.nbytes)
                     raise _unlike(raw.target, root / raw.target, place)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptctl.catalog import Computed, is_computed, is_memory, made_of, reached
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import RawCopy, Transfer
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 
 def sources_of(
@@ -37,5 +37,5 @@ def sources_of(
 
 def identities(root: str, names: Iterable[str]) -> dict[str, FileIdentity]:
     """Return what must stay the same of each of the files called *names* while it is read."""
-    with SourceFiles(root) as files:
+    with source_files(root) as files:
         return {name: files.identity(name) for name in names}

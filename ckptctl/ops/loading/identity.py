@@ -14,7 +14,7 @@ from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.saving.local_shards import digest
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.remote.urls import is_url
 
 SETTLED_NS = 100_000_000
@@ -162,7 +162,7 @@ def _content(catalog: Catalog) -> bytes:
     ]
     values = [(name, one.file, one.offset) for name, one in sorted(catalog.blobs.items())]
     found = hashlib.blake2b(digest((tensors, values)), digest_size=16)
-    with SourceFiles(catalog.root) as files:
+    with source_files(catalog.root) as files:
         if files.local:
             for name, offset, nbytes in _samples(catalog, files):
                 found.update(files.read(name, offset, nbytes))

@@ -19,7 +19,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.trainer_state import trainer_state
 from ckptctl.planner.branches import UNKNOWN, Lineage, Resume
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 
@@ -71,7 +71,7 @@ def run_record(folder: Path) -> RunRecord:
     try:
         if not (folder / SIDECAR).is_file():
             return RunRecord()
-        with SourceFiles(folder) as files:
+        with source_files(folder) as files:
             found = read_json(files, SIDECAR, constants=True)
         if not isinstance(found, dict):
             raise ValueError("it is no object")
@@ -169,7 +169,7 @@ def _noted(file: Path) -> Noted:
 
 @lru_cache(maxsize=1024)
 def _read(file: Path, _: FileIdentity) -> Noted:
-    with SourceFiles(file.parent) as files:
+    with source_files(file.parent) as files:
         root = read_archive(files, file.name, unknown="inert", table=KEEPING_TABLE).root
         states = list(_states(root))
         scores = dict(_scores(files, file.name, states))

@@ -27,7 +27,7 @@ from ckptctl.ops.runs.listing import Checkpoint
 from ckptctl.ops.verification.digest_lists import LISTS
 from ckptctl.ops.verification.digest_lists import without as lines_without
 from ckptctl.storage import rename, trash
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.sync import sync_directory, write_file
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete
 
@@ -201,7 +201,7 @@ def without(catalog: Catalog) -> Catalog:
 def _beside(catalog: Catalog) -> set[str]:
     """Return the names of the leaves in files that trainers put beside a DCP directory's own."""
     found: set[str] = set()
-    with SourceFiles(catalog.root) as files:
+    with source_files(catalog.root) as files:
         for name in COMPANIONS if catalog.format == "dcp" else ():
             if name in catalog.files:
                 contents = read_contents(files, name)

@@ -17,7 +17,7 @@ from typing import IO
 
 from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 NAME = "trainer_state.json"
 BEST = "best_model_checkpoint"
@@ -64,7 +64,7 @@ def trainer_state(folder: Path) -> TrainerState:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return TrainerState()
-        with SourceFiles(folder) as files:
+        with source_files(folder) as files:
             files.path(NAME)
         return _read(path, FileIdentity.of(status))
     except (FileNotFoundError, NotADirectoryError):

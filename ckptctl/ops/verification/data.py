@@ -29,7 +29,7 @@ from ckptctl.ops.watch import Watch, one_of_many
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ def read_data(
         progress: Called with the bytes that this rank is going to read.
         ranks: Those that share the reading; all of them return the same.
     """
-    with SourceFiles(catalog.root) as files, open_reader(resolved) as reader:
+    with source_files(catalog.root) as files, open_reader(resolved) as reader:
         before = _identities(catalog)
         todo = together(ranks, lambda: _todo(files, catalog, resolved, full, nan))
         _require_same(todo, ranks)
@@ -155,7 +155,7 @@ def _read(
 def listable(path: Path) -> list[Finding]:
     """Return the files at *path* that no list can name: links that lead elsewhere, sockets."""
     findings: list[Finding] = []
-    with SourceFiles(root_of(path)) as files:
+    with source_files(root_of(path)) as files:
         for name in digest_lists.members(path):
             try:
                 files.size(name)
@@ -173,7 +173,7 @@ def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator
     """
     names = digest_lists.members(path)
     target = digest_lists.target_of(path)
-    with SourceFiles(root_of(path)) as files, progress(_sizes(files, names)) as advance:
+    with source_files(root_of(path)) as files, progress(_sizes(files, names)) as advance:
         digest_lists.write_list(files, target, names, jobs, advance, ranks)
     return str(target)
 
@@ -181,7 +181,7 @@ def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator
 def _identities(catalog: Catalog, *, anew: bool = False) -> dict[str, FileIdentity]:
     """Return what the names stand for now, whatever was open before."""
     found = {}
-    with SourceFiles(catalog.root) as files:
+    with source_files(catalog.root) as files:
         if anew:
             files.forget()
         for name in catalog.files:

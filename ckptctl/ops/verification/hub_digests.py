@@ -19,8 +19,7 @@ from ckptctl.ops.verification.digest_lists import Listed
 from ckptctl.ops.verification.hub_downloads import DOWNLOADS
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.digests import algorithm_of
-from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.local_files import hub_repository
+from ckptctl.storage.files import SourceFiles, hub_repository, source_files
 
 METADATA = ".metadata"
 MAX_METADATA = 4096
@@ -94,7 +93,7 @@ def _read(record: Path, file: Path, name: str) -> Listed | None:
     A file in git that was changed after its download is somebody's own; one in LFS never is.
     """
     try:
-        with SourceFiles(record.parent) as files:
+        with source_files(record.parent) as files:
             size = min(files.size(record.name), MAX_METADATA)
             _, etag, time, *_ = files.read(record.name, 0, size).decode().split("\n")
         changed = file.stat().st_mtime - 1 > float(time)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptctl.storage.contained import real_path
-from ckptctl.storage.local_files import hub_repository
+from ckptctl.storage.files import hub_repository
 
 DOWNLOADS = ".cache/huggingface/download"
 

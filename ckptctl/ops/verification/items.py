@@ -8,7 +8,7 @@ from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Extent, Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.result import of_error
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.storage.zips.reader import MAX_PICKLE
@@ -79,7 +79,7 @@ def _refused(error: CkptError, part: Catalog) -> Finding:
 def _is_sound(root: str, blob: Blob) -> bool:
     """Return whether a checksum proves the pickle of *blob*, whatever it says."""
     try:
-        with SourceFiles(root) as files:
+        with source_files(root) as files:
             span = FileRange(files, blob.file or "", blob.offset, blob.nbytes)
             directory = read_directory(span)
             pickle = directory.records.get(f"{directory.folder}data.pkl")

@@ -11,7 +11,7 @@ from ckptctl.catalog import Box, Catalog, Finding, Severity, TensorEntry, is_com
 from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import Place, ahead
 from ckptctl.units import natural
 
@@ -196,7 +196,7 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
     records of a zip overlap, which is proven where zips are read. Elsewhere two names may stand for
     the same bytes, but not for a part of each other's.
     """
-    with SourceFiles(catalog.root) as files:
+    with source_files(catalog.root) as files:
         for file, ranges in ahead(files, _exclusive(catalog).items(), _head_if_raw):
             if _head_if_raw((file, ranges)) and may_be_zip(files, file):
                 continue

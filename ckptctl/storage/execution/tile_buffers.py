@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptctl.planner.copying.runs import Pattern
-from ckptctl.storage.local_files import IOV_MAX
+from ckptctl.storage.files import IOV_MAX
 
 MAX_VIEWS = 1 << 14
 """Views that one thread keeps."""

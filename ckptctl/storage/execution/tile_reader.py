@@ -12,8 +12,7 @@ from ckptctl.planner.copying.tile import Read, Tile
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.descriptors import Descriptors
 from ckptctl.storage.execution.tile_buffers import TileBuffers, scatter
-from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.local_files import after
+from ckptctl.storage.files import SourceFiles, after
 from ckptctl.storage.out_of_range import OutOfRange
 
 if TYPE_CHECKING:

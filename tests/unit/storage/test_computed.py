@@ -11,7 +11,7 @@ from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, 
 from ckptctl.errors import DamagedError
 from ckptctl.storage.compare import equal
 from ckptctl.storage.computed import ComputedFiles, open_reader, rectangles
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.kinds import kinds
 from tests.checkpoints.readers import raw_bytes
 
@@ -21,7 +21,7 @@ NAME = computed_name("w")
 
 @pytest.fixture
 def files(tmp_path):
-    with SourceFiles(tmp_path) as found:
+    with source_files(tmp_path) as found:
         yield found
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import loads, read_json
 
 VALUES = st.recursive(
@@ -85,7 +85,7 @@ def test_surrogate_pairs_are_text():
 
 def test_files_are_bounded(tmp_path):
     (tmp_path / "a.json").write_bytes(b"[1, 2]")
-    with SourceFiles(tmp_path) as files:
+    with source_files(tmp_path) as files:
         assert read_json(files, "a.json") == [1, 2]
         with pytest.raises(UnsupportedError, match="too large"):
             read_json(files, "a.json", max_bytes=5)

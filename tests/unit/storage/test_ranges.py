@@ -9,7 +9,7 @@ import pytest
 
 from ckptctl.errors import DamagedError
 from ckptctl.storage import ranges
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.ranges import WINDOW, crc_of, windows
 
 CONTENT = bytes(range(251)) * (3 * WINDOW // 251)
@@ -18,7 +18,7 @@ CONTENT = bytes(range(251)) * (3 * WINDOW // 251)
 @pytest.fixture
 def files(tmp_path: Path) -> SourceFiles:
     (tmp_path / "f").write_bytes(CONTENT)
-    return SourceFiles(tmp_path)
+    return source_files(tmp_path)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, WINDOW, 2 * WINDOW + 7])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, RefusedError, UnsupportedError
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.safetensors_header import encode_header, read_header
 from tests import hostile
 
@@ -21,7 +21,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 def read(path):
-    with SourceFiles(path.parent) as files:
+    with source_files(path.parent) as files:
         return read_header(files, path.name)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError
 from ckptctl.storage import statistics as measuring
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.statistics import BINS, Statistics, measure, merge, windows
 
 
@@ -26,7 +26,7 @@ def stored(folder, tensor, prefix=b""):
 
 
 def measured(folder, tensor, window):
-    with SourceFiles(folder) as files, mock.patch.object(measuring, "WINDOW", window):
+    with source_files(folder) as files, mock.patch.object(measuring, "WINDOW", window):
         return measure(files, stored(folder, tensor, b"#" * 16))
 
 
@@ -135,7 +135,7 @@ def test_packed_floats_have_no_numbers(tmp_path):
 def test_truncated_file(tmp_path):
     entry = stored(tmp_path, torch.ones(100))
     (tmp_path / "data.bin").write_bytes(b"\0" * 399)
-    with SourceFiles(tmp_path) as files, pytest.raises(DamagedError, match="truncated"):
+    with source_files(tmp_path) as files, pytest.raises(DamagedError, match="truncated"):
         measure(files, entry)
 
 

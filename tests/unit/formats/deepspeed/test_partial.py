@@ -28,7 +28,7 @@ from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.folders import complete_optims
 from ckptctl.formats.deepspeed.states import read_optim
 from ckptctl.planner.boxes import coverage
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted, refused_or_right
 
@@ -200,7 +200,7 @@ def test_contradictions_are_refused(data: Path, tmp_path: Path) -> None:
 
 
 def test_partitions_of_another_length_are_refused(data: Path) -> None:
-    with SourceFiles(sample(data, "z1_bf16")) as files:
+    with source_files(sample(data, "z1_bf16")) as files:
         first = read_optim(files, "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     numel = first.partitions[0].numel
     for shape in ((2 * numel + 4,), (2 * numel - 5,)):

@@ -14,7 +14,7 @@ from ckptctl.ops.verification.checksums import Recorded, blocks, compared, crcs
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 
 @dataclass
@@ -31,7 +31,7 @@ def test_one_large_range_is_read_by_all_ranks(
     (tmp_path / "large").write_bytes(content)
     right = Recorded("large", 0, len(content), crc32(content), "w")
     found = []
-    with SourceFiles(tmp_path) as files:
+    with source_files(tmp_path) as files:
         todo = data._Todo([right], [], [])
         for rank in range(2):
             ranks = cast(Coordinator, One(rank, 2))

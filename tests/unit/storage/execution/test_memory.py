@@ -17,7 +17,7 @@ from ckptctl.planner.plan import Operand, OutputFile, Plan, Record, Side, Transf
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 FAST = ExecutionOptions(jobs=2, sync=False)
 
@@ -40,7 +40,7 @@ def plan(
     )
     sources: dict[str, FileIdentity] = {}
     if not source.file.startswith("/"):
-        with SourceFiles(root) as known:
+        with source_files(root) as known:
             sources[source.file] = known.identity(source.file)
     return Plan(str(root), sources, "", False, tuple(files), (record,), (transfer,), (), digest="")
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from ckptctl import formats
 from ckptctl.catalog import Computed, Input
 from ckptctl.storage.computed import ComputedFiles
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 
 ROWS, COLUMNS, RANK = 96, 40, 5
 ORDER = "4,2,12:0,2,1"
@@ -38,7 +38,7 @@ def read(computed, pieces, every=1):
     found = bytearray(ROWS * COLUMNS * getattr(torch, computed.dtype).itemsize)
     view, start = memoryview(found), 0
     root = computed.inputs["base"].root
-    with SourceFiles(root) as files:
+    with source_files(root) as files:
         virtual = ComputedFiles({"//x": computed}, lambda _: files)
         while start < len(found):
             size = min(pieces, len(found) - start)

@@ -19,7 +19,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import named, path_at, source_path
 from ckptctl.storage.remote import mounts
 from ckptctl.storage.remote.blocks import BLOCK, MOST, Blocks
@@ -71,7 +71,7 @@ def test_what_a_url_is(text: str, expected: bool) -> None:
 def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
     (tmp_path / "a:b").mkdir()
     (tmp_path / "a:b/x.json").write_text("{}")
-    with SourceFiles(tmp_path / "a:b") as files:
+    with source_files(tmp_path / "a:b") as files:
         assert files.local and files.read("x.json", 0, 2) == b"{}"
     assert source_path(tmp_path / "a:b").is_dir()
     for scheme in ("file", "FILE", "local"):
@@ -106,7 +106,7 @@ def test_no_secret_is_shown(url: str, shown: str, monkeypatch: pytest.MonkeyPatc
 def test_a_scheme_in_capitals(url: str) -> None:
     loud = url.replace("memory", "MEMory")
     assert is_url(loud) and str(named(loud)) == str(source_path(loud)) == url
-    with SourceFiles(loud) as files:
+    with source_files(loud) as files:
         assert files.size("a.bin") == 1024
     assert FsspecStore(loud).members("") and parse("HF://o/n") == parse("hf://o/n")
     assert masked("HTTPS://user:hunter2@Host/X?signed=1") == "https://***@Host/X"
@@ -369,7 +369,7 @@ def test_nothing_there(url: str) -> None:
 
 
 def test_a_name_cannot_leave(url: str) -> None:
-    with SourceFiles(source_path(f"{url}/sub")) as files, pytest.raises(UnsupportedError):
+    with source_files(source_path(f"{url}/sub")) as files, pytest.raises(UnsupportedError):
         files.read("../a.bin", 0, 4)
 
 
@@ -388,7 +388,7 @@ def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
             pass
     # A path made of the text is one of this machine, where there is no such thing.
     assert not Path(str(path)).exists()
-    with SourceFiles(path.parent) as files:
+    with source_files(path.parent) as files:
         assert not files.local
         with pytest.raises(StorageError, match="behind a URL"):
             files.descriptor("a.bin")
@@ -402,7 +402,7 @@ def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
 def test_reads(url: str) -> None:
     source_path(url)
     content = bytes(range(256)) * 4
-    with SourceFiles(url) as files:
+    with source_files(url) as files:
         assert not files.local and files.root == path_at(url)
         assert files.size("a.bin") == 1024 and files.size("empty") == 0
         assert files.read("a.bin", 0, 1024) == content
@@ -432,7 +432,7 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
             return super().read(name, version, start, stop)
 
     mounts._mounts[url] = Mount(Counting(url))
-    with SourceFiles(url) as files:
+    with source_files(url) as files:
         views = [memoryview(bytearray(size)) for size in (1, 9 << 20, (11 << 20) - 1)]
         files.readv("big", views, 0)
     assert b"".join(views) == content
@@ -445,7 +445,7 @@ def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> N
             return super().read(name, version, start, stop)[:-1]
 
     mounts._mounts[url] = Mount(Short(url))
-    with SourceFiles(url) as files, pytest.raises(DamagedError, match="truncated"):
+    with source_files(url) as files, pytest.raises(DamagedError, match="truncated"):
         files.read("a.bin", 0, 1024)
 
 
@@ -455,13 +455,13 @@ def test_a_place_that_sends_everything(url: str) -> None:
             return super().read(name, version, 0, 1024) * 2
 
     mounts._mounts[url] = Mount(Whole(url))
-    with SourceFiles(url) as files, pytest.raises(StorageError, match="ranges"):
+    with source_files(url) as files, pytest.raises(StorageError, match="ranges"):
         files.read("a.bin", 0, 10)
 
 
 def test_a_changed_file_is_another_one(url: str) -> None:
     source_path(url)
-    with SourceFiles(url) as files:
+    with source_files(url) as files:
         before = files.identity("a.bin")
         assert files.identity("a.bin") == before
         time.sleep(0.01)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptctl.errors import CkptError
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.zips import reader as torch_zip
 from ckptctl.storage.zips.reader import read_item_tensor
 
@@ -40,7 +40,7 @@ def item(tensor: torch.Tensor) -> bytes:
 def outcome(folder: Path, length: int) -> object:
     """Return what is read, or what the error says."""
     try:
-        with SourceFiles(folder) as files:
+        with source_files(folder) as files:
             return read_item_tensor(files, "a", 100, length)
     except CkptError as error:
         return type(error), error.what, error.why, error.where

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UnsupportedError
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import source_files
 from ckptctl.storage.pickles.storage_tensor import StorageTensor
 from ckptctl.storage.pickles.writer import dumps
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive, read_item_tensor
@@ -76,7 +76,7 @@ def write(path, tensors, *, base=0, checksums=True, folder="archive"):
 
 
 def read(path, **options):
-    with SourceFiles(path.parent) as files:
+    with source_files(path.parent) as files:
         return read_archive(files, path.name, **options)
 
 
@@ -309,7 +309,7 @@ class TestReading:
     def test_tensors_that_are_not_read_can_be_kept(self, tmp_path):
         value = torch.ones(6, dtype=torch.complex64).conj()
         torch.save([torch.eye(3).to_sparse(), value, torch.ones(2)], tmp_path / "a.pth")
-        with SourceFiles(tmp_path) as files:
+        with source_files(tmp_path) as files:
             sparse, conj, plain = read_archive(files, "a.pth", table=KEEPING_TABLE).root
         assert (sparse.dtype, sparse.shape, sparse.nbytes) == ("float32", (3, 3), 0)
         assert "sparse" in sparse.unsupported and sparse.base is None
@@ -350,7 +350,7 @@ class TestReading:
         (tmp_path / "a.pth").write_bytes(whole)
         with pytest.raises((DamagedError, UnsupportedError)):
             read(tmp_path / "a.pth")
-        with SourceFiles(tmp_path) as files, pytest.raises((DamagedError, UnsupportedError)):
+        with source_files(tmp_path) as files, pytest.raises((DamagedError, UnsupportedError)):
             read_item_tensor(files, "a.pth", 0, len(whole))
 
     @pytest.mark.parametrize("name", list(hostile.code_pickles("x")))
@@ -358,7 +358,7 @@ class TestReading:
         marker = tmp_path / "marker"
         data = hostile.code_pickles(str(marker))[name]
         (tmp_path / "a.pth").write_bytes(hostile.zip_of(hostile.torch_entries(data, {})))
-        with SourceFiles(tmp_path) as files:
+        with source_files(tmp_path) as files:
             size = files.size("a.pth")
             with pytest.raises(UnsafePickleError, match="pickle"):
                 read_archive(files, "a.pth")
@@ -379,7 +379,7 @@ class TestReading:
             with pytest.raises((DamagedError, UnsupportedError, FormatError)):
                 print(name, read(tmp_path / "evil.pth"))
             with (
-                SourceFiles(tmp_path) as files,
+                source_files(tmp_path) as files,
                 pytest.raises((DamagedError, UnsupportedError, FormatError)),
             ):
                 print(name, read_item_tensor(files, "evil.pth", 0, len(data)))
@@ -464,7 +464,7 @@ class TestItems:
         tensors += [torch.arange(100_000.0), torch.nn.Parameter(torch.ones(2))]
         path = tmp_path / "__0_0.distcp"
         places = self.items(path, tensors)
-        with SourceFiles(tmp_path) as files:
+        with source_files(tmp_path) as files:
             for tensor, (offset, length) in zip(tensors, places, strict=True):
                 found = read_item_tensor(files, path.name, offset, length)
                 assert found == read_archive(files, path.name, offset, length).root
@@ -476,21 +476,21 @@ class TestItems:
     def test_our_items_at_odd_places(self, tmp_path):
         path = tmp_path / "a.distcp"
         layout = write(path, {"x": torch.arange(5.0)}, base=1261)
-        with SourceFiles(tmp_path) as files:
+        with source_files(tmp_path) as files:
             found = read_archive(files, path.name, 1261, layout.size).root["x"]
         assert found.offset == layout.data_offsets[0]
         assert content(path, found) == raw_bytes(torch.arange(5.0))
 
     def test_an_object_is_not_a_tensor(self, tmp_path):
         places = self.items(tmp_path / "a", [{"step": 1}])
-        with SourceFiles(tmp_path) as files:
+        with source_files(tmp_path) as files:
             with pytest.raises(UnsupportedError, match="one tensor"):
                 read_item_tensor(files, "a", *places[0])
             assert read_archive(files, "a", *places[0]).root == {"step": 1}
 
     def test_wrong_ranges_are_refused(self, tmp_path):
         (start, length), (second, _) = self.items(tmp_path / "a", [torch.ones(9), torch.ones(9)])
-        with SourceFiles(tmp_path) as files:
+        with source_files(tmp_path) as files:
             for offset, nbytes in [
                 (start + 1, length), (start, length - 1), (start, length + 1), (start - 1, length),
                 (start, second + length - start), (second, length + 1), (0, 0), (start, 10**9),
@@ -501,7 +501,7 @@ class TestItems:
 
     def test_items_are_quick(self, tmp_path):
         places = self.items(tmp_path / "a", [torch.full((8, 8), float(i)) for i in range(500)])
-        with SourceFiles(tmp_path) as files:
+        with source_files(tmp_path) as files:
             started = time.process_time()
             found = [read_item_tensor(files, "a", *place) for place in places]
             spent = (time.process_time() - started) / len(places)

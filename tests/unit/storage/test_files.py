@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.storage import local_files
-from ckptctl.storage.local_files import LocalFiles
+from ckptctl.storage import files as source_files
+from ckptctl.storage.files import LocalFiles
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalFiles:
-    monkeypatch.setattr(local_files, "MAX_OPEN", 2)
+    monkeypatch.setattr(source_files, "MAX_OPEN", 2)
     for name in "abcd":
         (tmp_path / name).write_text(name)
     return LocalFiles(tmp_path)
