@@ -151,7 +151,7 @@ class SourceFiles(ABC):
         Raises:
             StorageError: It cannot be opened, or is not :attr:`local`.
         """
-        raise StorageError(f"`{name}` is no file of this machine", where=str(self.root))
+        raise StorageError(f"`{name}` is behind a URL and cannot be opened", where=str(self.root))
 
     def _truncated(self, name: str, offset: int, nbytes: int) -> DamagedError:
         return DamagedError(

@@ -17,7 +17,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import RefusedError, StorageError, UsageError
-from ckptctl.storage.remote import lock, lock_object, mounts, objects
+from ckptctl.storage.remote import lock, mounts, objects
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import NAME, Sent
 from tests import s3_server
@@ -167,7 +167,7 @@ def test_a_lock_is_taken_over_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert second.ours() and not first.ours()
     second.note("a", Sent(1, "v", "5e"))
     content = first._object.read() or b""
-    rivals = [lock_object.LockObject(FsspecStore(s3), LOCK) for _ in range(2)]
+    rivals = [lock.LockObject(FsspecStore(s3), LOCK) for _ in range(2)]
     original = rivals[0].read
 
     def read() -> bytes | None:

@@ -17,7 +17,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.ops.adapters.config import factors_only, require_adapter
-from ckptctl.ops.conversion import proofs, upload
+from ckptctl.ops.conversion import proofs
 from ckptctl.ops.conversion.adapter_files import beside
 from ckptctl.ops.conversion.checks import require_sense
 from ckptctl.ops.conversion.documents import gather, stated_in, unquantised
@@ -167,6 +167,8 @@ def _run_upload(
     plan: ConversionPlan, progress: Advance | None, ranks: Coordinator, start: float
 ) -> ConversionResult:
     """Carry out *plan*, whose destination is a URL."""
+    from ckptctl.ops.conversion import upload  # which nothing on this machine needs
+
     options = plan.options
     upload.require_plain(ranks=ranks.world)
 

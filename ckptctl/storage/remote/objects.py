@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptctl.errors import StorageError
-from ckptctl.storage.remote.lock_object import is_taken, knows_no_conditions
+from ckptctl.storage.remote.lock import is_taken, knows_no_conditions
 from ckptctl.storage.remote.store import FsspecStore, stored
 from ckptctl.storage.remote.writing import BUSY, NAME
 
