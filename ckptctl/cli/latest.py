@@ -38,7 +38,7 @@ def latest(
     understood may be complete: then the command ends with an error.
     """
     from ckptctl.ops.runs.entries import unstated
-    from ckptctl.ops.runs.listing import rfc3339
+    from ckptctl.ops.runs.health import rfc3339
     from ckptctl.ops.runs.newest import newest
 
     output = Output(json, quiet)

@@ -15,7 +15,8 @@ from ckptctl.errors import listed
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.ops.runs.listing import Checkpoint, Run
+    from ckptctl.ops.runs.health import Checkpoint
+    from ckptctl.ops.runs.listing import Run
 
 SCHEMA = "ckptctl.ls/1"
 SHOWN = 3
@@ -91,7 +92,7 @@ def print_run(output: Output, run: Run) -> None:
 
 
 def _row(output: Output, one: Checkpoint, newest: bool) -> tuple[str, ...]:
-    from ckptctl.ops.runs.listing import rfc3339
+    from ckptctl.ops.runs.health import rfc3339
 
     nbytes = one.entry.nbytes
     state = one.state + (f": {one.problem}" if one.problem else "")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Generic, Literal, TypeVar
 
-from ckptctl.planner.branches import UNKNOWN, Lineage
+from ckptctl.planner.branches import UNKNOWN, Lineage, left_behind
 
 State = Literal["complete", "incomplete", "writing", "not understood"]
 Action = Literal["keep", "remove", "skip"]
@@ -177,6 +177,14 @@ def decide(
             for one in series
         ]
     return tuple(decisions)
+
+
+def left_in(candidates: Iterable[Candidate]) -> dict[str, int]:
+    """Return the names of what runs left behind, and the steps from which they went on instead."""
+    series: dict[str, dict[str, Lineage]] = {}
+    for one in candidates:
+        series.setdefault(one.series, {})[one.name] = one.lineage
+    return {name: step for some in series.values() for name, step in left_behind(some).items()}
 
 
 def ordered(candidates: Iterable[C]) -> list[C]:

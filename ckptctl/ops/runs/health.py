@@ -5,22 +5,32 @@ There are three answers. Only what is torn, with evidence, may be removed or pas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+import time as clock
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import severity_of
+from ckptctl.ops.runs.entries import Entry
+from ckptctl.ops.runs.notes import RunRecord, metrics, run_record
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
+from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate
+from ckptctl.storage import lock
 from ckptctl.storage.contained import real_path
+from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import require_answers
 from ckptctl.storage.remote.writing import unfinished
 
 BUILT_IN_RULES = Path("megatron-core")
 DATA = ".distcp"
+AT_WORK = 600.0
+"""Seconds since the last change for which an incomplete checkpoint counts as being written."""
+LATEST = 253_402_300_799.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,68 @@ class Health:
     begun: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Candidate):
+    """One checkpoint of a run.
+
+    Attributes:
+        entry: Where it is.
+        record: Its ``ckptctl.run.json``.
+        format: Its format; None: none is known.
+        parts: What it consists of: itself, or checkpoints inside of it.
+    """
+
+    entry: Entry
+    record: RunRecord = field(default_factory=RunRecord)
+    format: str | None = None
+    parts: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, entry: Entry) -> Checkpoint:
+        """Return the checkpoint at *entry*, of which nothing but its record was read."""
+        record, named = run_record(entry.path), entry.named
+        return cls(
+            name=entry.path.name,
+            series=named.series,
+            order=named.order,
+            time=entry.time,
+            lineage=record.lineage,
+            entry=entry,
+            record=record,
+        )
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the checkpoint."""
+        return self.entry.path
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            "path": str(self.path),
+            "step": self.step,
+            "time": rfc3339(self.entry.time),
+            "bytes": self.entry.nbytes,
+            "format": self.format,
+            "state": self.state,
+            "problem": self.problem or None,
+            "lacks": self.lacks or None,
+            "protected_by": list(self.protection),
+            "metrics": {name: _finite(value) for name, value in sorted(self.metrics.items())},
+            "link": self.entry.link or None,
+        }
+
+
+def rfc3339(seconds: float) -> str:
+    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
+    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
+
+
+def _finite(value: float) -> float | None:
+    """Return a number as JSON knows them: None for NaN and infinity."""
+    return value if math.isfinite(value) else None
+
+
 def health(path: Path) -> Health:
     """Judge the checkpoint at *path*: whole if every part of it is.
 
@@ -58,6 +130,33 @@ def health(path: Path) -> Health:
         return Health(None, (), "not understood", what)
     require_answers(path)
     return found
+
+
+def examine(entry: Entry, now: float) -> Checkpoint:
+    """Examine one checkpoint by itself; *now* in seconds since the epoch."""
+    unfinished = Health(None, (), "torn", "it is not finished")
+    seen = unfinished if entry.staging else health(entry.path)
+    found = Checkpoint.of(entry)
+    rated = {**entry.named.metrics, **metrics(entry.path, found.record)}
+    found = replace(found, metrics=rated, format=seen.format, parts=seen.parts)
+    if seen.verdict == "whole":
+        return found
+    # Its age counts from the last change of anything in it.
+    found = replace(found, time=entry.touched, problem=seen.problem)
+    torn, minutes = seen.verdict == "torn", max(0, int((now - entry.touched) / 60))
+    writer = _writer(entry)
+    if writer:
+        return replace(found, state="writing", problem=f"process {writer} is writing it")
+    if (torn or seen.begun) and now - entry.touched < AT_WORK:
+        problem = f"{seen.problem}; written {minutes} min ago"
+        return replace(found, state="writing", problem=problem)
+    return replace(found, state="incomplete" if torn else NOT_UNDERSTOOD)
+
+
+def _writer(entry: Entry) -> str | None:
+    """Return the process that is making this checkpoint, as far as its lock says."""
+    folder = entry.path if entry.staging else staging_directory(entry.path)
+    return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None
 
 
 def _health(path: Path) -> Health:

@@ -6,30 +6,21 @@ is what ``verify --level fast`` says; nothing is written, and torch is not impor
 
 from __future__ import annotations
 
-import math
 import time as clock
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.ops.inspection.result import Inspection, Member
 from ckptctl.ops.runs.entries import Entry, entries, is_run
-from ckptctl.ops.runs.health import Health, health
-from ckptctl.ops.runs.notes import RunRecord, metrics, run_record
+from ckptctl.ops.runs.health import Checkpoint, examine
 from ckptctl.ops.runs.protections import Protected, RunView, protect
-from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate, ordered
-from ckptctl.storage import lock
-from ckptctl.storage.destinations import staging_directory
+from ckptctl.planner.retention import NOT_UNDERSTOOD, ordered
 from ckptctl.storage.paths import shown, source_path
-
-AT_WORK = 600.0
-"""Seconds since the last change for which an incomplete checkpoint counts as being written."""
-
-LATEST = 253_402_300_799.0
 
 COMPANIONS = (
     "trainer_state.json",
@@ -41,44 +32,6 @@ COMPANIONS = (
 )
 """What trainers write beside the weights, and after them: transformers, Lightning, torchtune,
 Megatron, accelerate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint(Candidate):
-    """One checkpoint of a run.
-
-    Attributes:
-        entry: Where it is.
-        record: Its ``ckptctl.run.json``.
-        format: Its format; None: none is known.
-        parts: What it consists of: itself, or checkpoints inside of it.
-    """
-
-    entry: Entry
-    record: RunRecord = field(default_factory=RunRecord)
-    format: str | None = None
-    parts: tuple[Path, ...] = ()
-
-    @property
-    def path(self) -> Path:
-        """Return the path of the checkpoint."""
-        return self.entry.path
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "path": str(self.path),
-            "step": self.step,
-            "time": rfc3339(self.entry.time),
-            "bytes": self.entry.nbytes,
-            "format": self.format,
-            "state": self.state,
-            "problem": self.problem or None,
-            "lacks": self.lacks or None,
-            "protected_by": list(self.protection),
-            "metrics": {name: _finite(value) for name, value in sorted(self.metrics.items())},
-            "link": self.entry.link or None,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +59,6 @@ class Run:
         return frozenset({one.series: one.name for one in self.checkpoints if one.counts}.values())
 
 
-def rfc3339(seconds: float) -> str:
-    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
-    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
-
-
-def _finite(value: float) -> float | None:
-    """Return a number as JSON knows them: None for NaN and infinity."""
-    return value if math.isfinite(value) else None
-
-
 def read_run(
     root: Path,
     now: float | None = None,
@@ -141,64 +84,13 @@ def read_run(
     found = [one for one in entries(root) if series in (None, one.named.series)]
     company = Company(found)
     examined = [company.compared(examine(one, now)) for one in found]
-    protected = protect(view_of(root, examined, in_use=in_use, branches=branches))
+    protected = protect(RunView(root, examined, in_use, branches))
     known = {one.path.name for one in found}
     others = sorted(item.name for item in root.iterdir() if item.name not in known)
     checkpoints = (
         replace(one, **protected.get(one.name, Protected())._asdict()) for one in examined
     )
     return Run(root, tuple(ordered(checkpoints)), tuple(n for n in others if not n.startswith(".")))
-
-
-def view_of(
-    root: Path,
-    found: Iterable[Checkpoint],
-    *,
-    in_use: Collection[str] = (),
-    branches: bool = True,
-) -> RunView:
-    """Return the view that protections have of *found*, in *root*."""
-    known = list(found)
-    states = {one.name: one.state for one in known}
-    records = {one.name: one.record for one in known}
-    return RunView(root, [one.entry for one in known], states, records, in_use, branches)
-
-
-def examine(entry: Entry, now: float) -> Checkpoint:
-    """Examine one checkpoint by itself; *now* in seconds since the epoch."""
-    record = run_record(entry.path)
-    unfinished = Health(None, (), "torn", "it is not finished")
-    seen = unfinished if entry.staging else health(entry.path)
-    found = Checkpoint(
-        name=entry.path.name,
-        series=entry.named.series,
-        order=entry.named.order,
-        time=entry.time,
-        metrics={**entry.named.metrics, **metrics(entry.path, record)},
-        lineage=record.lineage,
-        entry=entry,
-        record=record,
-        format=seen.format,
-        parts=seen.parts,
-    )
-    if seen.verdict == "whole":
-        return found
-    # Its age counts from the last change of anything in it.
-    found = replace(found, time=entry.touched, problem=seen.problem)
-    torn, minutes = seen.verdict == "torn", max(0, int((now - entry.touched) / 60))
-    writer = _writer(entry)
-    if writer:
-        return replace(found, state="writing", problem=f"process {writer} is writing it")
-    if (torn or seen.begun) and now - entry.touched < AT_WORK:
-        problem = f"{seen.problem}; written {minutes} min ago"
-        return replace(found, state="writing", problem=problem)
-    return replace(found, state="incomplete" if torn else NOT_UNDERSTOOD)
-
-
-def _writer(entry: Entry) -> str | None:
-    """Return the process that is making this checkpoint, as far as its lock says."""
-    folder = entry.path if entry.staging else staging_directory(entry.path)
-    return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None
 
 
 class Company:

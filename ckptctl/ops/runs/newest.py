@@ -9,13 +9,13 @@ from pathlib import Path
 
 from ckptctl.errors import SourceNotFoundError, UnsupportedError, command, listed
 from ckptctl.formats.assets import SIDECAR
-from ckptctl.ops.runs.entries import Entry, entries
-from ckptctl.ops.runs.listing import Checkpoint, Company, examine, rfc3339
+from ckptctl.ops.runs.entries import entries
+from ckptctl.ops.runs.health import Checkpoint, examine, rfc3339
+from ckptctl.ops.runs.listing import Company
 from ckptctl.ops.runs.names import is_last
-from ckptctl.ops.runs.notes import RunRecord, run_record, stated_step
-from ckptctl.ops.runs.protections import left_in
+from ckptctl.ops.runs.notes import stated_step
 from ckptctl.planner.branches import went_on_unsaved
-from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier
+from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier, left_in
 from ckptctl.storage.paths import source_path
 
 LIGHTNING = ".ckpt"
@@ -59,14 +59,14 @@ def newest(root: Path, now: float | None = None, series: str | None = None) -> N
     now, root = clock.time() if now is None else now, source_path(root)
     skipped: list[Checkpoint] = []
     found: list[Checkpoint] = []
-    there = [one for one in entries(root) if series in (None, one.named.series)]
-    waiting = sorted(there, key=lambda one: (one.named.order, one.time), reverse=True)
-    records = {one.path.name: run_record(one.path) for one in waiting}
-    company, left = Company(waiting), left_in(waiting, records)
-    for one in sorted(waiting, key=lambda one: one.path.name in left):
-        if any(one.named.series == other.series for other in found):
+    there = [Checkpoint.of(one) for one in entries(root) if series in (None, one.named.series)]
+    waiting = sorted(there, key=lambda one: (one.order, one.time), reverse=True)
+    company = Company([one.entry for one in waiting])
+    left = left_in(one for one in waiting if not one.entry.link)
+    for one in sorted(waiting, key=lambda one: one.name in left):
+        if any(one.series == other.series for other in found):
             continue
-        seen = company.compared(examine(one, now))
+        seen = company.compared(examine(one.entry, now))
         (found if seen.complete else skipped).append(seen)
     if not found:
         _require_understood(skipped)
@@ -80,42 +80,36 @@ def newest(root: Path, now: float | None = None, series: str | None = None) -> N
         chosen,
         tuple(skipped),
         tuple(one for one in others if one is not chosen and not _same(one, chosen)),
-        tuple(_doubts(chosen, waiting, records, left, now)),
+        tuple(_doubts(chosen, waiting, left, now)),
     )
 
 
 def _doubts(
-    chosen: Checkpoint,
-    entries: Sequence[Entry],
-    records: Mapping[str, RunRecord],
-    left: Mapping[str, int],
-    now: float,
+    chosen: Checkpoint, known: Sequence[Checkpoint], left: Mapping[str, int], now: float
 ) -> Iterator[str]:
     """Yield the reasons to doubt that *chosen* is the newest."""
-    own = [one for one in entries if one.named.series == chosen.series and one.counts]
+    own = [one for one in known if one.series == chosen.series and one.entry.counts]
+    name = chosen.name
     for one in own:
-        name, problem = one.path.name, records[one.path.name].problem
-        if problem:
+        if one.record.problem:
             yield (
-                f"`{SIDECAR}` of `{name}` cannot be read ({problem}): what it was rated "
-                "with, and whether the run went on from it, is not known"
+                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.problem}): what it was "
+                "rated with, and whether the run went on from it, is not known"
             )
-    name, order = chosen.name, chosen.order
-    higher = [one.path.name for one in own if one.path.name in left and one.named.order > order]
+    higher = [one.name for one in own if one.name in left and one.order > chosen.order]
     if higher and name not in left:
         yield (
             f"{listed(higher)} has a higher step than `{name}` and is left out: the run went on "
             f"from step {left[higher[0]]}, and `{name}` was saved after that"
         )
-    back = went_on_unsaved({o.path.name: records[o.path.name].lineage for o in own})
+    back = went_on_unsaved({one.name: one.lineage for one in own})
     if back and name not in back:
         yield (
             f"a run went on from {listed(back)} and has saved nothing since: `{name}` was there "
             "before, and training went back behind it"
         )
-    lower = (one for one in own if one.named.order < order and one.path.name not in left)
-    maybe = (one for one in lower if _may_be_later(one, records[one.path.name], chosen))
-    seen = (examine(one, now) for one in maybe)
+    lower = (one for one in own if one.order < chosen.order and one.name not in left)
+    seen = (examine(one.entry, now) for one in lower if _may_be_later(one, chosen))
     later = [one for one in seen if one.complete and earlier(chosen, one)]
     if later:
         last = max(later, key=lambda one: (one.lineage.save, one.entry.time))
@@ -126,9 +120,9 @@ def _doubts(
         )
 
 
-def _may_be_later(entry: Entry, record: RunRecord, chosen: Checkpoint) -> bool:
-    own, other = record.lineage.save, chosen.lineage.save
-    return own > other if own and other else entry.time > chosen.entry.time
+def _may_be_later(one: Checkpoint, chosen: Checkpoint) -> bool:
+    own, other = one.lineage.save, chosen.lineage.save
+    return own > other if own and other else one.entry.time > chosen.entry.time
 
 
 def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:

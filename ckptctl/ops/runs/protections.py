@@ -9,9 +9,9 @@ A pointer of which nobody knows what it names protects all: see :func:`require_p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,10 +21,10 @@ from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.megatron.files import POINTER as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
-from ckptctl.ops.runs.entries import Entry, entry_at
-from ckptctl.ops.runs.health import health
+from ckptctl.ops.runs.entries import entry_at
+from ckptctl.ops.runs.health import Checkpoint, health
 from ckptctl.ops.runs.names import is_last, parse
-from ckptctl.ops.runs.notes import LAST, Noted, RunRecord, noted
+from ckptctl.ops.runs.notes import LAST, Noted, noted
 from ckptctl.ops.runs.references import (
     alike,
     decoded,
@@ -35,8 +35,7 @@ from ckptctl.ops.runs.references import (
 )
 from ckptctl.ops.runs.trainer_state import NAME as TRAINER
 from ckptctl.ops.runs.trainer_state import TrainerState, trainer_state
-from ckptctl.planner.branches import Lineage, left_behind
-from ckptctl.planner.retention import NOT_UNDERSTOOD, State
+from ckptctl.planner.retention import NOT_UNDERSTOOD, State, left_in
 
 POINTERS = {
     LATEST: "DeepSpeed",
@@ -71,29 +70,29 @@ class RunView:
 
     Attributes:
         root: Its folder.
-        entries: What is named as a checkpoint there, the newest last.
-        states: What is known of these, by name.
-        records: Their ``ckptctl.run.json``, likewise.
+        checkpoints: What is named as one there, the newest last.
         in_use: Names of those with which a training is at work.
         branches: Whether what the run left behind stays.
     """
 
     root: Path
-    entries: Sequence[Entry]
-    states: Mapping[str, State] = field(default_factory=dict)
-    records: Mapping[str, RunRecord] = field(default_factory=dict)
+    checkpoints: Sequence[Checkpoint]
     in_use: Collection[str] = ()
     branches: bool = True
 
     @property
+    def own(self) -> list[Checkpoint]:
+        """Return those that are no links."""
+        return [one for one in self.checkpoints if not one.entry.link]
+
+    @property
     def names(self) -> list[str]:
         """Return the names of those that are finished and no links."""
-        return [one.path.name for one in self.entries if not one.link and not one.staging]
+        return [one.name for one in self.own if not one.entry.staging]
 
     def in_state(self, *states: State) -> list[str]:
         """Return the names of those that are in one of *states* and no links."""
-        own = (one.path.name for one in self.entries if not one.link)
-        return [name for name in own if self.states.get(name) in states]
+        return [one.name for one in self.own if one.state in states]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class Protected(NamedTuple):
 
 def protect(view: RunView) -> dict[str, Protected]:
     """Return the protections of each checkpoint that has any, by its name."""
-    known, names = {one.path.name for one in view.entries}, view.names
+    known, names = {one.name for one in view.checkpoints}, view.names
     spelt = alike(view.root, names)
     found: dict[str, Protected] = {}
     for protection in PROTECTIONS:
@@ -180,7 +179,7 @@ def _best_of_lightning(view: RunView) -> Iterator[Claim]:
 
 def _link_to_it(view: RunView) -> Iterator[Claim]:
     """Claim what a link leads to, into or through: without it the link would lead nowhere."""
-    links = {one.path.name for one in view.entries if one.link}
+    links = {one.name for one in view.checkpoints if one.entry.link}
     for name, link in linked(view.root, view.names):
         if name not in links:
             yield Claim(link, name)
@@ -196,48 +195,36 @@ def _in_use(view: RunView) -> Iterator[Claim]:
 
 def _left_behind(view: RunView) -> Iterator[Claim]:
     """Claim what a run left behind when it went on from an earlier checkpoint."""
-    left = left_in(view.entries, view.records) if view.branches else {}
-    for name, step in left.items():
+    for name, step in left_in(view.own).items() if view.branches else ():
         yield Claim(f"left behind: the run went on from step {step}", name)
 
 
 def _is_link(view: RunView) -> Iterator[Claim]:
     """Claim links that are named as checkpoints: what they lead to is somebody else's."""
-    yield from (Claim("a symbolic link", one.path.name) for one in view.entries if one.link)
+    yield from (Claim("a symbolic link", one.name) for one in view.checkpoints if one.entry.link)
 
 
 def _is_last(view: RunView) -> Iterator[Claim]:
     """Claim what Lightning overwrites with each save, and opens next."""
-    lasts = (one.path.name for one in view.entries if is_last(one.path.name))
+    lasts = (one.name for one in view.checkpoints if is_last(one.name))
     yield from (Claim("the newest, by its trainer", name) for name in lasts)
 
 
 def _unread_record(view: RunView) -> Iterator[Claim]:
     """Claim what may be the best, or of another branch: its record cannot be read."""
-    for name in view.in_state("complete", NOT_UNDERSTOOD):
-        problem = view.records[name].problem
-        if problem:
-            yield Claim(f"its `{SIDECAR}` cannot be read: {problem}", name)
+    for one in view.own:
+        if one.record.problem and one.state in ("complete", NOT_UNDERSTOOD):
+            yield Claim(f"its `{SIDECAR}` cannot be read: {one.record.problem}", one.name)
 
 
 def _being_written(view: RunView) -> Iterator[Claim]:
-    """Claim what is locked, or is not whole and was changed of late: see ``listing.examine``."""
+    """Claim what is locked, or is not whole and was changed of late: see ``health.examine``."""
     yield from (Claim("writing", name) for name in view.in_state("writing"))
 
 
 def _not_understood(view: RunView) -> Iterator[Claim]:
     """Claim what may be whole: see ``health.health``."""
     yield from (Claim(NOT_UNDERSTOOD, name) for name in view.in_state(NOT_UNDERSTOOD))
-
-
-def left_in(entries: Sequence[Entry], records: Mapping[str, RunRecord]) -> dict[str, int]:
-    """Return the names of what a run left behind, and the steps from which it went on instead."""
-    series: dict[str, dict[str, Lineage]] = {}
-    for one in entries:
-        if not one.link:
-            lineages = series.setdefault(one.named.series, {})
-            lineages[one.path.name] = records[one.path.name].lineage
-    return {name: step for some in series.values() for name, step in left_behind(some).items()}
 
 
 def _newest(names: Sequence[str], view: RunView) -> list[str]:
@@ -318,8 +305,9 @@ def points_inside(root: Path) -> bool:
 
     So does a pointer to a checkpoint that is gone: it was one of a run.
     """
-    view = RunView(root, [one for item in root.iterdir() if (one := entry_at(item))])
-    names = [one.path.name for one in view.entries if one.path.is_dir()]
+    found = (one for item in root.iterdir() if (one := entry_at(item)))
+    view = RunView(root, [Checkpoint.of(one) for one in found])
+    names = [one.name for one in view.checkpoints if one.path.is_dir()]
     spelt = alike(root, names)
     for protection in NAMING:
         for claim in protection.claims(view):

@@ -18,7 +18,7 @@ from ckptctl.errors import (
     nearest,
 )
 from ckptctl.ops.runs.entries import entry_at, is_run
-from ckptctl.ops.runs.listing import Checkpoint, rfc3339
+from ckptctl.ops.runs.health import Checkpoint, rfc3339
 from ckptctl.ops.runs.protections import points_inside
 from ckptctl.planner.retention import Best, Candidate, Policy, disorder
 from ckptctl.storage.contained import real_path

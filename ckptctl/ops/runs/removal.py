@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.runs.entries import entry_at
-from ckptctl.ops.runs.health import health
-from ckptctl.ops.runs.listing import AT_WORK, Checkpoint, Run, read_run, view_of
-from ckptctl.ops.runs.protections import Protected, protect, require_pointers
+from ckptctl.ops.runs.health import AT_WORK, Checkpoint, health
+from ckptctl.ops.runs.listing import Run, read_run
+from ckptctl.ops.runs.protections import Protected, RunView, protect, require_pointers
 from ckptctl.ops.runs.refusals import (
     require_match,
     require_order,
@@ -270,7 +270,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
     with deleting(plan.root) as deletion:
         _require_kept(plan)
         require_pointers(plan.root)
-        protected = protect(view_of(plan.root, plan.run.checkpoints))
+        protected = protect(RunView(plan.root, plan.run.checkpoints))
         for decision in plan.of("remove"):
             if not os.path.lexists(decision.candidate.path):
                 continue  # somebody else has removed it

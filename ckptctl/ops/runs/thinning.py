@@ -23,7 +23,7 @@ from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.runs.entries import ADDED, Entry, entry_at
-from ckptctl.ops.runs.listing import Checkpoint
+from ckptctl.ops.runs.health import Checkpoint
 from ckptctl.ops.verification.digest_lists import LISTS
 from ckptctl.ops.verification.digest_lists import without as lines_without
 from ckptctl.storage import rename, trash

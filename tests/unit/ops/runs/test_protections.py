@@ -8,6 +8,9 @@ import json
 import os
 import shutil
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from ckptctl.ops.runs import references, trainer_state
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import metrics
-from ckptctl.ops.runs.protections import NAMING, PROTECTIONS
+from ckptctl.ops.runs.protections import NAMING, POINTERS, PROTECTIONS, Protection, RunView
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
@@ -559,6 +562,75 @@ def test_the_documentation_has_the_list_of_protections() -> None:
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     written = [[cell.strip("`") for cell in row] for row in rows[2:]]
     assert written == [[one.name, one.trainer, one.file, one.effect] for one in PROTECTIONS]
+
+
+def _link(run: Path) -> None:
+    (run / "step-2").rename(run.parent / "elsewhere")
+    (run / "step-2").symlink_to(run.parent / "elsewhere")
+
+
+def _went_back(run: Path) -> None:
+    """Write what the manager does where a run goes from step 1 on, and not from step 2."""
+    back = {"step": 1, "save": 1, "newest": 2}
+    for step in (1, 2, 3, 4):
+        record = {"save": step, "resumed": [back] if step > 2 else []}
+        (run / f"step-{step}" / "ckptctl.run.json").write_text(json.dumps(record))
+
+
+def _pointer(file: str, run: Path) -> None:
+    (run / file).write_text("step-2")
+
+
+def _of_lightning(run: Path) -> None:
+    state = {"monitor": "loss", "best_model_path": "x/step-2", "current_score": torch.ones(())}
+    torch.save({"global_step": 4, "callbacks": {"ModelCheckpoint": state}}, run / "last.ckpt")
+
+
+def _last(run: Path) -> None:
+    torch.save({"global_step": 2, "state_dict": {"w": torch.ones(2)}}, run / "last.ckpt")
+
+
+def _foreign(run: Path) -> None:
+    shutil.rmtree(run / "step-2")
+    (run / "step-2").mkdir()
+    (run / "step-2" / "thesis.tex").write_text("x")
+
+
+CASES: dict[tuple[str, str], Callable[[Path], object]] = {
+    **{("pointer file", file): partial(_pointer, file) for file in POINTERS},
+    ("best checkpoint", "trainer_state.json"): lambda run: (
+        run / "step-4" / "trainer_state.json"
+    ).write_text(stated(4, "out/step-2")),
+    ("best checkpoint", "last.ckpt"): _of_lightning,
+    ("link to it", "any symbolic link"): lambda run: (run / "best").symlink_to("step-2"),
+    ("in use", "none: the running process"): lambda run: None,
+    ("left behind", "ckptctl.run.json"): _went_back,
+    ("is a link", "the checkpoint itself"): _link,
+    ("last checkpoint", "last.ckpt"): _last,
+    ("unreadable record", "ckptctl.run.json"): lambda run: (
+        run / "step-2" / "ckptctl.run.json"
+    ).write_text("{"),
+    ("being written", "a lock, or a fresh file"): lambda run: tear(run / "step-2", time.time()),
+    ("not understood", "any of its files"): _foreign,
+}
+"""Makes that *step-2*, or what Lightning saved last, is protected, by what is in the list."""
+
+
+@pytest.mark.parametrize("one", PROTECTIONS, ids=lambda one: f"{one.name}, {one.file}")
+def test_each_protection_protects(run: Path, one: Protection) -> None:
+    aged(run)
+    CASES[one.name, one.file](run)
+    if one.name not in ("being written", "link to it"):
+        aged(run)
+    used = ["step-2"] if one.name == "in use" else []
+    plan = plan_prune(run, Policy(last=1, incomplete=True, min_age=0.0), in_use=used)
+    name = "last.ckpt" if one.name == "last checkpoint" else "step-2"
+    gone = [decision.name for decision in plan.of("remove")]
+    (decision,) = (decision for decision in plan.decisions if decision.name == name)
+    assert name not in gone and "step-3" in gone, decision.reasons
+    view = RunView(run, [decision.candidate for decision in plan.decisions], used)
+    assert any(name in (claim.name, Path(claim.text).name) for claim in one.claims(view))
+    assert decision.action == ("keep" if one.effect == "stays" else "skip")
 
 
 @pytest.mark.parametrize(
