@@ -41,7 +41,7 @@ from ckptctl.formats import plugins
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
 BLOCK = re.compile(
     r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
