@@ -17,7 +17,7 @@ from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedErro
 from ckptctl.formats import assets, torch_file
 from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.formats.dcp import metadata as dcp_metadata
-from ckptctl.ops.conversion.reference import reference
+from ckptctl.ops.conversion.checks import reference
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor, TorchArchive
 from tests.checkpoints import (

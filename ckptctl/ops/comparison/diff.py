@@ -9,13 +9,11 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError
-from ckptctl.ops.comparison.leaves import compare_leaves
 from ckptctl.ops.comparison.options import DiffOptions, Weights
 from ckptctl.ops.comparison.pairing import Pair, Pairing, Unpaired, pair
 from ckptctl.ops.comparison.result import Difference, LeafDifference, Side, TensorDifference
-from ckptctl.ops.comparison.scope import Scope, map_other, read_leaves
-from ckptctl.ops.comparison.sides import open_sides, option_names
-from ckptctl.ops.comparison.values import Windows, same_checksums
+from ckptctl.ops.comparison.sides import Scope, map_other, open_sides, option_names, read_leaves
+from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.located import located

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.ops.comparison.scope import Scope
+from ckptctl.ops.comparison.sides import Scope
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.selection import select
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes

@@ -1,11 +1,8 @@
-"""Comparing the elements of tensors: by recorded checksums, else in windows of a few megabytes.
-
-Both sides are read as a load reads them (:mod:`ckptctl.ops.loading.reading`): B's elements arrive
-in A's axis order, whatever B's is.
-"""
+"""How the values of two tensors, and other leaves, differ."""
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +11,8 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
 from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.ops.comparison.pairing import Pair
+from ckptctl.ops.comparison.pairing import LeafPair, Pair
+from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.planner.mapping.mapped import MappedTensor
@@ -24,6 +22,7 @@ from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, pa
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.paths import path_at
+from ckptctl.storage.pickles.inert import DictRecord, Inert
 
 WINDOW = 1 << 20
 """Elements of a window."""
@@ -140,3 +139,51 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
                 batch, nbytes = [], 0
     if batch:
         yield batch
+
+
+SHOWN = 60
+FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
+
+
+def compare_leaves(a: Catalog, b: Catalog, pairs: Sequence[LeafPair]) -> tuple[LeafDifference, ...]:
+    """Return which of the leaves differ.
+
+    Args:
+        a: A checkpoint whose leaves were read.
+        b: Another one.
+        pairs: The leaves.
+    """
+    found = []
+    for name, other in pairs:
+        x, y = a.blobs[name].value, b.blobs[other].value
+        if not same_value(x, y):
+            found.append(LeafDifference(name, _short(x), _short(y)))
+    return tuple(found)
+
+
+def same_value(a: object, b: object) -> bool:
+    """Return whether two values are of one type and equal; NaN is equal to the same NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return (
+            _record(a) == _record(b)
+            and a.keys() == b.keys()
+            and all(same_value(value, b[key]) for key, value in a.items())
+        )
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, Inert) and isinstance(b, Inert):
+        return all(same_value(getattr(a, field), getattr(b, field)) for field in FIELDS)
+    return a == b
+
+
+def _record(value: object) -> object:
+    return value.origin if isinstance(value, DictRecord) else None
+
+
+def _short(value: object) -> str:
+    text = f"{value!r}"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

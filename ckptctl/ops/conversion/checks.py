@@ -1,15 +1,20 @@
-"""Which options of a conversion make sense together."""
+"""Preflight checks of a conversion: options, the reference of ``--like``, float8, blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
-from ckptctl import dtypes
-from ckptctl.catalog import TensorEntry, is_computed
-from ckptctl.errors import RefusedError, UsageError, listed
+from ckptctl import dtypes, formats
+from ckptctl.catalog import Catalog, TensorEntry, is_computed
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.base import GB, OutputTensor, WritableFormat
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.recognition.quantised import Pair, pairs
 from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.parallel.cuts import Share
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.units import format_bytes
 
@@ -109,3 +114,149 @@ def _is_float8(dtype: str) -> bool:
 def _made(source: TensorEntry, dtype: str) -> bool:
     """Return whether *source* is cast to *dtype*, here or where it is computed."""
     return source.dtype != dtype or any(is_computed(extent.file) for extent in source.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """How a reference checkpoint is cut into files.
+
+    Attributes:
+        path: Where it is.
+        files: Its data files, sorted by name.
+        file_of: For each tensor the index of its file.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    file_of: Mapping[str, int]
+
+
+def reference(path: Path | None, to_format: str) -> Reference | None:
+    """Read the reference that ``--like`` names; None without it.
+
+    Raises:
+        UsageError: It is of another format than the output, or cuts a tensor over several files.
+    """
+    if path is None:
+        return None
+    catalog = formats.open_checkpoint(path)
+    if catalog.format != to_format:
+        raise UsageError(
+            f"`--like` names a checkpoint in format {catalog.format}, the output is {to_format}",
+            where=str(path),
+        )
+    if not formats.target(to_format).parallel:
+        _require_whole(catalog)
+    files = tuple(sorted(catalog.files))
+    index = {name: position for position, name in enumerate(files)}
+    file_of = {name: index[t.extents[0].file] for name, t in catalog.tensors.items() if t.extents}
+    return Reference(str(path), files, file_of)
+
+
+def _require_whole(catalog: Catalog) -> None:
+    for name, entry in catalog.tensors.items():
+        files = sorted({extent.file for extent in entry.extents})
+        if len(files) > 1:
+            raise UsageError(
+                "cannot copy how this reference is cut into files",
+                where=catalog.path,
+                why=f"`{name}` is spread over {listed(files)}",
+                hint="convert the reference first, and name the result",
+            )
+
+
+def require_same_keys(found: Reference, names: Collection[str]) -> None:
+    """Raise MappingError unless the output has exactly the keys of the reference."""
+    known = set(names)
+    missing = [name for name in found.file_of if name not in known]
+    surplus = [name for name in names if name not in found.file_of]
+    if missing or surplus:
+        raise MappingError(
+            "the output does not have the keys of the reference",
+            where=found.path,
+            why="; ".join(
+                f"{len(keys):,} {kind}: {listed(keys)}"
+                for kind, keys in (("missing", missing), ("not in it", surplus))
+                if keys
+            ),
+        )
+
+
+Block = tuple[int, int]
+
+
+class Divide(Protocol):
+    """How ranks divide tensors."""
+
+    def __call__(self, tensor: OutputTensor, ranks: int) -> Sequence[Share | None]:
+        """Return what each of *ranks* ranks holds of *tensor*; None: nothing."""
+
+
+def require_whole_blocks(
+    catalog: Catalog,
+    mapped: Sequence[MappedTensor],
+    tensors: Sequence[OutputTensor],
+    divide: Divide,
+    ranks: int,
+) -> None:
+    """Refuse to divide a float8 weight inside of a block.
+
+    Args:
+        catalog: The source.
+        mapped: What becomes what.
+        tensors: The output's tensors.
+        divide: How ranks divide them.
+        ranks: How many there are.
+
+    Raises:
+        RefusedError: Naming the weights, their blocks and a number of ranks that fits.
+    """
+    found = {
+        tensor: block
+        for tensor, block in _blocks(pairs(catalog), mapped, tensors)
+        if _cut(divide(tensor, ranks), tensor.shape, block)
+    }
+    if not found:
+        return
+    first, block = next(iter(found.items()))
+    fits = next(count for count in range(ranks - 1, 0, -1) if _fit(found, divide, count))
+    raise RefusedError(
+        f"{ranks} ranks would cut float8 weights inside of blocks of {block[0]}x{block[1]}",
+        where=f"tensor `{first.name}` {list(first.shape)}",
+        why=f"{listed([tensor.name for tensor in found])}: a block has one scale, and another "
+        "rank's would be used for a part of it",
+        hint=f"--mp {fits} keeps blocks whole; --dequantize bf16 writes plain weights",
+    )
+
+
+def _blocks(
+    quantised: Iterable[Pair], mapped: Sequence[MappedTensor], tensors: Sequence[OutputTensor]
+) -> Iterable[tuple[OutputTensor, Block]]:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    targets = {item.sources[0].key: item.targets[0].key for item in mapped}
+    for pair in quantised:
+        tensor = by_name.get(targets.get(pair.weight, ""))
+        if tensor is not None and {"block_rows", "block_columns"} <= pair.parameters.keys():
+            yield tensor, (pair.parameters["block_rows"], pair.parameters["block_columns"])
+
+
+def _cut(shares: Sequence[Share | None], shape: tuple[int, ...], block: Block) -> bool:
+    """Return whether a rank's part begins or ends inside of a block of a matrix of *shape*."""
+    return any(
+        offset % step or ((offset + size) % step and offset + size != whole)
+        for share in shares
+        if share is not None
+        for piece in share.pieces
+        for offset, size, whole, step in zip(
+            piece.box.offsets[-2:], piece.box.sizes[-2:], shape[-2:], block, strict=True
+        )
+    )
+
+
+def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> bool:
+    try:
+        return not any(
+            _cut(divide(tensor, ranks), tensor.shape, block) for tensor, block in found.items()
+        )
+    except MappingError:
+        return False

@@ -25,7 +25,7 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.missing import Missing, find_missing
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.conversion.reading_back import require_published
+from ckptctl.ops.conversion.proofs import require_published
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
@@ -33,7 +33,7 @@ from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import unwrapped
-from ckptctl.ops.verification.replicas import replicated
+from ckptctl.ops.verification.items import replicated
 from ckptctl.planner.configs.stated import Json
 from ckptctl.storage.advance import Advance
 from ckptctl.storage.destinations import Replaceable, require_space

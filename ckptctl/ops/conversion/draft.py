@@ -12,11 +12,24 @@ from ckptctl.errors import DamagedError, MappingError, RefusedError, command
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.unknown_classes import require_known
-from ckptctl.ops.conversion import ties
 from ckptctl.ops.conversion.adapter_files import adapter_papers
-from ckptctl.ops.conversion.checks import require_scaled
+from ckptctl.ops.conversion.checks import (
+    Divide,
+    reference,
+    require_same_keys,
+    require_scaled,
+    require_whole_blocks,
+)
 from ckptctl.ops.conversion.documents import Assets, Papers, papers
 from ckptctl.ops.conversion.executable import LaidOut, executable, provenance
+from ckptctl.ops.conversion.leaves import (
+    Parts,
+    inside_model,
+    keep_together,
+    same_data,
+    strings,
+    unpacked,
+)
 from ckptctl.ops.conversion.missing import (
     Missing,
     asked_of,
@@ -31,21 +44,18 @@ from ckptctl.ops.conversion.output_tensors import (
     main_dtype,
     output_tensors,
     paths,
+    shared_memory,
+    tied_away,
     unrooted,
+    written_in_full,
 )
-from ckptctl.ops.conversion.payloads import keep_together
 from ckptctl.ops.conversion.plan import ConversionPlan
-from ckptctl.ops.conversion.rank_blocks import Divide, require_whole_blocks
-from ckptctl.ops.conversion.reference import reference, require_same_keys
-from ckptctl.ops.conversion.strings import same_data, strings
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.conversion.unpacked import Parts, inside_model, unpacked
 from ckptctl.ops.destinations import Destination
 from ckptctl.ops.located import located
-from ckptctl.ops.recognition.doubts import require_one_model, root_hint
-from ckptctl.ops.recognition.lacking import lacks
+from ckptctl.ops.recognition.dequantise import made
+from ckptctl.ops.recognition.lacking import lacks, require_one_model, root_hint
 from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
-from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.selection import Selection, chosen, select
 from ckptctl.planner.axes import Sizes
@@ -129,7 +139,7 @@ class Draft:
             self.catalog.path,
             source_layout=formats.get(self.catalog.format).layout,
             described=self.target.parallel or self.target.described,
-            untie=ties.written_in_full(self.options, self.catalog, self.known),
+            untie=written_in_full(self.options, self.catalog, self.known),
             partial=bool(self.options.include or self.options.exclude or self.missing),
             given=self.options.sizes,
             vocab=self.options.vocab_size,
@@ -321,7 +331,7 @@ class Draft:
         entries = self.catalog.tensors
         placed = paths(mapped, entries, change, self.known.root, self.keep_root)
         pinned = change.family.pinned if change.family else ()
-        aliases, said = ties.kept(self.options, self.target, self.known, self.catalog, mapped)
+        aliases, said = shared_memory(self.options, self.target, self.known, self.catalog, mapped)
         self.notes += said
         model = output_tensors(
             mapped, entries, placed, dtype=self.options.dtype, pinned=pinned, aliases=aliases
@@ -333,7 +343,7 @@ class Draft:
         tensors = (*model, *others)
         if self.options.tied != "drop":
             return tensors
-        self.tied = ties.dropped(tensors)
+        self.tied = tied_away(tensors)
         return tensors if self.target.records_ties else tuple(t for t in tensors if not t.alias_of)
 
     def _blobs(self, selection: Selection, change: Change, rest: Rest) -> list[Blob]:

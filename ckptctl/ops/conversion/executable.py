@@ -1,24 +1,32 @@
-"""What the executor does for a conversion: the files, the copies, and what they are read from."""
+"""What the executor does for a conversion: the files, the copies, the manifest and the digest.
+
+``ckptctl.manifest.json`` says what an output holds, with a checksum for every box of every tensor.
+Its schema is published in ``docs/reference/manifest.md``. It names no machine, user or time, so
+that equal inputs and options give equal bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
+from ckptctl import __version__, dtypes
 from ckptctl.catalog import Catalog, Computed, made_of
+from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import kind_of
-from ckptctl.formats.base import Output, OutputTensor
-from ckptctl.ops.conversion.digest import digest_of
+from ckptctl.formats.base import Output, OutputTensor, Place
+from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.ops.conversion.documents import Papers
-from ckptctl.ops.conversion.manifest import manifest
 from ckptctl.ops.conversion.source_checks import with_checks
-from ckptctl.ops.conversion.sources import identities, sources_of
-from ckptctl.ops.conversion.transfers import transfers
+from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.plan import Plan
+from ckptctl.planner.plan import Check, CrcOf, OutputFile, Plan, RawCopy, Record, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +114,148 @@ def _inputs(root: str, computed: Mapping[str, Computed]) -> dict[tuple[str, str]
         if place != root:
             found[place, file] = identities(place, (file,))[file]
     return found
+
+
+def digest_of(
+    checksum: bool,
+    files: Sequence[OutputFile],
+    records: Sequence[Record],
+    transfers: Sequence[Transfer],
+    raw_copies: Sequence[RawCopy],
+    contents: Mapping[str, bytes],
+    computed: Mapping[str, Computed],
+    checks: Sequence[Check] = (),
+) -> str:
+    """Return the hexadecimal SHA-256 of what decides an output's bytes, the sources' own apart.
+
+    Args:
+        checksum: Whether records carry checksums.
+        files: Names and sizes.
+        records: Where each box goes.
+        transfers: What each box is made of.
+        raw_copies: What is copied unchanged; the directories that it comes from do not count.
+        contents: Files that are written from memory.
+        computed: The virtual files that transfers read; directories do not count here either.
+        checks: What is read for its checksum alone; the same holds for its directories.
+    """
+    found = hashlib.sha256(repr(checksum).encode())
+    for file in files:
+        found.update(repr((file.path, file.size)).encode())
+    for item in (*records, *transfers):
+        found.update(repr(item).encode())
+    for raw in raw_copies:
+        place = (raw.source, raw.offset, raw.nbytes, raw.target, raw.target_offset)
+        found.update(repr(place).encode())
+    for name, content in contents.items():
+        found.update(repr((name, len(content))).encode() + content)
+    for virtual, one in computed.items():
+        inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
+        how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
+        found.update(repr(how).encode())
+    for check in checks:
+        found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
+    return found.hexdigest()
+
+
+def manifest(
+    head: Mapping[str, object],
+    tensors: Sequence[OutputTensor],
+    boxes: Mapping[str, Sequence[Place]],
+    records: Sequence[Record],
+) -> OutputFile:
+    """Return the manifest as an output file whose checksums are filled in at the end.
+
+    Args:
+        head: Provenance: source, plan digest, ...
+        tensors: What was written.
+        boxes: For each tensor its boxes and records.
+        records: All records.
+    """
+
+    def content(crc_of: CrcOf) -> Iterator[bytes]:
+        whole = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
+        before, _, after = json.dumps(whole, indent=1, ensure_ascii=False).rpartition("{}")
+        listed = {t.name: t for t in tensors}.values()
+        begin = before + "{"
+        for tensor in listed:
+            found = _tensor(tensor, boxes.get(tensor.name, ()), records, crc_of)
+            yield _encoded(f"{begin}\n  {_text(tensor.name)}: {found}", tensor.name)
+            begin = ","
+        yield (("\n }" if listed else begin + "}") + after + "\n").encode()
+
+    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield 0, b"".join(content(crc_of))
+
+    return OutputFile(MANIFEST, sum(map(len, content(lambda _: 0))), frame)
+
+
+def _encoded(text: str, name: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise RefusedError(
+            "a name is no text",
+            where=f"tensor `{name}`",
+            why="it holds half of a surrogate pair, which no manifest can hold",
+            hint="`--no-checksum` writes none; `--exclude` leaves the tensor out",
+        ) from None
+
+
+def _tensor(
+    tensor: OutputTensor,
+    boxes: Sequence[Place],
+    records: Sequence[Record],
+    crc_of: CrcOf,
+) -> str:
+    members = {
+        "dtype": _text(tensor.dtype),
+        "shape": _numbers(tensor.shape, 4),
+        **({"alias_of": _text(tensor.alias_of)} if tensor.alias_of else {}),
+        "chunks": _indented(
+            "[",
+            [
+                _chunk(place, records[place.record], dtypes.itemsize(tensor.dtype), crc_of)
+                for place in boxes
+            ],
+            "]",
+            4,
+        ),
+    }
+    return _members(members, 3)
+
+
+def _chunk(place: Place, record: Record, itemsize: int, crc_of: CrcOf) -> str:
+    """Describe one box; where a record holds several, its checksum is that of none of them."""
+    box = place.box
+    whole = record.nbytes == box.numel * itemsize
+    members = {
+        "offsets": _numbers(box.offsets, 6),
+        "sizes": _numbers(box.sizes, 6),
+        "file": _text(record.file),
+        "offset": str(record.offset + place.start * itemsize),
+        **({"crc32": f'"{crc_of(place.record):08x}"'} if whole else {}),
+    }
+    return _members(members, 5)
+
+
+# The text is that of ``json.dumps(indent=1)``, which takes ten times as long.
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(values: tuple[int, ...], depth: int) -> str:
+    return _indented("[", [str(value) for value in values], "]", depth)
+
+
+def _members(found: Mapping[str, str], depth: int) -> str:
+    return _indented("{", [f'"{name}": {value}' for name, value in found.items()], "}", depth)
+
+
+def _indented(begin: str, items: Sequence[str], end: str, depth: int) -> str:
+    if not items:
+        return begin + end
+    line = "\n" + " " * depth
+    return begin + line + f",{line}".join(items) + line[:-1] + end

@@ -1,16 +1,19 @@
-"""The tensors of an output: their names, paths, dtypes and ties."""
+"""The tensors of an output: names, places, dtypes, and which of them share memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Path, TensorEntry
-from ckptctl.errors import MappingError
-from ckptctl.formats.base import OutputTensor
+from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
+from ckptctl.errors import MappingError, listed
+from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.shared.structure import join
+from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.layout_change import Change
+from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.planner.configs.stated import tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 
 BY_CAST = "--dtype casts all of them to one"
@@ -193,3 +196,39 @@ def _inside(path: Path, root: str) -> Path:
     first, *others = path[len(head) :]
     rest = root.removeprefix(prefix)
     return (str(first).removeprefix(rest), *others) if rest else (first, *others)
+
+
+def written_in_full(options: ConversionOptions, catalog: Catalog, known: Recognition) -> bool:
+    """Return whether tied tensors are written in full; `copy` is content if none are tied."""
+    shared = any(entry.alias_of for entry in catalog.tensors.values())
+    family = known.exact and known.model_type is not None
+    return options.untie or (options.tied == "copy" and (shared or family))
+
+
+def shared_memory(
+    options: ConversionOptions,
+    target: WritableFormat,
+    known: Recognition,
+    catalog: Catalog,
+    mapped: Sequence[MappedTensor],
+) -> tuple[bool, list[str]]:
+    """Return whether tensors that share memory go on doing so, and notes on that.
+
+    A reader of `hf` would miss one of them, unless the configuration says that they are tied.
+    """
+    if options.untie or options.tied == "copy":
+        return False, []
+    if options.tied == "drop" or target.nested or tying(known.config):
+        return True, []
+    names = [m.targets[0].key for m in mapped if catalog.tensors[m.sources[0].key].alias_of]
+    note = f"shared tensors are written out in full: {listed(names)}"
+    return False, [note] if names else []
+
+
+def tied_away(tensors: Iterable[OutputTensor]) -> dict[str, str]:
+    """Return the names of all but one of the tensors that share memory, and why they go."""
+    return {
+        tensor.name: f"it shares its memory with `{tensor.alias_of}`, which is written"
+        for tensor in tensors
+        if tensor.alias_of
+    }

@@ -1,19 +1,27 @@
-"""What only the data can prove before a conversion: that what is dropped is not missed."""
+"""What only data can prove: before a run that nothing is lost, after it that all was written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
-from ckptctl.errors import MappingError
+from ckptctl.catalog import Box, Catalog
+from ckptctl.errors import MappingError, StorageError
 from ckptctl.ops.conversion.plan import ConversionPlan
-from ckptctl.ops.conversion.tile_embeddings import require_regular
-from ckptctl.ops.ranks.coordinator import Coordinator
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.ranks.sharing import portion
-from ckptctl.ops.verification.replicas import portion_of
-from ckptctl.ops.verification.replicas import require_equal as replicas_equal
-from ckptctl.storage.compare import Readable, all_zero, equal
+from ckptctl.ops.verification.items import portion_of
+from ckptctl.ops.verification.items import require_equal as replicas_equal
+from ckptctl.planner.mapping.mapped import Region
+from ckptctl.planner.mapping.resizing import Tiling
+from ckptctl.planner.plan import Plan, RawCopy
+from ckptctl.storage.compare import Readable, all_zero, equal, read_box
 from ckptctl.storage.computed import open_reader
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.paths import path_at
+from ckptctl.storage.ranges import crc_of
 
 Proof = tuple[int, Callable[[], None]]
 """Bytes that are read, and what raises if something does not hold."""
@@ -78,3 +86,120 @@ def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
         else f"in layout `{plan.to_layout}` one tensor stands for both",
         hint="`--untie` keeps both" if tied else None,
     )
+
+
+def require_regular(files: Readable, catalog: Catalog, root: str, tiling: Tiling) -> None:
+    """Prove that nothing is lost when rows for aspect ratios become a grid.
+
+    Args:
+        files: The checkpoint's.
+        catalog: The checkpoint.
+        root: The model's prefix in it.
+        tiling: What becomes of one embedding.
+
+    Raises:
+        MappingError: Two rows disagree about a tile, or hold something where none is.
+    """
+    for one, other in tiling.equal:
+        if _read(files, catalog, root, one) != _read(files, catalog, root, other):
+            raise _irregular(catalog, root, one, f"row {other.origin[0]} has other values")
+    for part in tiling.empty:
+        if any(_read(files, catalog, root, part)):
+            raise _irregular(catalog, root, part, "what belongs to no tile is not zero")
+
+
+def _read(files: Readable, catalog: Catalog, root: str, part: Region) -> bytearray:
+    return read_box(files, catalog.tensors[root + part.key], Box(part.origin, part.sizes))
+
+
+def _irregular(catalog: Catalog, root: str, part: Region, why: str) -> MappingError:
+    return MappingError(
+        "the embeddings of aspect ratios do not come from one grid of tiles",
+        where=f"{catalog.path}, tensor `{root}{part.key}`, row {part.origin[0]}",
+        why=f"{why}: transformers trains each row by itself",
+        hint="only layouts hf and hf-v5 can hold this model",
+    )
+
+
+WINDOW = 4 << 20
+"""Bytes that are compared at a time."""
+
+
+def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None) -> None:
+    """Read what was published and compare every byte that was written.
+
+    Records are compared with their checksums, headers and the like with what they were made of,
+    raw copies with their sources.
+
+    Args:
+        plan: What was carried out.
+        crcs: CRC-32 of each record.
+        ranks: Those that share the work, each of which proves its part; None: there are no others.
+
+    Raises:
+        StorageError: The output holds other bytes than were written.
+    """
+    ranks = ranks or Alone()
+    target = path_at(plan.target)
+    root = target.parent if plan.single_file else target
+    records = list(zip(plan.records, crcs, strict=True))
+    with source_files(root) as files:
+        for file in plan.files:
+            _drop_cache(files, file.path)
+            if files.size(file.path) != file.size:
+                why = f"it has {files.size(file.path):,} bytes instead of {file.size:,}"
+                raise _unlike(file.path, root / file.path, why)
+        for record, expected in portion(ranks, records, lambda pair: pair[0].nbytes):
+            if crc_of(files, record.file, record.offset, record.nbytes) != expected:
+                place = _range(record.offset, record.nbytes)
+                raise _unlike(record.name, root / record.file, place)
+        for file in portion(ranks, plan.files, lambda file: file.size):
+            for offset, data in file.frame(crcs.__getitem__):
+                if not _holds(files, file.path, offset, data):
+                    raise _unlike(file.path, root / file.path, _range(offset, len(data)))
+        for raw in portion(ranks, plan.raw_copies, lambda raw: raw.nbytes):
+            with source_files(raw.root or plan.source_root) as sources:
+                if not _copied(files, sources, raw):
+                    place = _range(raw.target_offset, raw.nbytes)
+                    raise _unlike(raw.target, root / raw.target, place)
+
+
+def _unlike(name: str, where: Path, why: str) -> StorageError:
+    return StorageError(
+        f"`{name}` cannot be read back as it was written",
+        where=str(where),
+        why=why,
+        hint="the storage is not reliable; convert again to another place",
+    )
+
+
+def _range(offset: int, nbytes: int) -> str:
+    return f"bytes {offset:,} to {offset + nbytes:,} differ"
+
+
+def _holds(files: SourceFiles, name: str, offset: int, data: bytes) -> bool:
+    return all(
+        files.read(name, offset + start, len(part)) == part
+        for start in range(0, len(data), WINDOW)
+        for part in (data[start : start + WINDOW],)
+    )
+
+
+def _copied(files: SourceFiles, sources: SourceFiles, raw: RawCopy) -> bool:
+    return all(
+        files.read(raw.target, raw.target_offset + start, size)
+        == sources.read(raw.source, raw.offset + start, size)
+        for start in range(0, raw.nbytes, WINDOW)
+        for size in (min(WINDOW, raw.nbytes - start),)
+    )
+
+
+def _drop_cache(files: SourceFiles, name: str) -> None:
+    """Ask the system to forget the file's pages, so that the disk itself is read."""
+    if not files.local:
+        return
+    descriptor = files.descriptor(name)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

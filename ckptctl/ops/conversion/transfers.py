@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.catalog import (
+    Box,
+    Computed,
+    Extent,
+    TensorEntry,
+    is_computed,
+    is_memory,
+    made_of,
+    reached,
+)
+from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Output, Place
 from ckptctl.planner.boxes import intersect
 from ckptctl.planner.mapping.mapped import MappedTensor, View
-from ckptctl.planner.plan import Operand, Record, Side, Transfer
+from ckptctl.planner.plan import Operand, RawCopy, Record, Side, Transfer
 from ckptctl.storage.compare import row_major
+from ckptctl.storage.files import source_files
 
 
 def transfers(
@@ -200,3 +211,34 @@ def _common(region: Box, box: Box) -> Box | None:
 def _span(sizes: tuple[int, ...], steps: tuple[int, ...], nbytes: int, box: Box) -> int:
     """Bytes from the first to the last element of a part of a box, inclusive."""
     return _reach(sizes, steps) + nbytes - _reach(box.sizes, steps)
+
+
+def sources_of(
+    root: str,
+    transfers: Sequence[Transfer],
+    virtual: Mapping[str, Computed],
+    raw: Sequence[RawCopy] = (),
+) -> tuple[dict[str, Computed], dict[str, FileIdentity]]:
+    """Return the virtual files that are read, and the identities of the real ones below *root*.
+
+    Args:
+        root: The directory of the source.
+        transfers: What reads; memory that they read has no identity.
+        virtual: All virtual files of the source.
+        raw: What is copied from *root* unchanged.
+
+    Returns:
+        The virtual files, those that they are made of included, and the identity of each file.
+    """
+    read = dict.fromkeys(o.file for transfer in transfers for o in transfer.source.operands)
+    computed = reached(virtual, read)
+    names = {name: None for name in read if not (is_computed(name) or is_memory(name))}
+    names |= dict.fromkeys(sorted(file for place, file in made_of(computed) if place == root))
+    names |= dict.fromkeys(item.source for item in raw)
+    return computed, identities(root, names)
+
+
+def identities(root: str, names: Iterable[str]) -> dict[str, FileIdentity]:
+    """Return what must stay the same of each of the files called *names* while it is read."""
+    with source_files(root) as files:
+        return {name: files.identity(name) for name in names}

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ckptctl import dtypes, formats
+from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import UsageError
+from ckptctl.errors import CkptError, MappingError, UsageError, command, listed, nearest
 from ckptctl.ops.conversion.documents import gather, unquantised
+from ckptctl.ops.conversion.leaves import Strings, strings
 from ckptctl.ops.conversion.output_tensors import cast_to, in_checkpoint
-from ckptctl.ops.conversion.strings import Strings, strings
 from ckptctl.ops.destinations import require_destination
-from ckptctl.ops.extraction.file import plan_file, write_file
 from ckptctl.ops.extraction.options import ExtractOptions, Taken
-from ckptctl.ops.extraction.preview import preview
 from ckptctl.ops.extraction.result import Extracted, Extraction
-from ckptctl.ops.extraction.slices import split_name, take
-from ckptctl.ops.extraction.tensor_files import OVERWRITABLE
-from ckptctl.ops.extraction.unknown import no_tensor
+from ckptctl.ops.extraction.slices import preview, split_name, take
+from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, plan_file, write_file
+from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
 from ckptctl.ops.located import located
-from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.ops.recognition.dequantise import dequantised, made
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
@@ -207,3 +205,62 @@ def _extracted(reading: Reading, one: Taken) -> Extracted:
     sources = dict.fromkeys(view.key for mapped in holding for view in mapped.sources)
     nbytes = one.part.box.numel * dtypes.itemsize(one.dtype)
     return Extracted(one.name, tuple(sources), one.dtype, one.part.shape, one.whole, nbytes)
+
+
+def no_tensor(
+    catalog: Catalog, names: Collection[str], asked: str, options: ExtractOptions
+) -> MappingError:
+    """Return the error for a name, or glob, that matches none.
+
+    Args:
+        catalog: The checkpoint.
+        names: Its tensors, in the layout that was asked for.
+        asked: The name or glob.
+        options: How it was asked for.
+    """
+    leaf = next((r + asked for r in ("", *roots(catalog)) if r + asked in catalog.blobs), None)
+    if leaf is not None:
+        value = leaf_values(catalog, [leaf]).get(leaf)
+        return MappingError(
+            f"`{leaf}` is no tensor",
+            where=catalog.path,
+            why=f"it is {value}" if value else "it is neither a number nor a short text",
+            hint=f"{command('inspect', catalog.path)} says what else is no tensor",
+        )
+    close = _close(names, asked)
+    return MappingError(
+        f"no tensor is called `{asked}`",
+        where=catalog.path,
+        why=f"it has {len(names):,}, such as {listed(list(names), 2)}",
+        hint=_layout_hint(catalog, asked, options)
+        or (
+            f"did you mean `{close}`?"
+            if close
+            else f"{command('inspect', catalog.path, options=['--tensors'])} lists them"
+        ),
+    )
+
+
+def _close(names: Collection[str], asked: str) -> str | None:
+    plain = asked.strip("*")
+    holding = [name for name in names if plain and plain in name]
+    return min(holding, key=len, default=None) or nearest(asked, list(names))
+
+
+def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str | None:
+    """Return which layout of the same family has the name."""
+    if options.layout is not None:
+        own = any(root + asked in catalog.tensors for root in ("", *roots(catalog)))
+        return "it is a name of the checkpoint's own layout: leave `--layout` out" if own else None
+    found = next(_layouts(catalog, asked, options), None)
+    return found and f"it is a name of layout `{found}`: add `--layout {found}`"
+
+
+def _layouts(catalog: Catalog, asked: str, options: ExtractOptions) -> Iterator[str]:
+    with suppress(CkptError):
+        known = recognise(catalog, options.model_type, options.from_layout, options.root)
+        for family in map(families.family, known.candidates):
+            for name in family.layouts:
+                table = family.layout(name).table
+                if name != known.layout and next(table.all(asked), None) is not None:
+                    yield name

@@ -227,7 +227,7 @@ def describe(
 def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
     """Yield where models lie, and how badly the checkpoint fits the family that the user named."""
     if known.inside:
-        from ckptctl.ops.recognition.doubts import lying
+        from ckptctl.ops.recognition.lacking import lying
 
         yield lying(known)
     if model_type is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, listed
-from ckptctl.ops.conversion.tile_embeddings import require_regular
+from ckptctl.ops.conversion.proofs import require_regular
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.located import located
 from ckptctl.ops.recognition.quantised import quantised

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, memory_name
 from ckptctl.formats.base import Output, Place
-from ckptctl.ops.conversion.sources import identities, sources_of
-from ckptctl.ops.conversion.transfers import transfers
+from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
 from ckptctl.ops.located import with_bytes

@@ -16,12 +16,12 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.conversion.documents import gather, unquantised
-from ckptctl.ops.conversion.payloads import keep_together
+from ckptctl.ops.conversion.leaves import keep_together
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.recognition.agreement import Description
+from ckptctl.ops.recognition.dequantise import made
 from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
-from ckptctl.ops.recognition.made import made
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped

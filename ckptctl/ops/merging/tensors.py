@@ -21,7 +21,7 @@ from ckptctl.ops.adapters.config import (
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.output_tensors import cast_to
 from ckptctl.ops.located import located
-from ckptctl.ops.recognition.doubts import require_one
+from ckptctl.ops.recognition.lacking import require_one
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.selection import select

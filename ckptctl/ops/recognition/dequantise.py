@@ -1,4 +1,4 @@
-"""Quantised tensors: which they are, and the plain ones that they stand for.
+"""Virtual tensors: the plain ones that quantised tensors stand for, and those of nothing but zeros.
 
 Sources: DeepSeek-V3's ``inference/fp8_cast_bf16.py`` and ``transformers``'
 ``integrations/finegrained_fp8.py`` for float8 with block scales; ``integrations/mxfp4.py`` and
@@ -7,7 +7,7 @@ OpenAI's ``gpt_oss/torch/weights.py`` for MXFP4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes
@@ -24,6 +24,7 @@ from ckptctl.catalog import (
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.located import located
 from ckptctl.ops.recognition.quantised import QUANTIZATION, Pair, orphans, pairs, unknown
+from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.storage.compare import row_major
 
 CONFIG = "config.json"
@@ -144,3 +145,35 @@ def _documents(
 def _note(found: list[Pair], dtype: str) -> str:
     ways = ", ".join(dict.fromkeys(pair.how for pair in found))
     return f"dequantised to {dtype}: {len(found):,} tensors, {ways}"
+
+
+def made(
+    catalog: Catalog, zeros: Sequence[Zeros], root: str, prefix: str
+) -> tuple[Catalog, list[MappedTensor]]:
+    """Return *catalog* with such tensors in virtual files, and how they become the target's.
+
+    Args:
+        catalog: The source.
+        zeros: What is to be made.
+        root: The model's prefix in the source.
+        prefix: The model's prefix in the target.
+    """
+    entries, computed = dict(catalog.tensors), dict(catalog.computed)
+    mapped: list[MappedTensor] = []
+    for item in zeros:
+        target = prefix + item.key
+        name = computed_name(f"{target}@{item.origin}" if item.origin else target)
+        whole = Box.whole(item.shape)
+        kind = item.dtype or entries[root + item.like].dtype
+        extent = Extent(whole, name, 0, whole.numel * dtypes.itemsize(kind))
+        path = entries[root + item.like].path if item.like else (target,)
+        entries[name] = TensorEntry(name, kind, item.shape, (extent,), path)
+        computed[name] = Computed("constant", kind, item.shape)
+        mapped.append(_placed(MappedTensor.same(name, target, item.shape), item.origin))
+    return replace(catalog, tensors=entries, computed=computed), mapped
+
+
+def _placed(mapped: MappedTensor, origin: tuple[int, ...]) -> MappedTensor:
+    if not origin:
+        return mapped
+    return replace(mapped, targets=(replace(mapped.targets[0], origin=origin),))

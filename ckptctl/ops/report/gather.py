@@ -1,31 +1,36 @@
-"""Everything that a page about a checkpoint shows: what it holds, where it lies, what is wrong."""
+"""All that the page of a report shows, and the file that is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import MappingError, UsageError
+from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.inspection.inspect import describe, select, stored
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
-from ckptctl.ops.report.chunks import ChunkMaps, ranks_of
 from ckptctl.ops.report.data import LeftOut, Report, TensorReport
-from ckptctl.ops.report.difference import compared
-from ckptctl.ops.report.file import written
 from ckptctl.ops.report.options import ReportOptions
-from ckptctl.ops.report.values import values
+from ckptctl.ops.report.page import GENERATOR, page
+from ckptctl.ops.report.sections import ChunkMaps, compared, ranks_of, values
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.verify import examine
 from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.paths import shown
+from ckptctl.storage.publish import staging
+from ckptctl.storage.sync import write_file
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
     from ckptctl.storage.statistics import Statistics
+
 
 MAX_FINDINGS = 1_000
 
@@ -184,3 +189,48 @@ def _with(tensor: TensorInfo, measured: Mapping[str, Statistics]) -> TensorInfo:
 def _joined(known: Sequence[Finding], more: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return findings, errors first, without those that say the same of the same file."""
     return tuple(sorted((*known, *unsaid(known, more)), key=lambda found: found.severity))
+
+
+Write = Callable[[Report], None]
+HEAD = 1024
+
+
+@contextmanager
+def written(output: Path | None, sources: Sequence[str | Path], overwrite: bool) -> Iterator[Write]:
+    """Hold the place of a page; what it yields writes and publishes it.
+
+    Args:
+        output: The page; None: nothing is written.
+        sources: Checkpoints, which it must not lie in.
+        overwrite: Whether to replace an earlier report.
+
+    Raises:
+        RefusedError: It exists, or lies inside a checkpoint.
+        StorageError: It cannot be written.
+    """
+    if output is None:
+        yield lambda _: None
+        return
+    target = output
+    for source in sources:
+        target = require_destination(formats.existing(source), output, overwrite, PAGE).path
+    with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
+
+        def write(found: Report) -> None:
+            content = page(found.to_json()).encode()
+            require_space(stage.data, len(content))
+            write_file(stage.data / target.name, content)
+            stage.publish()
+
+        yield write
+
+
+def is_report(path: Path) -> bool:
+    """Return whether *path* is a page that this module wrote, the one thing that it replaces."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return GENERATOR.encode() in file.read(HEAD)
+
+
+PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)

@@ -16,10 +16,20 @@ from pathlib import Path
 from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.digest_lists import Listed
-from ckptctl.ops.verification.hub_downloads import DOWNLOADS
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.digests import algorithm_of
 from ckptctl.storage.files import SourceFiles, hub_repository, source_files
+
+DOWNLOADS = ".cache/huggingface/download"
+
+
+def unfinished(root: Path) -> Iterator[Path]:
+    """Yield the parts of files whose download to *root* was interrupted."""
+    yield from sorted((root / DOWNLOADS).rglob("*.incomplete"))
+    repository = hub_repository(real_path(root))
+    if repository is not None:
+        yield from sorted((repository / "blobs").glob("*.incomplete"))
+
 
 METADATA = ".metadata"
 MAX_METADATA = 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
-from ckptctl.ops.verification.hub_downloads import unfinished
+from ckptctl.ops.verification.hub_digests import unfinished
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import path_at
 

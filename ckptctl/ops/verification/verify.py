@@ -184,8 +184,7 @@ def _verify_items(
 ) -> None:
     """Add what the items say of themselves, and what reading their data says."""
     from ckptctl.ops.verification.data import read_data
-    from ckptctl.ops.verification.items import resolved
-    from ckptctl.ops.verification.replicas import differing, portion_of, with_copies
+    from ckptctl.ops.verification.items import differing, portion_of, resolved, with_copies
 
     everything = with_copies(catalog)
     known, wrong = resolved(everything)

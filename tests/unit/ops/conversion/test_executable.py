@@ -8,7 +8,7 @@ import pytest
 
 from ckptctl.catalog import Box
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.ops.conversion.manifest import manifest
+from ckptctl.ops.conversion.executable import manifest
 from ckptctl.planner.plan import Record
 
 SHARED = OutputTensor("tied", "bfloat16", (2, 3), ("tied",), alias_of='ä"\n.weight')

@@ -13,7 +13,7 @@ from ckptctl.catalog import (
     computed_name,
     memory_name,
 )
-from ckptctl.ops.conversion.sources import sources_of
+from ckptctl.ops.conversion.transfers import sources_of
 from ckptctl.planner.plan import Operand, RawCopy, Side, Transfer
 
 

@@ -1,0 +1,231 @@
+"""What is no plain tensor: strings of a file, tensors inside of leaves, weights with scales."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
+from ckptctl.errors import MappingError, UnsupportedError, UsageError, listed
+from ckptctl.formats.base import Output, OutputTensor, WritableFormat
+from ckptctl.formats.shared.structure import flatten, join
+from ckptctl.formats.torch_file import extent_of, is_stored
+from ckptctl.ops.conversion.output_tensors import unrooted
+from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, Pair, orphans, pairs
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.storage.pickles.reader import walk
+from ckptctl.storage.zips.reader import StoredTensor
+
+Parts = Mapping[str, tuple[str, ...]]
+"""For each leaf that was taken apart the names of what it became."""
+
+
+def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
+    """Return *catalog* with the tensors in its leaves as tensors of their own.
+
+    Args:
+        catalog: A checkpoint.
+        names: The leaves that were read; others stay as they are.
+
+    Raises:
+        UnsupportedError: A tensor in a leaf would be called as something else is.
+    """
+    tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
+    blobs: dict[str, Blob] = {}
+    for name, blob in catalog.blobs.items():
+        found = dict(_leaves(blob) if name in names and _holds_tensors(blob) else ())
+        for path, leaf in found.items():
+            _add(blob, path, leaf, tensors, blobs)
+        if found:
+            parts[name] = tuple(map(join, found))
+        else:
+            blobs[name] = blob
+    return replace(catalog, tensors=tensors, blobs=blobs), parts
+
+
+def inside_model(
+    catalog: Catalog, parts: Parts, outside: Collection[str], root: str, keep_root: bool
+) -> Iterator[tuple[MappedTensor, Path]]:
+    """Yield what becomes of tensors that were taken out of leaves of the model.
+
+    Args:
+        catalog: What :func:`unpacked` returned.
+        parts: Likewise.
+        outside: Names that are not the model's.
+        root: The model's prefix, with its dot.
+        keep_root: Whether the output has it too.
+    """
+    for name in (part for names in parts.values() for part in names):
+        entry = catalog.tensors.get(name)
+        if entry is not None and name not in outside and name.startswith(root):
+            kept = Blob(name, entry.path)
+            kept = kept if keep_root else unrooted(kept, root)
+            yield MappedTensor.same(name, kept.name, entry.shape), kept.path
+
+
+def _holds_tensors(blob: Blob) -> bool:
+    return any(is_stored(node) for node in walk(blob.value))
+
+
+def _leaves(blob: Blob) -> Iterator[tuple[Path, object]]:
+    yield from flatten(blob.value, is_stored, blob.path)
+
+
+def _add(
+    blob: Blob,
+    path: Path,
+    leaf: object,
+    tensors: dict[str, TensorEntry],
+    blobs: dict[str, Blob],
+) -> None:
+    name = join(path)
+    if name in tensors or name in blobs:
+        raise UnsupportedError(f"two leaves are both called `{name}`", where=f"`{blob.name}`")
+    if isinstance(leaf, StoredTensor):
+        extent = extent_of(leaf, blob.file or "", Box.whole(leaf.shape))
+        tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (extent,), path)
+    else:
+        blobs[name] = Blob(name, path, value=leaf)
+
+
+DERIVED = ("format", "total_size", "total_parameters")
+"""Keys whose values are written anew, or follow from the tensors."""
+_HASH = re.compile(r"(?i)hash|sha256|md5")
+_WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """What becomes of a checkpoint's strings.
+
+    Attributes:
+        kept: Those that the output carries.
+        left_out: Those that it does not, as ``__metadata__.KEY``, and why.
+    """
+
+    kept: Mapping[str, str]
+    left_out: Mapping[str, str]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader of an output should know."""
+        return (f"not carried: {listed(list(self.left_out))}",) * bool(self.left_out)
+
+    def without_hashes(self) -> Strings:
+        """Return the strings of a file whose bytes of tensors are not those of the source."""
+        hashes = [key for key in self.kept if _HASH.search(key)]
+        kept = {key: text for key, text in self.kept.items() if key not in hashes}
+        why = "it is a hash of other bytes"
+        return Strings(kept, {**self.left_out, **{f"__metadata__.{key}": why for key in hashes}})
+
+
+def strings(catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableFormat) -> Strings:
+    """Decide which of the strings of *catalog* an output carries.
+
+    A string that says something of single tensors, or of their bytes, holds only while names,
+    shapes and dtypes are the same and nothing is computed.
+
+    Args:
+        catalog: The source.
+        tensors: What is written.
+        target: The format to write.
+    """
+    made = {one.name: (one.dtype, one.shape) for one in tensors}
+    there = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
+    changed = made != there or bool(catalog.computed)
+    kept: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    for key, text in catalog.metadata.items():
+        if key in DERIVED or (text in there and key in there):
+            continue
+        if not target.keeps_metadata:
+            left_out[f"__metadata__.{key}"] = f"{target.name} has no place for metadata"
+        elif changed and _tells_of_tensors(key, text, there):
+            left_out[f"__metadata__.{key}"] = "it describes tensors that are changed"
+        else:
+            kept[key] = text
+    return Strings(kept, left_out)
+
+
+def same_data(catalog: Catalog, mapped: Sequence[MappedTensor], output: Output) -> bool:
+    """Return whether the tensors of an output are one file's, byte for byte and in its order.
+
+    Args:
+        catalog: The source.
+        mapped: How its tensors become those of the output.
+        output: Where these go.
+    """
+    if any(one.sources != one.targets for one in mapped):
+        return False
+    held = sorted(
+        (extent.file, extent.offset, name)
+        for name, entry in catalog.tensors.items()
+        for extent in entry.extents
+        if entry.alias_of is None
+    )
+    made = sorted((record.file, record.offset, record.name) for record in output.records)
+    one_file = len({file for file, *_ in held}) == len({file for file, *_ in made}) == 1
+    return one_file and [name for *_, name in held] == [name for *_, name in made]
+
+
+def _tells_of_tensors(key: str, text: str, names: Collection[str]) -> bool:
+    return bool(_HASH.search(key)) or any(
+        word in names or word.rpartition(".")[0] in names for word in (key, *_WORD.findall(text))
+    )
+
+
+HINT = "--dequantize bf16 writes the plain tensors that they stand for"
+
+
+def keep_together(
+    catalog: Catalog, chosen: Collection[str], *, renamed: bool, dtype: str | None
+) -> None:
+    """Refuse a conversion after which quantised elements have lost their scales.
+
+    A copy of everything under the same names is not looked at: it loses nothing.
+
+    Args:
+        catalog: The source.
+        chosen: The tensors that are converted.
+        renamed: Whether they get another layout.
+        dtype: What floats are cast to; None: nothing is cast.
+
+    Raises:
+        UsageError: A cast would turn quantised elements into numbers that they are not.
+        MappingError: Scales are left out.
+        DamagedError: Tensors that are said to be quantised have no scales, or others do not fit.
+    """
+    if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
+        return
+    found = [pair for pair in pairs(catalog) if pair.weight in chosen]
+    alone = [pair.weight for pair in found if pair.scale not in chosen]
+    if alone:
+        raise MappingError(
+            f"{len(alone):,} quantised tensors would be written without their scales",
+            where=f"tensor `{alone[0]}`",
+            why=f"their scales are not chosen: {listed(alone)}",
+            hint=f"choose both (--include, --exclude); {HINT}",
+        )
+    if dtype is not None:
+        _require_uncast(catalog, found)
+    if found or _said(catalog):
+        kept = {name: entry for name, entry in catalog.tensors.items() if name in chosen}
+        orphans(replace(catalog, tensors=kept))
+
+
+def _require_uncast(catalog: Catalog, found: Collection[Pair]) -> None:
+    cast = [pair.weight for pair in found if catalog.tensors[pair.weight].dtype == FP8]
+    if cast:
+        raise UsageError(
+            f"`--dtype` would cast {len(cast):,} quantised tensors without regard to their scales",
+            where=f"tensor `{cast[0]}`",
+            why=f"its scales are another tensor; among them {listed(cast)}",
+            hint=HINT,
+        )
+
+
+def _said(catalog: Catalog) -> bool:
+    """Whether config.json says that the checkpoint holds float8 with scales."""
+    stated = catalog.documents.get("config.json", {}).get(QUANTIZATION)
+    return isinstance(stated, dict) and stated.get("quant_method") == "fp8"
