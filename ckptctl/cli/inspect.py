@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptctl.formats.base import Weights
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
     from ckptctl.ops.inspection.tree import Order
-    from ckptctl.ops.runs.listing import Run
+    from ckptctl.ops.runs.listing import RunFolder
 
 SCHEMA = "ckptctl.inspect/1"
 CANDIDATES = 12
@@ -156,7 +156,7 @@ def inspect(
 
 def _inspected(
     path: Path, read: Callable[[], Inspection], *, chosen: bool
-) -> tuple[Inspection, Run | None]:
+) -> tuple[Inspection, RunFolder | None]:
     """Return what *path* holds, and the run that it is, if it is one.
 
     Args:
@@ -179,7 +179,7 @@ def _inspected(
     return overview(path, run), run
 
 
-def _run_at(path: Path) -> Run | None:
+def _run_at(path: Path) -> RunFolder | None:
     from ckptctl.ops.runs.listing import run_at
 
     return run_at(path)
@@ -210,7 +210,7 @@ def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo])
         output.line(name)
 
 
-def _print_run(output: Output, found: Inspection, run: Run | None) -> None:
+def _print_run(output: Output, found: Inspection, run: RunFolder | None) -> None:
     if output.mode == "human":
         count = tables.counted(len(found.checkpoints), "checkpoint")
         output.line(f"{found.path}  run of {count}", "bold")

@@ -16,7 +16,7 @@ from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.health import Checkpoint
-    from ckptctl.ops.runs.listing import Run
+    from ckptctl.ops.runs.listing import RunFolder
 
 SCHEMA = "ckptctl.ls/1"
 SHOWN = 3
@@ -62,7 +62,7 @@ def ls(
         output.note(WITHOUT_STEP.format(name))
 
 
-def _count_others(output: Output, run: Run) -> None:
+def _count_others(output: Output, run: RunFolder) -> None:
     """Say how much else lies there, other than pointers, that is named as no checkpoint is."""
     from ckptctl.ops.runs.protections import POINTERS
 
@@ -72,7 +72,7 @@ def _count_others(output: Output, run: Run) -> None:
         output.report(f"{count} not recognised as checkpoints: {listed(others, SHOWN)}", "dim")
 
 
-def _document(run: Run) -> dict[str, object]:
+def _document(run: RunFolder) -> dict[str, object]:
     return {
         "root": str(run.root),
         "series": list(run.series),
@@ -83,7 +83,7 @@ def _document(run: Run) -> dict[str, object]:
     }
 
 
-def print_run(output: Output, run: Run) -> None:
+def print_run(output: Output, run: RunFolder) -> None:
     """Print the checkpoints of a run as a table."""
     head = [HEADER] if output.mode == "human" else []
     newest = run.newest

@@ -199,7 +199,7 @@ def _print_table(output: Output, plan: PrunePlan) -> None:
     rows = [(*_row(output, one), "; ".join(one.reasons)) for one in plan.decisions]
     output.table(rows, right=(2,), wrap=(3,))
     for one in plan.decisions:
-        lacks = one.candidate.lacks
+        lacks = one.checkpoint.lacks
         if lacks and output.mode == "human":
             said = f"{one.name} {LACKS.format(lacks)}"
             output.note(f"{said}: as many others are kept as if it were not there")
@@ -208,7 +208,7 @@ def _print_table(output: Output, plan: PrunePlan) -> None:
 
 
 def _row(output: Output, one: PruneDecision) -> tuple[str, ...]:
-    size = one.candidate.entry.nbytes
+    size = one.checkpoint.entry.nbytes
     shown = format_bytes(size) if output.mode == "human" else str(size)
     action = "thin" if one.thinning else one.action
     return action.upper() if output.mode == "human" else action, one.name, shown

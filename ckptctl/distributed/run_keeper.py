@@ -206,9 +206,9 @@ class Keeper:
         """
         plan = plan_discard(real_path(self.root), SERIES, step)
         for one in plan.of("skip"):
-            if one.candidate.step > step:
+            if one.checkpoint.step > step:
                 reasons = "; ".join(filter(None, one.reasons))
-                _log.warning("%s stays: %s", one.candidate.path, reasons)
+                _log.warning("%s stays: %s", one.checkpoint.path, reasons)
         self._tell(run_prune(plan))
 
     def later_than(self, step: int) -> list[str]:

@@ -26,7 +26,7 @@ CLOCK = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Retainable:
     """One checkpoint of a run.
 
     Attributes:
@@ -84,7 +84,7 @@ class Candidate:
         return self.order[0]
 
 
-C = TypeVar("C", bound=Candidate)
+C = TypeVar("C", bound=Retainable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class Best:
     metric: str
     lowest: bool
 
-    def value(self, candidate: Candidate) -> float | None:
-        """Return the metric of *candidate*, negated if small is good; None: it has none."""
-        found = candidate.metrics.get(self.metric)
+    def value(self, checkpoint: Retainable) -> float | None:
+        """Return the metric of *checkpoint*, negated if small is good; None: it has none."""
+        found = checkpoint.metrics.get(self.metric)
         if found is None or math.isnan(found):
             return None
         return -found if self.lowest else found
@@ -141,29 +141,29 @@ class Decision(Generic[C]):
     """What becomes of one checkpoint.
 
     Attributes:
-        candidate: The checkpoint.
+        checkpoint: The checkpoint.
         action: ``keep``, ``remove``, or ``skip``: it is left alone and does not count.
         reasons: Why.
     """
 
-    candidate: C
+    checkpoint: C
     action: Action
     reasons: tuple[str, ...]
 
 
 def decide(
-    candidates: Iterable[C], policy: Policy, now: float, *, replaced: bool = False
+    checkpoints: Iterable[C], policy: Policy, now: float, *, replaced: bool = False
 ) -> tuple[Decision[C], ...]:
     """Decide on each checkpoint, series by series, in their order.
 
     Args:
-        candidates: The checkpoints of a run.
+        checkpoints: The checkpoints of a run.
         policy: What is to be kept.
         now: Seconds since the epoch.
         replaced: Whether something complete elsewhere stands for all of them: then the newest one
             is not kept for its own sake.
     """
-    found = ordered(candidates)
+    found = ordered(checkpoints)
     decisions: list[Decision[C]] = []
     for name in dict.fromkeys(one.series for one in found):
         series = [one for one in found if one.series == name]
@@ -179,27 +179,27 @@ def decide(
     return tuple(decisions)
 
 
-def left_in(candidates: Iterable[Candidate]) -> dict[str, int]:
+def left_in(checkpoints: Iterable[Retainable]) -> dict[str, int]:
     """Return the names of what runs left behind, and the steps from which they went on instead."""
     series: dict[str, dict[str, Lineage]] = {}
-    for one in candidates:
+    for one in checkpoints:
         series.setdefault(one.series, {})[one.name] = one.lineage
     return {name: step for some in series.values() for name, step in left_behind(some).items()}
 
 
-def ordered(candidates: Iterable[C]) -> list[C]:
-    """Return *candidates* by series, then by step, those of one step by time."""
-    return sorted(candidates, key=lambda one: (one.series, one.order, one.time, one.name))
+def ordered(checkpoints: Iterable[C]) -> list[C]:
+    """Return *checkpoints* by series, then by step, those of one step by time."""
+    return sorted(checkpoints, key=lambda one: (one.series, one.order, one.time, one.name))
 
 
-def disorder(candidates: Iterable[C]) -> tuple[C, C] | None:
+def disorder(checkpoints: Iterable[C]) -> tuple[C, C] | None:
     """Return two complete checkpoints of a series: the one that was saved later has a lower step.
 
     Two runs that were saved into one folder look like that: then the highest step is not the
     newest checkpoint. None: there are none.
     """
     newest: C | None = None
-    for one in ordered(candidates):
+    for one in ordered(checkpoints):
         if not one.counts:
             continue
         if newest is None or newest.series != one.series:
@@ -211,7 +211,7 @@ def disorder(candidates: Iterable[C]) -> tuple[C, C] | None:
     return None
 
 
-def earlier(one: Candidate, other: Candidate) -> bool:
+def earlier(one: Retainable, other: Retainable) -> bool:
     """Return whether *one* was saved before *other*: by their numbers, or else by the clock."""
     if one.lineage.save and other.lineage.save:
         return one.lineage.save < other.lineage.save
@@ -219,7 +219,7 @@ def earlier(one: Candidate, other: Candidate) -> bool:
 
 
 def _reasons(
-    whole: Sequence[Candidate], policy: Policy, now: float, replaced: bool
+    whole: Sequence[Retainable], policy: Policy, now: float, replaced: bool
 ) -> Mapping[str, Sequence[str]]:
     """Return the reasons to keep each complete checkpoint of a series that is kept."""
     kept: dict[str, list[str]] = {one.name: [] for one in whole}
@@ -231,8 +231,8 @@ def _reasons(
 
 
 def _kept(
-    whole: Sequence[Candidate], policy: Policy, now: float
-) -> Iterator[tuple[Candidate, str]]:
+    whole: Sequence[Retainable], policy: Policy, now: float
+) -> Iterator[tuple[Retainable, str]]:
     last = policy.last or 0
     for number, one in enumerate(reversed(whole[-last:] if last else []), 1):
         yield one, f"last {last} ({number}/{last})"
@@ -250,7 +250,7 @@ def _kept(
         yield from _best(whole, best)
 
 
-def _best(whole: Sequence[Candidate], best: Best) -> Iterator[tuple[Candidate, str]]:
+def _best(whole: Sequence[Retainable], best: Best) -> Iterator[tuple[Retainable, str]]:
     """Yield the best one; of equals the newest."""
     rated = [(value, n) for n, one in enumerate(whole) if (value := best.value(one)) is not None]
     if rated:
@@ -270,7 +270,7 @@ def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C
     return Decision(one, "skip" if stays else "remove", (*problem, *stays))
 
 
-def _staying(one: Candidate, policy: Policy, now: float, others: bool) -> Iterator[str]:
+def _staying(one: Retainable, policy: Policy, now: float, others: bool) -> Iterator[str]:
     """Yield the reasons to keep an incomplete checkpoint although incomplete ones are to go."""
     yield from (f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
     if not others:

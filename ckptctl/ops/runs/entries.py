@@ -32,7 +32,7 @@ RUNS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RunEntry:
     """Something in a run whose name says that it is a checkpoint.
 
     Attributes:
@@ -67,7 +67,7 @@ class Entry:
         """Return whether rules may apply to it: it is no link, and not Lightning's last one."""
         return not self.link and not is_last(self.path.name)
 
-    def same(self, other: Entry) -> bool:
+    def same(self, other: RunEntry) -> bool:
         """Return whether nothing was written, added or taken away between the two looks."""
         return (self.identity, self.touched, self.nbytes, self.files) == (
             other.identity,
@@ -85,7 +85,7 @@ def is_run(root: Path) -> bool:
     return any(one is not None and not one.staging for one in found)
 
 
-def entries(root: Path) -> list[Entry]:
+def entries(root: Path) -> list[RunEntry]:
     """Return the entries of *root*, links included, in natural order.
 
     Raises:
@@ -100,7 +100,7 @@ def entries(root: Path) -> list[Entry]:
     return sorted(found, key=lambda one: (one.named.series, one.named.order, one.path.name))
 
 
-def entry_at(item: Path) -> Entry | None:
+def entry_at(item: Path) -> RunEntry | None:
     """Return the entry at *item*; None: nothing there is named as a checkpoint."""
     target = staged(item.name)
     if not parse(target or item.name) and not is_last(item.name):
@@ -120,7 +120,7 @@ def entry_at(item: Path) -> Entry | None:
     if named is None:
         return None
     sums = _measured(_files(item) if folder else [(item.name, status)])
-    return Entry(
+    return RunEntry(
         item,
         named,
         sums.nbytes,

@@ -14,12 +14,12 @@ from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import severity_of
-from ckptctl.ops.runs.entries import Entry
+from ckptctl.ops.runs.entries import RunEntry
 from ckptctl.ops.runs.notes import RunRecord, metrics, run_record
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
-from ckptctl.planner.retention import NOT_UNDERSTOOD, Candidate
+from ckptctl.planner.retention import NOT_UNDERSTOOD, Retainable
 from ckptctl.storage import lock
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.destinations import staging_directory
@@ -56,7 +56,7 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint(Candidate):
+class Checkpoint(Retainable):
     """One checkpoint of a run.
 
     Attributes:
@@ -66,13 +66,13 @@ class Checkpoint(Candidate):
         parts: What it consists of: itself, or checkpoints inside of it.
     """
 
-    entry: Entry
+    entry: RunEntry
     record: RunRecord = field(default_factory=RunRecord)
     format: str | None = None
     parts: tuple[Path, ...] = ()
 
     @classmethod
-    def of(cls, entry: Entry) -> Checkpoint:
+    def of(cls, entry: RunEntry) -> Checkpoint:
         """Return the checkpoint at *entry*, of which nothing but its record was read."""
         record, named = run_record(entry.path), entry.named
         return cls(
@@ -132,7 +132,7 @@ def health(path: Path) -> Health:
     return found
 
 
-def examine(entry: Entry, now: float) -> Checkpoint:
+def examine(entry: RunEntry, now: float) -> Checkpoint:
     """Examine one checkpoint by itself; *now* in seconds since the epoch."""
     unfinished = Health(None, (), "torn", "it is not finished")
     seen = unfinished if entry.staging else health(entry.path)
@@ -153,7 +153,7 @@ def examine(entry: Entry, now: float) -> Checkpoint:
     return replace(found, state="incomplete" if torn else NOT_UNDERSTOOD)
 
 
-def _writer(entry: Entry) -> str | None:
+def _writer(entry: RunEntry) -> str | None:
     """Return the process that is making this checkpoint, as far as its lock says."""
     folder = entry.path if entry.staging else staging_directory(entry.path)
     return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.ops.inspection.result import Inspection, Member
-from ckptctl.ops.runs.entries import Entry, entries, is_run
+from ckptctl.ops.runs.entries import RunEntry, entries, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine
 from ckptctl.ops.runs.protections import Protected, RunView, protect
 from ckptctl.planner.retention import NOT_UNDERSTOOD, ordered
@@ -35,7 +35,7 @@ Megatron, accelerate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunFolder:
     """A folder of checkpoints.
 
     Attributes:
@@ -66,7 +66,7 @@ def read_run(
     *,
     in_use: Collection[str] = (),
     branches: bool = True,
-) -> Run:
+) -> RunFolder:
     """Return the checkpoints in *root*.
 
     Args:
@@ -90,7 +90,9 @@ def read_run(
     checkpoints = (
         replace(one, **protected.get(one.name, Protected())._asdict()) for one in examined
     )
-    return Run(root, tuple(ordered(checkpoints)), tuple(n for n in others if not n.startswith(".")))
+    return RunFolder(
+        root, tuple(ordered(checkpoints)), tuple(n for n in others if not n.startswith("."))
+    )
 
 
 class Company:
@@ -102,7 +104,7 @@ class Company:
         found: The checkpoints; links do not count, nor what Lightning saves last.
     """
 
-    def __init__(self, found: Sequence[Entry]) -> None:
+    def __init__(self, found: Sequence[RunEntry]) -> None:
         own = {one.path: one.named.series for one in found if one.counts and not one.staging}
         self._have = {path: [name for name in COMPANIONS if _has(path, name)] for path in own}
         self._count = Counter(own.values())
@@ -130,13 +132,13 @@ def _has(folder: Path, name: str) -> bool:
         return False
 
 
-def run_at(path: str | Path) -> Run | None:
+def run_at(path: str | Path) -> RunFolder | None:
     """Return the run that *path* is; None: it is a checkpoint, or none is named as in a run."""
     root = source_path(path)
     return read_run(root) if is_run(root) and not formats.sniff(root) else None
 
 
-def overview(path: str | Path, run: Run) -> Inspection:
+def overview(path: str | Path, run: RunFolder) -> Inspection:
     """Describe a run as ``inspect`` does.
 
     Args:

@@ -20,7 +20,7 @@ from ckptctl.errors import (
 from ckptctl.ops.runs.entries import entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, rfc3339
 from ckptctl.ops.runs.protections import points_inside
-from ckptctl.planner.retention import Best, Candidate, Policy, disorder
+from ckptctl.planner.retention import Best, Policy, Retainable, disorder
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.mounts import mounted_in
 from ckptctl.storage.paths import path_hint, require_local
@@ -146,17 +146,17 @@ def require_order(checkpoints: Sequence[Checkpoint]) -> None:
         )
 
 
-def require_match(candidates: Sequence[Candidate], policy: Policy) -> None:
+def require_match(checkpoints: Sequence[Retainable], policy: Policy) -> None:
     """Refuse a policy with a pattern that matches nothing, or of which no rule keeps anything.
 
     Raises:
         RefusedError: A pattern matches no name at all, or patterns and metrics alone are asked for
             and none of them keeps anything, and there is more than the newest one.
     """
-    names = [one.name for one in candidates]
+    names = [one.name for one in checkpoints]
     counted = (policy.last, policy.every, policy.within)
     if all(rule is None for rule in counted):
-        _require_any(candidates, policy)
+        _require_any(checkpoints, policy)
     for pattern in policy.patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             close = nearest(pattern, names)
@@ -167,8 +167,8 @@ def require_match(candidates: Sequence[Candidate], policy: Policy) -> None:
             )
 
 
-def _require_any(candidates: Sequence[Candidate], policy: Policy) -> None:
-    whole = [one for one in candidates if one.counts]
+def _require_any(checkpoints: Sequence[Retainable], policy: Policy) -> None:
+    whole = [one for one in checkpoints if one.counts]
     named = any(fnmatchcase(one.name, glob) for one in whole for glob in policy.patterns)
     rated = any(best.value(one) is not None for one in whole for best in policy.best)
     if len(whole) > 1 and not named and not rated:
@@ -181,15 +181,15 @@ def _require_any(candidates: Sequence[Candidate], policy: Policy) -> None:
         )
 
 
-def with_known_metrics(policy: Policy, candidates: Sequence[Candidate]) -> Policy:
+def with_known_metrics(policy: Policy, checkpoints: Sequence[Retainable]) -> Policy:
     """Return *policy* with the names that the checkpoints have for its metrics and patterns.
 
     Raises:
         UsageError: No complete checkpoint has one of the metrics.
     """
-    whole = (one for one in candidates if one.counts)
+    whole = (one for one in checkpoints if one.counts)
     known = sorted({name for one in whole for name in one.metrics})
-    names = [one.name for one in candidates]
+    names = [one.name for one in checkpoints]
     return replace(
         policy,
         best=tuple(_known(best, known) for best in policy.best),

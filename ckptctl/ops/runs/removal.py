@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import AT_WORK, Checkpoint, health
-from ckptctl.ops.runs.listing import Run, read_run
+from ckptctl.ops.runs.listing import RunFolder, read_run
 from ckptctl.ops.runs.protections import Protected, RunView, protect, require_pointers
 from ckptctl.ops.runs.refusals import (
     require_match,
@@ -50,12 +50,12 @@ class PruneDecision(Decision[Checkpoint]):
     @property
     def name(self) -> str:
         """Return its name in the run."""
-        return self.candidate.name
+        return self.checkpoint.name
 
     def to_json(self) -> dict[str, object]:
         """Return the published object (``docs/reference/json.md``)."""
         return {
-            **self.candidate.to_json(),
+            **self.checkpoint.to_json(),
             "action": "thin" if self.thinning else self.action,
             "keep": self.action != "remove" or self.thinning is not None,
             "reasons": list(self.reasons),
@@ -79,7 +79,7 @@ class PrunePlan:
 
     root: Path
     policy: Policy
-    run: Run
+    run: RunFolder
     decisions: tuple[PruneDecision, ...]
     thin: bool = False
     leftovers: tuple[str, ...] = ()
@@ -218,10 +218,10 @@ def plan_discard(root: Path, series: str, step: int, now: float | None = None) -
 
 
 def _plan(
-    root: Path, policy: Policy, run: Run, decisions: list[PruneDecision], thin: bool = False
+    root: Path, policy: Policy, run: RunFolder, decisions: list[PruneDecision], thin: bool = False
 ) -> PrunePlan:
     plan = PrunePlan(root, policy, run, tuple(decisions), thin, tuple(leftovers(root)))
-    require_removable(decision.candidate.path for decision in plan.of("remove"))
+    require_removable(decision.checkpoint.path for decision in plan.of("remove"))
     return plan
 
 
@@ -240,7 +240,7 @@ def _discarded(checkpoint: Checkpoint, step: int) -> PruneDecision:
 
 def _priced(decision: Decision[Checkpoint], thin: bool = False) -> PruneDecision:
     """Return the decision with the bytes that it frees, and what thinning leaves out."""
-    checkpoint, action, reasons = decision.candidate, decision.action, decision.reasons
+    checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)
     if not thin or not checkpoint.complete:
@@ -272,7 +272,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
         require_pointers(plan.root)
         protected = protect(RunView(plan.root, plan.run.checkpoints))
         for decision in plan.of("remove"):
-            if not os.path.lexists(decision.candidate.path):
+            if not os.path.lexists(decision.checkpoint.path):
                 continue  # somebody else has removed it
             try:
                 _require_unchanged(decision, protected.get(decision.name, Protected()))
@@ -291,7 +291,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
 def _remove(deletion: TwoPhaseDelete, decision: PruneDecision) -> None:
     """Remove or thin one checkpoint."""
     if not decision.thinning:
-        deletion.delete(decision.name, decision.candidate.entry.identity)
+        deletion.delete(decision.name, decision.checkpoint.entry.identity)
         return
     from ckptctl.ops.runs.thinning import run_thinning
 
@@ -301,7 +301,7 @@ def _remove(deletion: TwoPhaseDelete, decision: PruneDecision) -> None:
 def _require_kept(plan: PrunePlan) -> None:
     """Refuse if a checkpoint because of which others may go is gone meanwhile, or torn."""
     for decision in plan.of("keep"):
-        known = decision.candidate.entry
+        known = decision.checkpoint.entry
         entry = entry_at(known.path)
         why = ""
         if entry is None or not entry.identity.one_with(known.identity):
@@ -319,19 +319,19 @@ def _require_kept(plan: PrunePlan) -> None:
 
 def _require_old(decision: PruneDecision, before: float) -> None:
     """Refuse what is not complete and was changed of late, as the file system's clock has it."""
-    if not decision.candidate.complete and decision.candidate.entry.touched > before:
+    if not decision.checkpoint.complete and decision.checkpoint.entry.touched > before:
         raise RefusedError(
             "it may still be being written",
-            where=str(decision.candidate.path),
+            where=str(decision.checkpoint.path),
             why="by the clock of its file system, which is behind that of this machine",
         )
 
 
 def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
-    entry = decision.candidate.entry
+    entry = decision.checkpoint.entry
     now = entry_at(entry.path)
     if now is None or not now.same(entry):
         raise RefusedError("it has changed since it was looked at", where=str(entry.path))
-    new = [pin for pin in protected.pinned if pin not in decision.candidate.pinned]
+    new = [pin for pin in protected.pinned if pin not in decision.checkpoint.pinned]
     if new:
         raise RefusedError(f"{new[0]} names it by now", where=str(entry.path))

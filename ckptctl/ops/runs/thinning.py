@@ -22,7 +22,7 @@ from ckptctl.formats.dcp.companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.runs.entries import ADDED, Entry, entry_at
+from ckptctl.ops.runs.entries import ADDED, RunEntry, entry_at
 from ckptctl.ops.runs.health import Checkpoint
 from ckptctl.ops.verification.digest_lists import LISTS
 from ckptctl.ops.verification.digest_lists import without as lines_without
@@ -75,7 +75,7 @@ class Thinning:
         dropped: Names of the leaves that are left out of what is written anew.
     """
 
-    entry: Entry
+    entry: RunEntry
     format: str
     files: tuple[Path, ...]
     freed: int

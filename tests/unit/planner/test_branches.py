@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from ckptctl.planner.branches import Lineage, Resume, left_behind
-from ckptctl.planner.retention import Candidate, Policy, decide, disorder
+from ckptctl.planner.retention import Policy, Retainable, decide, disorder
 
 
 def test_random_runs_against_their_history() -> None:
@@ -41,8 +41,8 @@ def test_going_on_from_the_newest_leaves_nothing() -> None:
     assert left_behind({"a": first, "c": again}) == {}
 
 
-def candidate(step: int, save: int, time: float) -> Candidate:
-    return Candidate(f"step-{step}", "step-", (step,), time, lineage=Lineage(save))
+def candidate(step: int, save: int, time: float) -> Retainable:
+    return Retainable(f"step-{step}", "step-", (step,), time, lineage=Lineage(save))
 
 
 def test_numbers_of_saves_count_more_than_clocks() -> None:
@@ -56,7 +56,7 @@ def test_numbers_of_saves_count_more_than_clocks() -> None:
 
 
 def test_what_is_left_behind_does_not_count() -> None:
-    left = Candidate("step-30", "step-", (30,), 3.0, exempt="left behind")
+    left = Retainable("step-30", "step-", (30,), 3.0, exempt="left behind")
     run = [candidate(20, 2, 2.0), candidate(21, 4, 4.0), left]
-    actions = {one.candidate.name: one.action for one in decide(run, Policy(last=1), 10.0)}
+    actions = {one.checkpoint.name: one.action for one in decide(run, Policy(last=1), 10.0)}
     assert actions == {"step-20": "remove", "step-21": "keep", "step-30": "skip"}

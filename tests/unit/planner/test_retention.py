@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.planner.retention import Best, Candidate, Policy, decide, disorder, ordered
+from ckptctl.planner.retention import Best, Policy, Retainable, decide, disorder, ordered
 
 NOW = 1_000_000.0
 
 
-def candidate(step: int, **more) -> Candidate:
+def candidate(step: int, **more) -> Retainable:
     usual = {"name": f"s-{step}", "series": "s-", "order": (step,), "time": step}
-    return Candidate(**{**usual, **more})
+    return Retainable(**{**usual, **more})
 
 
-def kept(policy: Policy, *candidates: Candidate, **more) -> dict[str, tuple[str, ...]]:
+def kept(policy: Policy, *candidates: Retainable, **more) -> dict[str, tuple[str, ...]]:
     decisions = decide(candidates, policy, NOW, **more)
-    return {d.candidate.name: d.reasons for d in decisions if d.action == "keep"}
+    return {d.checkpoint.name: d.reasons for d in decisions if d.action == "keep"}
 
 
 STEPS = [candidate(step) for step in (9, 10, 100, 1000, 9900, 10000)]
@@ -105,7 +105,7 @@ def test_incomplete_ones_do_not_count():
 def test_incomplete_ones_are_removed_on_request(state, age, more, action):
     broken = candidate(7, state=state, time=NOW - age, **more)
     policy = Policy(last=1, incomplete=True, patterns=("precious",))
-    found = {d.candidate.step: d.action for d in decide([broken, *STEPS], policy, NOW)}
+    found = {d.checkpoint.step: d.action for d in decide([broken, *STEPS], policy, NOW)}
     assert found[7] == action
 
 
@@ -140,7 +140,7 @@ STATES = st.sampled_from(
 )
 RUNS = st.lists(
     st.builds(
-        lambda step, time, state, pin, value, series, lacks: Candidate(
+        lambda step, time, state, pin, value, series, lacks: Retainable(
             f"{series}{step}",
             series,
             (step,),
@@ -177,12 +177,12 @@ CLOCKS = st.integers(0, 60).map(float)
 @given(RUNS, POLICIES, CLOCKS)
 def test_each_is_decided_on_once(run, policy, now):
     found = decide(run, policy, now)
-    assert [d.candidate for d in found] == ordered(run)
+    assert [d.checkpoint for d in found] == ordered(run)
 
 
 @given(RUNS, POLICIES, CLOCKS)
 def test_the_newest_complete_one_of_each_series_stays(run, policy, now):
-    actions = {d.candidate.name: d.action for d in decide(run, policy, now)}
+    actions = {d.checkpoint.name: d.action for d in decide(run, policy, now)}
     for series in ("s-", "e-"):
         whole = [c for c in run if c.series == series and c.state == "complete"]
         if whole:
@@ -192,7 +192,7 @@ def test_the_newest_complete_one_of_each_series_stays(run, policy, now):
 @given(RUNS, POLICIES, CLOCKS, st.booleans())
 def test_what_is_named_or_at_work_is_never_removed(run, policy, now, replaced):
     for decision in decide(run, policy, now, replaced=replaced):
-        one = decision.candidate
+        one = decision.checkpoint
         if decision.action == "remove":
             assert not one.pinned
             assert one.state == "complete" or (policy.incomplete and one.state == "incomplete")
@@ -205,8 +205,8 @@ def test_what_is_named_or_at_work_is_never_removed(run, policy, now, replaced):
 @given(RUNS, POLICIES, CLOCKS)
 def test_none_goes_because_of_one_that_training_may_not_go_on_from(run, policy, now):
     sure = [one for one in run if not one.lacks]
-    kept = {d.candidate.name for d in decide(sure, policy, now) if d.action == "keep"}
-    assert kept <= {d.candidate.name for d in decide(run, policy, now) if d.action == "keep"}
+    kept = {d.checkpoint.name for d in decide(sure, policy, now) if d.action == "keep"}
+    assert kept <= {d.checkpoint.name for d in decide(run, policy, now) if d.action == "keep"}
 
 
 @given(RUNS, POLICIES, POLICIES, CLOCKS)
@@ -218,14 +218,14 @@ def test_more_rules_keep_more(run, policy, more, now):
         best=policy.best + more.best,
         patterns=policy.patterns + more.patterns,
     )
-    before = {d.candidate.name for d in decide(run, policy, now) if d.action == "keep"}
-    assert before <= {d.candidate.name for d in decide(run, joined, now) if d.action == "keep"}
+    before = {d.checkpoint.name for d in decide(run, policy, now) if d.action == "keep"}
+    assert before <= {d.checkpoint.name for d in decide(run, joined, now) if d.action == "keep"}
 
 
 @given(RUNS, POLICIES, CLOCKS)
 def test_a_second_time_removes_nothing_more(run, policy, now):
     first = decide(run, policy, now)
-    left = [d.candidate for d in first if d.action != "remove"]
+    left = [d.checkpoint for d in first if d.action != "remove"]
     assert "remove" not in [d.action for d in decide(left, policy, now)]
 
 

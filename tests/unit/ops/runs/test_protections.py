@@ -628,7 +628,7 @@ def test_each_protection_protects(run: Path, one: Protection) -> None:
     gone = [decision.name for decision in plan.of("remove")]
     (decision,) = (decision for decision in plan.decisions if decision.name == name)
     assert name not in gone and "step-3" in gone, decision.reasons
-    view = RunView(run, [decision.candidate for decision in plan.decisions], used)
+    view = RunView(run, [decision.checkpoint for decision in plan.decisions], used)
     assert any(name in (claim.name, Path(claim.text).name) for claim in one.claims(view))
     assert decision.action == ("keep" if one.effect == "stays" else "skip")
 

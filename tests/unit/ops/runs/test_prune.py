@@ -173,7 +173,7 @@ def test_links_do_not_say_what_the_others_lack(run, tmp_path):
         (path / "trainer_state.json").write_text("{}")
         (run / path.name).symlink_to(path)
     plan = plan_prune(run, Policy(last=1, incomplete=True))
-    assert all(one.candidate.complete for one in plan.decisions)
+    assert all(one.checkpoint.complete for one in plan.decisions)
 
 
 def test_what_lightning_saved_last_stays(tmp_path):

@@ -132,6 +132,6 @@ def test_hard_links_free_nothing(run: Path) -> None:
     os.link(run / "step-1" / "model.safetensors", run / "step-2" / "model.safetensors")
     aged(run)
     plan = plan_prune(run, Policy(last=2))
-    assert (plan.nbytes, plan.of("remove")[0].candidate.entry.nbytes > 0) == (0, True)
+    assert (plan.nbytes, plan.of("remove")[0].checkpoint.entry.nbytes > 0) == (0, True)
     assert run_prune(plan).done == ("step-1",)
     assert [one.complete for one in read_run(run).checkpoints] == [True, True]
