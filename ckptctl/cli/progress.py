@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from ckptctl.cli.output import Output
-    from ckptctl.storage.advance import Advance
+    from ckptctl.storage.threads import Advance
 
 QUIET_SECONDS = 0.5
 """What ends sooner needs no bar, and does not pay for importing one."""

@@ -24,8 +24,7 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.unknown_classes import value_bytes
 from ckptctl.ops.loading.key_comparison import held_as, kept_apart
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.storage.files import source_files
-from ckptctl.storage.memory_files import MemoryFiles
+from ckptctl.storage.files import MemoryFiles, source_files
 from ckptctl.storage.zips.reader import LEGACY, read_archive
 
 TRUST = "`trusted=True` loads it all the same, which can run any code"

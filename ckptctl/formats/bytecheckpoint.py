@@ -21,11 +21,11 @@ from ckptctl.errors import (
 )
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.dcp.metadata import METADATA, TABLE, Leaf, leaves_of
+from ckptctl.formats.dcp.metadata import METADATA, TABLE, MetadataLeaf, leaves_of
 from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.malformed import attributes, malformed
-from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
+from ckptctl.formats.shared.tiled_files import UNCHECKED, ByteRange, require_tiled
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Table, loads
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
@@ -80,15 +80,17 @@ class ByteCheckpointFormat(Format):
         return dcp.FORMAT.resolve(catalog)
 
 
-def _ranges(leaves: Mapping[str, Leaf]) -> Iterator[Range]:
+def _ranges(leaves: Mapping[str, MetadataLeaf]) -> Iterator[ByteRange]:
     for name, leaf in leaves.items():
         for _, item in leaf.items:
-            yield Range(item.file, item.offset, item.nbytes, name)
+            yield ByteRange(item.file, item.offset, item.nbytes, name)
 
 
-def _unfit(files: SourceFiles, leaves: Mapping[str, Leaf], where: str) -> dict[str, Finding]:
+def _unfit(
+    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], where: str
+) -> dict[str, Finding]:
     """Return the files that are there but are not what the metadata says, and why."""
-    by_file: dict[str, list[Range]] = {}
+    by_file: dict[str, list[ByteRange]] = {}
     for one in _ranges(leaves):
         by_file.setdefault(one.file, []).append(one)
     unfit: dict[str, Finding] = {}

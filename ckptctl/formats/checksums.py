@@ -15,7 +15,7 @@ from ckptctl.storage.paths import path_at
 
 MANIFEST = "ckptctl.manifest.json"
 SCHEMA = "ckptctl.manifest/1"
-Place = tuple[str, int]
+ExtentPlace = tuple[str, int]
 """File and first byte of a chunk."""
 
 
@@ -63,7 +63,7 @@ def carried(root: Path) -> dict[str, int]:
 
 def _described(
     content: object, where: str
-) -> dict[str, tuple[str, tuple[int, ...], dict[Place, int]]]:
+) -> dict[str, tuple[str, tuple[int, ...], dict[ExtentPlace, int]]]:
     """Return dtype, shape and checksums of each tensor in a manifest."""
     hint = "remove it, or copy the checkpoint again"
     with malformed("this is not a manifest", where, hint):
@@ -83,12 +83,12 @@ def _described(
         }
 
 
-def _checked(entry: TensorEntry, crcs: Mapping[Place, int]) -> TensorEntry:
+def _checked(entry: TensorEntry, crcs: Mapping[ExtentPlace, int]) -> TensorEntry:
     extents = tuple(_with_crc(extent, crcs) for extent in entry.extents)
     return entry if extents == entry.extents else replace(entry, extents=extents)
 
 
-def _with_crc(extent: Extent, crcs: Mapping[Place, int]) -> Extent:
+def _with_crc(extent: Extent, crcs: Mapping[ExtentPlace, int]) -> Extent:
     if extent.codec != "raw" or extent.crc32 is not None:
         return extent
     return replace(extent, crc32=crcs.get((extent.file, extent.offset)))

@@ -20,12 +20,12 @@ from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp.metadata import METADATA, Decoded, decode, metadata_name
 from ckptctl.formats.dcp.partial import usable
-from ckptctl.formats.dcp.union import Union, Values
+from ckptctl.formats.dcp.union import RankValues, Union
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.structure import kept_apart
-from ckptctl.storage.collection import no_collection
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import ahead
+from ckptctl.storage.threads import no_collection
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
@@ -63,7 +63,7 @@ class DcpRankLocalFormat(Format):
         with source_files(path) as files, no_collection():
             if asked.partial:
                 return _partial(files, asked)
-            values = Values(files)
+            values = RankValues(files)
             found = _union(files, values, repeated=asked.replicas)
             found.require_whole()
             kept = found.leaves() | values.apart
@@ -82,7 +82,10 @@ def _partial(files: SourceFiles, asked: ReadOptions) -> Catalog:
     """
     ranks = _numbers(files.root, _RANK)
     findings = list(_absent(files))
-    found, values = Union(str(files.root), len(ranks), repeated=True), Values(files, partial=True)
+    found, values = (
+        Union(str(files.root), len(ranks), repeated=True),
+        RankValues(files, partial=True),
+    )
     for rank in sorted(ranks):
         try:
             leaves, origin = _decoded(files, rank)
@@ -143,7 +146,7 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
     return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
 
 
-def _union(files: SourceFiles, values: Values, *, repeated: bool) -> Union:
+def _union(files: SourceFiles, values: RankValues, *, repeated: bool) -> Union:
     """Read the metadata of every rank, one at a time."""
     ranks = _ranks(files)
     found = Union(str(files.root), len(ranks), repeated=repeated)
@@ -225,7 +228,7 @@ def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
     return {int(match[1]) for match in matches if match}
 
 
-def _notes(found: Union, values: Values) -> tuple[str, ...]:
+def _notes(found: Union, values: RankValues) -> tuple[str, ...]:
     ranks = f"{found.ranks} ranks" if found.ranks > 1 else "1 rank"
     counted = () if found.world else (f"{ranks}; {UNRECORDED}",)
     return (*counted, *kept_apart(values.differing))

@@ -64,7 +64,7 @@ class DeepSeekFormat(WritableFormat):
             UnsupportedError: A rank is missing, or the ranks do not fit together.
             MappingError: There are several ranks and no family can join them.
         """
-        from ckptctl.formats.shared.ranks import Joined
+        from ckptctl.formats.shared.ranks import JoinedShards
 
         root = path if path.is_dir() else path.parent
         names = _ranks(root)
@@ -73,7 +73,7 @@ class DeepSeekFormat(WritableFormat):
             read = [read_shard(files, name) for name in heads_ahead(files, names)]
             shards = [tensors for tensors, _ in read]
             described = asked.documents or around.documents
-            joined = Joined(shards, names, self.name, described, asked.model_type)
+            joined = JoinedShards(shards, names, self.name, described, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
         return Catalog(
@@ -99,7 +99,7 @@ class DeepSeekFormat(WritableFormat):
         whole = [replace(tensor, alias_of=None) for tensor in request.tensors]
 
         def shard(rank: int, tensors: Sequence[OutputTensor]) -> Output:
-            writer = hf.Writer({}, request.metadata)
+            writer = hf.SafetensorsWriter({}, request.metadata)
             writer.add(f"model{rank}-mp{request.mp}.safetensors", tensors)
             return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
 

@@ -69,7 +69,7 @@ class MetaFormat(WritableFormat):
         Raises:
             MappingError: There are several shards and no family, or several, can join them.
         """
-        from ckptctl.formats.shared.ranks import Joined
+        from ckptctl.formats.shared.ranks import JoinedShards
 
         root = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
@@ -80,7 +80,7 @@ class MetaFormat(WritableFormat):
             read = [torch_file.read_contents(files, name) for name in zips_ahead(files, names)]
             shards = [found.tensors for found in read]
             described = asked.documents or around.documents
-            joined = Joined(shards, names, LAYOUT, described, asked.model_type)
+            joined = JoinedShards(shards, names, LAYOUT, described, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
         return Catalog(

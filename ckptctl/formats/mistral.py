@@ -35,6 +35,10 @@ _FIRST_RELEASE = {
     "rms_norm_eps": "norm_eps",
 }
 _EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok"}
+STEM = "consolidated"
+INDEX = f"{STEM}{hf_files.INDEX}"
+_SAFE = re.compile(rf"{STEM}(?:-\d+-of-\d+)?\.safetensors")
+_TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
 
 def is_mistral(folder: Path) -> bool:
@@ -62,12 +66,6 @@ def _in_todays_words(params: Mapping[str, object]) -> Mapping[str, object]:
     renamed = {_FIRST_RELEASE.get(key, key): value for key, value in kept.items()}
     experts = {_EXPERTS[key]: params[key] for key in _EXPERTS if key in params}
     return renamed | ({"moe": experts} if experts else {})
-
-
-STEM = "consolidated"
-INDEX = f"{STEM}{hf_files.INDEX}"
-_SAFE = re.compile(rf"{STEM}(?:-\d+-of-\d+)?\.safetensors")
-_TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
 
 class MistralFormat(hf.HfFormat):

@@ -62,8 +62,8 @@ class RankFile:
     world: int | None
 
 
-Group = Mapping[int, RankFile]
-Groups = Mapping[str, Group]
+RankGroup = Mapping[int, RankFile]
+RankGroups = Mapping[str, RankGroup]
 
 
 class RankFilesFormat(Format):
@@ -185,7 +185,7 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
     return groups
 
 
-def _joined(files: SourceFiles, groups: Groups, merger: RankMerger, gaps: Gaps) -> Contents:
+def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger, gaps: Gaps) -> Contents:
     for name, group in groups.items():
         _require(gaps, name, group, max(max(group) + 1, _stated(group)))
     for name, group in groups.items():
@@ -212,7 +212,7 @@ def _head(group: str) -> KeyPath:
     return (group,) if group else ()
 
 
-def _stated(group: Group) -> int:
+def _stated(group: RankGroup) -> int:
     """Return how many ranks there are by the names of files; 0: they do not say."""
     return max(file.world or 0 for file in group.values())
 
@@ -224,7 +224,7 @@ def _untold(world: int) -> str:
     )
 
 
-def _require(gaps: Gaps, name: str, group: Group, world: int) -> None:
+def _require(gaps: Gaps, name: str, group: RankGroup, world: int) -> None:
     """Refuse, or note, that a group lacks the file of one of *world* ranks."""
     example = next(iter(group.values()))
     gaps.require(_head(name), group, range(world), lambda rank: _named(example, rank))
@@ -244,7 +244,7 @@ def _below(
         yield (*_head(group), *path), leaf
 
 
-def _names(path: Path, groups: Groups) -> Iterator[str]:
+def _names(path: Path, groups: RankGroups) -> Iterator[str]:
     for group in groups.values():
         yield from (file.name for file in group.values())
     if "model" in groups and (path / TRAINER).is_file():

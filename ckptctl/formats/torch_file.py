@@ -29,8 +29,7 @@ from ckptctl.planner.plan import CrcOf, OutputFile, Record
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.reader import Unknown, walk
-from ckptctl.storage.pickles.storage_tensor import StorageTensor
-from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.pickles.writer import StorageTensor, dumps
 from ckptctl.storage.stand_ins import only_zeros
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 from ckptctl.storage.zips.writer import ZipLayout, lay_out

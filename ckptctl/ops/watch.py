@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from ckptctl.storage.advance import Advance
+from ckptctl.storage.threads import Advance
 
 Watch = Callable[[int], AbstractContextManager[Advance | None]]
 """Takes the bytes in all; its context yields what is to be called with bytes done, or None."""

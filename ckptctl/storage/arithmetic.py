@@ -8,6 +8,7 @@ the only ones below ``distributed/`` that import torch, and they do so when firs
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -16,10 +17,26 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.storage.out_of_range import NONE, OutOfRange
+from ckptctl.storage.statistics import UNMEASURED
 
 if TYPE_CHECKING:
     import torch
 
+CODES = {
+    "float64": "d",
+    "float32": "f",
+    "float16": "e",
+    "int64": "q",
+    "int32": "i",
+    "int16": "h",
+    "int8": "b",
+    "uint64": "Q",
+    "uint32": "I",
+    "uint16": "H",
+    "uint8": "B",
+    "bool": "?",
+}
+Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
 OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 FEW_MATRICES = 512
@@ -167,3 +184,31 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TypeError(name)
     return found
+
+
+def numbers(data: bytearray, dtype: str) -> Sequence[Number]:
+    """Return dense elements of *dtype*; those that are no numbers as bytes."""
+    code = "B" if dtype in UNMEASURED else CODES.get(dtype)
+    count = len(data) // dtypes.itemsize(dtype)
+    if code:
+        return struct.unpack(f"<{count}{code}", data)
+    if dtype == "bfloat16":
+        halves = struct.unpack(f"<{count}H", data)
+        return struct.unpack(f"<{count}f", b"".join(struct.pack("<HH", 0, h) for h in halves))
+    return _with_torch(data, dtype)
+
+
+def _with_torch(data: bytearray, dtype: str) -> Sequence[Number]:
+    import torch
+
+    if not data:
+        return ()
+    found = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    wide = torch.complex128 if found.is_complex() else torch.float64
+    values: list[Number] = found.to(wide).tolist()
+    return values
+
+
+def shown(value: Number) -> str:
+    """Return a number as summaries show it."""
+    return f"{value:.5g}" if isinstance(value, (float, complex)) else str(value)

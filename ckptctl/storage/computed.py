@@ -1,7 +1,7 @@
 """Reading virtual files: byte ranges and rows of tensors that are computed as they are asked for.
 
 Whatever is asked for becomes rectangles of the file's elements, as large as they can be and of at
-most a few megabytes, and a module of :mod:`ckptctl.storage.kinds` computes each of them.
+most a few megabytes, and a kind of :mod:`ckptctl.storage.kinds` computes each of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECTANGLE = 1 << 20
 """Bytes computed at a time."""
 KEPT = 32 << 20
 """Bytes of small inputs that are kept for the next call."""
-Piece = tuple[int, int, int]
+Span = tuple[int, int, int]
 """Where bytes begin in a virtual file, how many they are, and where they go in a buffer."""
 
 
@@ -85,7 +85,7 @@ class ComputedFiles:
         self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
         self._scratch = memoryview(bytearray())
 
-    def gather(self, name: str, pieces: Iterable[Piece], buffer: memoryview) -> OutOfRange:
+    def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> OutOfRange:
         """Read pieces of the file called *name*; quickest when neighbours follow each other.
 
         Returns:
@@ -114,7 +114,7 @@ class ComputedFiles:
         return self._inputs[name]
 
     def _computing(
-        self, name: str, pieces: Iterable[Piece], buffer: memoryview
+        self, name: str, pieces: Iterable[Span], buffer: memoryview
     ) -> Iterator[tuple[range, range, memoryview]]:
         """Fill *buffer*; yield the rows and columns of each rectangle, and its elements."""
         computed, inputs = self._computed[name], self._made_of(name)
@@ -142,9 +142,9 @@ class ComputedFiles:
                 pass
             offset += len(view)
 
-    def reader(self, root: str) -> Reader:
+    def reader(self, root: str) -> ComputedReader:
         """Return what reads the files below *root*, virtual ones included."""
-        return Reader(self._sources(root), self)
+        return ComputedReader(self._sources(root), self)
 
     def kept(self, key: tuple[str, str], read: Callable[[], memoryview]) -> memoryview:
         """Return what *read* returned for *key*, now or, where it is small, earlier."""
@@ -162,7 +162,7 @@ class ComputedFiles:
         return self._scratch[:nbytes]
 
 
-class Reader:
+class ComputedReader:
     """The files below one root and the virtual ones.
 
     Args:
@@ -180,7 +180,7 @@ class Reader:
         files.readv(name, views, offset)
 
 
-def rectangles(pieces: Iterable[Piece], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
+def rectangles(pieces: Iterable[Span], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
     """Yield what computes *pieces*.
 
     Args:
@@ -236,7 +236,7 @@ def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:
 
 
 @contextmanager
-def open_reader(catalog: Catalog) -> Iterator[Reader]:
+def open_reader(catalog: Catalog) -> Iterator[ComputedReader]:
     """Open what reads the files of *catalog*, virtual ones included, for one thread."""
     roots = {catalog.root} | {root for root, _ in made_of(catalog.computed)}
     with ExitStack() as stack:

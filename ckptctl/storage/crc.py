@@ -1,17 +1,37 @@
-"""CRC-32 checksums: of bytes, and of adjacent blocks without reading the bytes again.
+"""CRC-32 checksums, also of adjacent blocks without reading them again; digests of the Hub.
 
 Intel's ISA-L computes them ten times faster than most builds of zlib (54 and 4 GB/s on one core),
 which is what makes a checksum of every tensor cheaper than leaving it out would be worth.
 
 Appending *n* zero bytes multiplies the CRC's polynomial by x^(8n) modulo the CRC polynomial, a
 linear map on 32 bits; zlib's ``crc32_combine`` (``crc32.c``) does the same.
+
+The digests that git and the Hugging Face Hub know files by: gitglossary(7), "object identifier",
+the SHA-1 of ``blob``, the size and the content; git-lfs' ``docs/spec.md``, the SHA-256 of the
+content. ``huggingface_hub/utils/_verification.py`` tells them apart as it is done here.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.threads import Advance
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+WINDOW = 1 << 20
+_local = threading.local()
+GIT = "git-"
+ALGORITHMS = {64: "sha256", 40: f"{GIT}sha1"}
+_HEXADECIMAL = re.compile(r"[0-9a-f]+")
 
 try:
     from isal.isal_zlib import crc32 as _fast
@@ -90,3 +110,74 @@ def _digit(columns: list[int]) -> tuple[int, ...]:
     for column in columns:
         sums += [value ^ column for value in sums]
     return tuple(sums)
+
+
+def algorithm_of(digest: str) -> str | None:
+    """Return what made a digest, told by its length; None: it is none."""
+    return ALGORITHMS.get(len(digest)) if _HEXADECIMAL.fullmatch(digest) else None
+
+
+def hasher(algorithm: str, size: int) -> _Hash:
+    """Return what computes a digest of a file.
+
+    Args:
+        algorithm: ``git-sha1``, or a name that :mod:`hashlib` knows.
+        size: Bytes of the whole file.
+    """
+    found = hashlib.new(algorithm.removeprefix(GIT), usedforsecurity=False)
+    if algorithm.startswith(GIT):
+        found.update(b"blob %d\0" % size)
+    return found
+
+
+def is_digest_of(digest: str, content: bytes) -> bool:
+    """Return whether *digest* is that of *content*."""
+    algorithm = algorithm_of(digest)
+    if algorithm is None:
+        return False
+    found = hasher(algorithm, len(content))
+    found.update(content)
+    return found.hexdigest() == digest
+
+
+def windows(
+    files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
+) -> Iterator[memoryview]:
+    """Yield a range of a file piece by piece; each piece is gone when the next one is there.
+
+    Args:
+        files: The files of a checkpoint.
+        file: One of them.
+        offset: First byte.
+        nbytes: Number of bytes.
+        advance: Called when a piece has been used.
+
+    Raises:
+        DamagedError: The file ends before the range does.
+        StorageError: The read failed.
+    """
+    buffer = _buffer()
+    for start in range(0, nbytes, len(buffer)):
+        view = buffer[: nbytes - start]
+        files.readv(file, [view], offset + start)
+        yield view
+        if advance:
+            advance(len(view))
+
+
+def _buffer() -> memoryview:
+    """Return this thread's buffer."""
+    found: memoryview | None = getattr(_local, "buffer", None)
+    if found is None or len(found) != WINDOW:
+        found = _local.buffer = memoryview(bytearray(WINDOW))
+    return found
+
+
+def crc_of(
+    files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
+) -> int:
+    """Return the CRC-32 of a range of a file; see :func:`windows` for what it takes."""
+    crc = 0
+    for view in windows(files, file, offset, nbytes, advance):
+        crc = crc32(view, crc)
+    return crc

@@ -329,3 +329,37 @@ def _in_hub_blobs(root: Path, real: Path) -> bool:
     return real.parent == repository / "blobs" or (
         shared and SHARED_BLOB.fullmatch(real.name) is not None
     )
+
+
+class MemoryFiles(SourceFiles):
+    """One file, whatever its name.
+
+    Args:
+        content: All of it.
+        root: Where it comes from, for errors.
+    """
+
+    def __init__(self, content: bytes, root: Path) -> None:
+        self.root = root
+        self._content = content
+
+    def path(self, name: str) -> Path:
+        """Return where it comes from."""
+        return self.root / name
+
+    def identity(self, name: str) -> FileIdentity:  # noqa: ARG002
+        """Return its size: it does not change."""
+        return FileIdentity(len(self._content), 0, 0, 0, 0)
+
+    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:  # noqa: ARG002
+        """See :meth:`~ckptctl.storage.files.SourceFiles.read_some`."""
+        return self._content[offset : offset + nbytes]
+
+    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`~ckptctl.storage.files.SourceFiles.fill`."""
+        start = offset
+        for view in views:
+            part = self.read_some(name, offset, len(view))
+            view[: len(part)] = part
+            offset += len(part)
+        return offset - start

@@ -18,13 +18,13 @@ from ckptctl.storage.files import SourceFiles
 
 AHEAD = 16
 """How many are asked for at a time."""
-Place = tuple[str, int]
+FileOffset = tuple[str, int]
 """A file, and a byte in it; from its end, where negative."""
 T = TypeVar("T")
 
 
 def ahead(
-    files: SourceFiles, items: Iterable[T], places: Callable[[T], Iterable[Place]]
+    files: SourceFiles, items: Iterable[T], places: Callable[[T], Iterable[FileOffset]]
 ) -> Iterator[T]:
     """Yield *items* while the next ones are being fetched; of local files nothing is.
 
@@ -62,12 +62,12 @@ def zips_ahead(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
     return ahead(files, names, zip_ends)
 
 
-def zip_ends(name: str) -> tuple[Place, ...]:
+def zip_ends(name: str) -> tuple[FileOffset, ...]:
     """Return where a file of ``torch.save`` is going to be read."""
     return (name, -1), (name, 0)
 
 
-def ends(part: Extent | Blob) -> Iterator[Place]:
+def ends(part: Extent | Blob) -> Iterator[FileOffset]:
     """Yield where an item that is a zip of its own is going to be read."""
     if part.file is not None:
         yield part.file, part.offset

@@ -17,8 +17,8 @@ from ckptctl.catalog import Extent, TensorEntry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ckptctl.storage.advance import Advance
     from ckptctl.storage.compare import Readable
+    from ckptctl.storage.threads import Advance
 
 WINDOW = 4 << 20
 """Bytes of a tensor that are held at a time."""
@@ -29,7 +29,7 @@ UNMEASURED = frozenset({"float4_e2m1fn_x2"})
 """Dtypes that torch itself cannot turn into numbers."""
 
 
-def unseen(_: int) -> None:
+def _unseen(_: int) -> None:
     """Take no notice of the bytes that were read."""
 
 
@@ -72,7 +72,7 @@ class Statistics:
 
 
 def measure(
-    files: Readable, entry: TensorEntry, bins: int = BINS, seen: Advance = unseen
+    files: Readable, entry: TensorEntry, bins: int = BINS, seen: Advance = _unseen
 ) -> Statistics | None:
     """Read *entry* twice and return its statistics; None: its dtype has no numbers.
 
@@ -96,7 +96,7 @@ def measure(
 
 
 def nonfinite(
-    files: Readable, entry: TensorEntry, seen: Advance = unseen
+    files: Readable, entry: TensorEntry, seen: Advance = _unseen
 ) -> tuple[int, int] | None:
     """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers.
 

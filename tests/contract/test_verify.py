@@ -23,13 +23,13 @@ from ckptctl.formats.dcp.metadata import METADATA, Item, decode
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.ops.verification import checksums
 from ckptctl.ops.verification.result import LEVELS, Verification
-from ckptctl.storage import ranges
+from ckptctl.storage import crc
 from tests.checkpoints import save_bin, save_dcp, tiny_llama
 from tests.contract.support import WRITABLE, build, place, snapshot
 
 STATE, CONFIG = tiny_llama("llama3", layers=1)
 NORM = "model.norm.weight"
-SMALL = ((checksums, "BLOCK", 100), (ranges, "WINDOW", 30), (checksums, "BATCH", 3))
+SMALL = ((checksums, "BLOCK", 100), (crc, "WINDOW", 30), (checksums, "BATCH", 3))
 SAMPLES = (
     "dcp",
     "dcp-rank-local",

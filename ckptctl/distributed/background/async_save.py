@@ -35,10 +35,10 @@ from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.saving.local_shards import pack
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.advance import Advance
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.paths import named
+from ckptctl.storage.threads import Advance
 
 Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]

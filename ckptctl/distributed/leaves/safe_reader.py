@@ -21,7 +21,7 @@ from ckptctl.distributed.leaves.records import Makers, class_of, integer, unknow
 from ckptctl.distributed.leaves.standard_classes import STANDARD
 from ckptctl.distributed.leaves.torch_classes import TORCH, Storages, torch_name
 from ckptctl.errors import UnsupportedError
-from ckptctl.storage.memory_files import MemoryFiles
+from ckptctl.storage.files import MemoryFiles
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 

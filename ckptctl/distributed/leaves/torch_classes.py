@@ -24,7 +24,7 @@ from ckptctl.distributed.leaves.records import (
 )
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.zips.directory import Record
+from ckptctl.storage.zips.directory import ZipRecord
 from ckptctl.storage.zips.reader import StoredTensor
 
 MOST_REPEATED = 1 << 30
@@ -42,7 +42,7 @@ class Storages:
     """
 
     def __init__(
-        self, records: Mapping[str, Record], read: Callable[[int, int], bytes], base: int = 0
+        self, records: Mapping[str, ZipRecord], read: Callable[[int, int], bytes], base: int = 0
     ) -> None:
         self._records = records
         self._read = read

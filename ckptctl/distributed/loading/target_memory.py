@@ -21,10 +21,10 @@ from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.collection import no_collection
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.threads import no_collection
 
 LONG = 4096
 Part = tuple[torch.Tensor, torch.Tensor]

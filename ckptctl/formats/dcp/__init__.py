@@ -28,15 +28,15 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.dcp.companions import with_companions
 from ckptctl.formats.dcp.data_files import DataFiles, shards
-from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Leaf, decode
+from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, MetadataLeaf, decode
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.formats.dcp.partial import Usable, usable
+from ckptctl.formats.dcp.partial import UsableItems, usable
 from ckptctl.formats.shared.structure import join
 from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.torch_tensors import UnreadError
-from ckptctl.storage.read_ahead import Place, ahead, ends
+from ckptctl.storage.read_ahead import FileOffset, ahead, ends
 from ckptctl.storage.zips.reader import read_archive, read_item_tensor
 
 BYTECHECKPOINT = b"bytecheckpoint."
@@ -136,7 +136,7 @@ def is_bytecheckpoint(path: Path) -> bool:
 
 def catalog_of(
     files: SourceFiles,
-    leaves: Mapping[str, Leaf],
+    leaves: Mapping[str, MetadataLeaf],
     name: str,
     notes: Sequence[str] = (),
     copies: Mapping[str, int] | None = None,
@@ -179,7 +179,7 @@ def catalog_of(
 
 
 def partial_catalog_of(
-    files: SourceFiles, found: Usable, name: str, notes: Sequence[str] = ()
+    files: SourceFiles, found: UsableItems, name: str, notes: Sequence[str] = ()
 ) -> Catalog:
     """Return the catalog of what can be used of a directory of write items.
 
@@ -246,7 +246,7 @@ def read_metadata(files: SourceFiles, name: str) -> bytes:
 
 
 def _data_files(
-    files: SourceFiles, leaves: Mapping[str, Leaf], copies: Mapping[str, int]
+    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the sizes of the files that items lie in; each must be long enough."""
     ends = {file: (end, "") for file, end in copies.items()}
@@ -272,7 +272,7 @@ def _data_files(
     return sizes
 
 
-def _entry_of(leaf: Leaf) -> TensorEntry:
+def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
     """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
     if leaf.dtype not in dtypes.BY_NAME:
         why = f"the dtype `{leaf.dtype}` is not read"
@@ -287,7 +287,7 @@ def _entry_of(leaf: Leaf) -> TensorEntry:
     )
 
 
-def _blob_of(leaf: Leaf) -> Blob:
+def _blob_of(leaf: MetadataLeaf) -> Blob:
     """Return another leaf of the metadata as a catalog has it."""
     item = leaf.items[0][1]
     return Blob(leaf.name, leaf.path, item.file, item.offset, item.nbytes)
@@ -320,7 +320,7 @@ def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str
     }
 
 
-def _ends(place: tuple[int, int, TensorEntry]) -> Iterator[Place]:
+def _ends(place: tuple[int, int, TensorEntry]) -> Iterator[FileOffset]:
     _, position, entry = place
     if entry.extents[position].codec != "raw":
         yield from ends(entry.extents[position])

@@ -14,8 +14,7 @@ from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.pickles.storage_tensor import StorageTensor
-from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.pickles.writer import StorageTensor, dumps
 from ckptctl.storage.zips.writer import ZipLayout, lay_out
 
 

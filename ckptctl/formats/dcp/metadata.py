@@ -61,7 +61,7 @@ _Items = dict[tuple[int, ...] | None, Item]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class MetadataLeaf:
     """One entry of the state dict.
 
     Attributes:
@@ -104,7 +104,7 @@ class Decoded(NamedTuple):
         origin: Which save wrote it.
     """
 
-    leaves: dict[str, Leaf]
+    leaves: dict[str, MetadataLeaf]
     origin: Origin
 
 
@@ -183,7 +183,7 @@ def _fields(record: object) -> Mapping[str, object]:
     return state if isinstance(state, dict) else {}
 
 
-def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[str, Leaf]:
+def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[str, MetadataLeaf]:
     """Return what :func:`decode` does of a pickle that was read already.
 
     Args:
@@ -199,7 +199,9 @@ def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[
         return _leaves(_state(root), where, scanner or Scanner())
 
 
-def _leaves(metadata: Mapping[str, object], where: str, scanner: Scanner) -> dict[str, Leaf]:
+def _leaves(
+    metadata: Mapping[str, object], where: str, scanner: Scanner
+) -> dict[str, MetadataLeaf]:
     entries = {
         str(name): entry for name, entry in _mapping(metadata["state_dict_metadata"]).items()
     }
@@ -212,20 +214,22 @@ def _leaves(metadata: Mapping[str, object], where: str, scanner: Scanner) -> dic
         if type(entry) is Scanned:
             items = _chunks(name, entry.boxes, stored, where)
             path = _path(name, paths.get(name))
-            leaves[name] = Leaf(name, path, items, entry.dtype, entry.shape, entry.requires_grad)
+            leaves[name] = MetadataLeaf(
+                name, path, items, entry.dtype, entry.shape, entry.requires_grad
+            )
             continue
         if not isinstance(entry, Inert):
             raise TypeError(f"`{name}` is a {type(entry).__name__}")
         path = _path(name, paths.get(name))
         if entry.name == "BytesStorageMetadata":
-            leaves[name] = Leaf(name, path, ((None, _bytes_item(stored, name, where)),))
+            leaves[name] = MetadataLeaf(name, path, ((None, _bytes_item(stored, name, where)),))
         else:
             leaves[name] = _tensor(name, path, _state(entry), stored, where)
     refuse_twins(leaves, where)
     return leaves
 
 
-def refuse_twins(leaves: Mapping[str, Leaf], where: str) -> None:
+def refuse_twins(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
     """Refuse names that stand for one and the same key path.
 
     Raises:
@@ -260,7 +264,7 @@ def _tensor(
     state: Mapping[str, object],
     stored: Mapping[str, _Items],
     where: str,
-) -> Leaf:
+) -> MetadataLeaf:
     dtype, requires_grad = _properties(state["properties"])
     chunks = state["chunks"]
     if not isinstance(chunks, list):
@@ -268,7 +272,7 @@ def _tensor(
     fields = [_state(chunk) for chunk in chunks]
     boxes = [Box(_size(found["offsets"]), _size(found["sizes"])) for found in fields]
     items = _chunks(name, boxes, stored, where)
-    return Leaf(name, path, items, dtype, _size(state["size"]), requires_grad)
+    return MetadataLeaf(name, path, items, dtype, _size(state["size"]), requires_grad)
 
 
 def _chunks(

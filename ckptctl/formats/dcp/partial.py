@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Finding
 from ckptctl.errors import CkptError, SourceNotFoundError, listed
-from ckptctl.formats.dcp.metadata import Item, Leaf
+from ckptctl.formats.dcp.metadata import Item, MetadataLeaf
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.storage.files import SourceFiles
 
@@ -16,7 +16,7 @@ _Size = int | CkptError
 
 
 @dataclass(slots=True)
-class Usable:
+class UsableItems:
     """What can be read, and what is wrong with the rest.
 
     Attributes:
@@ -25,14 +25,16 @@ class Usable:
         lost: For each tensor the boxes that lie in those, and the files.
     """
 
-    leaves: dict[str, Leaf] = field(default_factory=dict)
+    leaves: dict[str, MetadataLeaf] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     lost: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
 
 
 def usable(
-    files: SourceFiles, leaves: Mapping[str, Leaf], unfit: Mapping[str, Finding] | None = None
-) -> Usable:
+    files: SourceFiles,
+    leaves: Mapping[str, MetadataLeaf],
+    unfit: Mapping[str, Finding] | None = None,
+) -> UsableItems:
     """Go through the items file by file, so that everything that is missing is named.
 
     Args:
@@ -46,7 +48,7 @@ def usable(
         for _, item in leaf.items:
             ends[item.file] = max(ends.get(item.file, 0), item.offset + item.nbytes)
     sizes = {file: -1 if file in unfit else _size(files, file) for file in sorted(ends)}
-    found = Usable(findings=list(unfit.values()))
+    found = UsableItems(findings=list(unfit.values()))
     for file, end in ends.items():
         size = sizes[file]
         if file not in unfit and (isinstance(size, CkptError) or end > size):
@@ -64,7 +66,7 @@ def _size(files: SourceFiles, name: str) -> _Size:
         return error
 
 
-def _take(found: Usable, name: str, leaf: Leaf, sizes: Mapping[str, _Size]) -> None:
+def _take(found: UsableItems, name: str, leaf: MetadataLeaf, sizes: Mapping[str, _Size]) -> None:
     kept = tuple(pair for pair in leaf.items if _fits(pair[1], sizes[pair[1].file]))
     gone = [pair for pair in leaf.items if not _fits(pair[1], sizes[pair[1].file])]
     if leaf.dtype or kept:
@@ -81,7 +83,7 @@ def _fits(item: Item, size: _Size) -> bool:
     return isinstance(size, int) and item.offset + item.nbytes <= size
 
 
-def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, Leaf]) -> Finding:
+def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, MetadataLeaf]) -> Finding:
     inside = [name for name, leaf in leaves.items() if any(i.file == file for _, i in leaf.items)]
     held = f"it holds parts of {listed(inside, 2)}"
     if isinstance(size, SourceNotFoundError):

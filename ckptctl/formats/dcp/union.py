@@ -22,14 +22,21 @@ from ckptctl.errors import (
     UnsupportedError,
     listed,
 )
-from ckptctl.formats.dcp.metadata import UNKNOWN, Item, Leaf, Origin, metadata_name, refuse_twins
+from ckptctl.formats.dcp.metadata import (
+    UNKNOWN,
+    Item,
+    MetadataLeaf,
+    Origin,
+    metadata_name,
+    refuse_twins,
+)
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.structure import below_rank, join
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
 
 RUN = 1 << 20
-_Value = tuple[Leaf, Item]
+_Value = tuple[MetadataLeaf, Item]
 _Offsets = tuple[int, ...]
 _Chunk = tuple[Box | None, Item]
 
@@ -39,7 +46,7 @@ class _Held:
 
     __slots__ = ("chunks", "leaf", "rank")
 
-    def __init__(self, leaf: Leaf, rank: int) -> None:
+    def __init__(self, leaf: MetadataLeaf, rank: int) -> None:
         self.leaf = leaf
         self.rank = rank
         self.chunks: dict[_Offsets | None, _Chunk] = {}
@@ -71,7 +78,7 @@ class Union:
         self._repeated = repeated
         self._held: dict[str, _Held] = {}
 
-    def add(self, rank: int, leaves: Mapping[str, Leaf], origin: Origin = UNKNOWN) -> None:
+    def add(self, rank: int, leaves: Mapping[str, MetadataLeaf], origin: Origin = UNKNOWN) -> None:
         """Take what *rank* lists, and which save it took part in.
 
         Raises:
@@ -143,7 +150,7 @@ class Union:
                 names.append(name)
         return names
 
-    def leaves(self) -> dict[str, Leaf]:
+    def leaves(self) -> dict[str, MetadataLeaf]:
         """Return every leaf with the chunks of all ranks; copies come last, if remembered.
 
         Raises:
@@ -185,7 +192,9 @@ class Union:
         """Return the names of the leaves that are no tensors."""
         return [name for name, held in self._held.items() if not held.leaf.dtype]
 
-    def _incomplete(self, leaf: Leaf, boxes: Sequence[Box]) -> CoverageError | UnsupportedError:
+    def _incomplete(
+        self, leaf: MetadataLeaf, boxes: Sequence[Box]
+    ) -> CoverageError | UnsupportedError:
         found = coverage(leaf.shape, boxes)
         there = f"rank{'s 0 to ' if self.ranks > 1 else ' '}{self.ranks - 1}"
         if found.holes and not found.overlaps:
@@ -205,7 +214,7 @@ class Union:
             hint="files of another save lie among these",
         )
 
-    def _disagree(self, held: _Held, rank: int, leaf: Leaf) -> UnsupportedError:
+    def _disagree(self, held: _Held, rank: int, leaf: MetadataLeaf) -> UnsupportedError:
         return UnsupportedError(
             f"two ranks disagree on `{leaf.name}`",
             where=self._file(rank),
@@ -225,13 +234,13 @@ class Union:
         return f"{self._where}/{metadata_name(rank)}"
 
 
-def _described(leaf: Leaf) -> str:
+def _described(leaf: MetadataLeaf) -> str:
     kind = f"{leaf.dtype} {list(leaf.shape)}" if leaf.dtype else "no tensor"
     return f"{kind} at {'/'.join(map(str, leaf.path))}"
 
 
 @dataclass(slots=True)
-class Values:
+class RankValues:
     """Takes the leaves of one rank after the other, the lowest rank first.
 
     Attributes:
@@ -244,12 +253,12 @@ class Values:
 
     files: SourceFiles
     partial: bool = False
-    apart: dict[str, Leaf] = field(default_factory=dict)
+    apart: dict[str, MetadataLeaf] = field(default_factory=dict)
     differing: dict[str, None] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     _first: dict[str, bytes] = field(default_factory=dict)
 
-    def add(self, rank: int, leaves: Mapping[str, Leaf]) -> None:
+    def add(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
         """Take what *rank* has.
 
         Raises:
@@ -264,7 +273,7 @@ class Values:
             except UNUSABLE as error:
                 self._unreadable(run[0][1].file, error)
 
-    def _take(self, rank: int, leaf: Leaf, digest: bytes) -> None:
+    def _take(self, rank: int, leaf: MetadataLeaf, digest: bytes) -> None:
         if self._first.setdefault(leaf.name, digest) != digest:
             path = below_rank(rank, leaf.path)
             self.apart[join(path)] = replace(leaf, name=join(path), path=path)
@@ -297,7 +306,7 @@ def _runs(held: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
         yield held[start:]
 
 
-def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[Leaf, bytes]]:
+def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[MetadataLeaf, bytes]]:
     first, last = run[0][1], run[-1][1]
     if len(run) == 1:
         yield run[0][0], _digest(files, first)

@@ -47,7 +47,7 @@ ADVICE = (
 
 
 @dataclass(frozen=True, slots=True)
-class RankFiles:
+class SaveFiles:
     """The files of one save, relative to the checkpoint's root.
 
     Attributes:
@@ -103,7 +103,7 @@ def model_files(root: Path, folder: str, faults: Faults | None = None) -> tuple[
     return _complete(root, folder, ranks, "model", None, faults)
 
 
-def rank_files(root: Path, folder: str, faults: Faults | None = None) -> RankFiles:
+def rank_files(root: Path, folder: str, faults: Faults | None = None) -> SaveFiles:
     """Return the files of one save.
 
     Args:
@@ -139,7 +139,7 @@ def rank_files(root: Path, folder: str, faults: Faults | None = None) -> RankFil
         _complete(root, folder, ranks[kind], kind, None, faults) if ranks[kind] else ()
         for kind in ("model", "optim")
     )
-    return RankFiles(models or (prefix + MODEL,), optims, partitioned)
+    return SaveFiles(models or (prefix + MODEL,), optims, partitioned)
 
 
 def _refuse(where: Path, names: Collection[str]) -> None:

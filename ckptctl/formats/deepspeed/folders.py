@@ -1,6 +1,7 @@
 """What lies in a universal checkpoint: model states, settings, and a folder per parameter.
 
-Source: ``deepspeed/checkpoint/ds_to_universal.py``.
+Source: ``deepspeed/checkpoint/ds_to_universal.py``. In ZeRO's checkpoints, too, states of ranks
+that cannot be read are stood in for, so that those of others keep their places.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import SourceFiles, is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
+
+SETTINGS = "optimizer_state.pt"
+FolderValues = Mapping[str, Mapping[str, object]]
 
 
 def complete_models(
@@ -129,11 +133,7 @@ def _blank(tensor: StoredTensor, numel: int) -> StoredTensor:
     )
 
 
-SETTINGS = "optimizer_state.pt"
-Values = Mapping[str, Mapping[str, object]]
-
-
-def read_folders(source: SourceFiles, folder: str, faults: Faults | None) -> Values:
+def read_folders(source: SourceFiles, folder: str, faults: Faults | None) -> FolderValues:
     """Return by parameter and key (``fp32``, ``exp_avg``, ...) what that file holds.
 
     Args:
@@ -184,7 +184,7 @@ def tensor_in(value: object) -> StoredTensor | None:
     return tensor if isinstance(tensor, StoredTensor) else None
 
 
-def lacking(values: Values, groups: Iterable[Sequence[str]]) -> dict[tuple[str, str], object]:
+def lacking(values: FolderValues, groups: Iterable[Sequence[str]]) -> dict[tuple[str, str], object]:
     """Return what parameters lack that others of their group have.
 
     Args:

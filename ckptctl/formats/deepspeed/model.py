@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.errors import UnsupportedError
-from ckptctl.formats.deepspeed.partitions import Part, Segment, Shape, Strip, extents
+from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save
 from ckptctl.formats.shared.findings import Faults
@@ -172,7 +172,7 @@ class _Master:
                 why=f"{share:,} elements of {first.dtype} are expected",
             )
         strip = Strip([Segment(file, item) for file, item in shares])
-        boxes = extents(Part(shape, ((0, 0, numel),), 0), [strip])
+        boxes = extents(FlatPart(shape, ((0, 0, numel),), 0), [strip])
         return entry_of(name, first.dtype, shape, boxes)
 
     def _kept(self, name: str) -> TensorEntry:

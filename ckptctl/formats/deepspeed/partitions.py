@@ -85,7 +85,7 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FlatPart:
     """Where a parameter lies.
 
     Attributes:
@@ -99,10 +99,10 @@ class Part:
     owner: int
 
 
-Parts = dict[str, Part]
+FlatParts = dict[str, FlatPart]
 
 
-def extents(part: Part, strips: Sequence[Strip]) -> tuple[Extent, ...]:
+def extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
     """Return the boxes of a parameter, or of a moment of it, in *strips*."""
     found: list[Extent] = []
     done = 0
@@ -146,7 +146,7 @@ def in_groups(
     strips: Sequence[Strip],
     world: int,
     where: str,
-) -> Parts:
+) -> FlatParts:
     """Return where parameters lie at stages 1 and 2: group after group, divided anywhere.
 
     Args:
@@ -161,7 +161,7 @@ def in_groups(
     """
     if paddings is not None and len(paddings) != len(groups):
         raise _misfit(len(paddings), "lists of paddings", len(groups), "groups", where)
-    parts: Parts = {}
+    parts: FlatParts = {}
     for number, (shapes, strip) in enumerate(zip(groups, strips, strict=True)):
         gaps = paddings[number] if paddings else [0] * len(shapes)
         if len(gaps) != len(shapes):
@@ -171,7 +171,7 @@ def in_groups(
         end = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             low, high = end, end + math.prod(shape)
-            parts[name] = Part(shape, ((number, low, high),), number)
+            parts[name] = FlatPart(shape, ((number, low, high),), number)
             _require(high <= strip.numel, name, strip.numel, number, where)
             end = high + gap
         _require(_aligned(end, world) == _aligned(strip.numel, world), "", strip.numel, end, where)
@@ -205,7 +205,7 @@ def _require(holds: bool, name: str, numel: int, number: int, where: str) -> Non
     )
 
 
-def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> Parts:
+def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
     """Return where parameters lie at stage 3: each divided evenly among all ranks.
 
     Args:
@@ -216,7 +216,7 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> Parts:
     Raises:
         DamagedError: A rank's partition is not as long as its share of the parameters.
     """
-    parts: Parts = {}
+    parts: FlatParts = {}
     world, start = len(strips), 0
     for name, shape in shapes.items():
         numel = math.prod(shape)
@@ -226,7 +226,7 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> Parts:
             for rank in range(world)
             if rank * share < numel
         )
-        parts[name] = Part(shape, tuple(spans), strips[0].segment_at(start))
+        parts[name] = FlatPart(shape, tuple(spans), strips[0].segment_at(start))
         start += share
     for rank, strip in enumerate(strips):
         if strip.numel != start:

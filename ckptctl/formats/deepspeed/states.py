@@ -20,6 +20,16 @@ from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.zips.reader import StoredTensor, TorchArchive, read_archive
 
+INDEX = (
+    "module",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "buffer_names",
+)
+_EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
+
 
 def _mapping_of(value: object, what: str, where: str) -> Mapping[str, object]:
     """Return a dict whose keys are strings."""
@@ -145,17 +155,6 @@ def _base_of(
     found = state if isinstance(state, dict) else {}
     states = tuple(_mapping_of(found.get(n, {}), "state", where) for n in range(count))
     return states, settings if isinstance(settings, list) else ()
-
-
-INDEX = (
-    "module",
-    "param_shapes",
-    "frozen_param_shapes",
-    "frozen_param_fragments",
-    "shared_params",
-    "buffer_names",
-)
-_EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.files import FP32, ZERO, model_files
 from ckptctl.formats.deepspeed.folders import (
     SETTINGS,
-    Values,
+    FolderValues,
     lacking,
     read_folders,
     read_models,
@@ -27,7 +27,7 @@ from ckptctl.formats.deepspeed.folders import (
 )
 from ckptctl.formats.deepspeed.model import ROOT, as_saved, entry_of, master
 from ckptctl.formats.deepspeed.optimizer import plain_settings
-from ckptctl.formats.deepspeed.partitions import Part, Segment, Shape, Strip, extents
+from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.trainer import OPTIMIZER, add_other_ranks, rest_of
 from ckptctl.formats.shared.findings import Faults
@@ -67,7 +67,7 @@ class UniversalSave:
     prefix: str
     models: tuple[ModelState, ...]
     partitioned: bool
-    values: Values
+    values: FolderValues
     shapes: Mapping[str, Shape]
     faults: Faults
     partial: bool = False
@@ -240,7 +240,7 @@ class UniversalSave:
             found = stored_entry((OPTIMIZER, "state", name, key), tensor, self.file(name, key))
             return entry_of(name, tensor.dtype, shape, found.extents)
         strip = Strip([Segment(self.file(name, key), tensor)])
-        boxes = extents(Part(shape, ((0, 0, math.prod(shape)),), 0), [strip])
+        boxes = extents(FlatPart(shape, ((0, 0, math.prod(shape)),), 0), [strip])
         return entry_of(name, tensor.dtype, shape, boxes)
 
     def _shape(self, name: str, tensor: StoredTensor, cut: bool) -> Shape | None:

@@ -15,15 +15,22 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
-from ckptctl.formats.deepspeed.files import RankFiles, require_world
+from ckptctl.formats.deepspeed.files import SaveFiles, require_world
 from ckptctl.formats.deepspeed.folders import complete_models, complete_optims
-from ckptctl.formats.deepspeed.partitions import Part, Parts, Segment, Strip, in_groups, in_ranks
+from ckptctl.formats.deepspeed.partitions import (
+    FlatPart,
+    FlatParts,
+    Segment,
+    Strip,
+    in_groups,
+    in_ranks,
+)
 from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
 
-State = TypeVar("State", ModelState, OptimState)
+_State = TypeVar("_State", ModelState, OptimState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class Save:
     models: tuple[ModelState, ...]
     optims: tuple[OptimState, ...]
     strips: tuple[Strip, ...] = ()
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, FlatPart] = field(default_factory=dict)
     partitioned: bool = False
 
     @property
@@ -67,7 +74,7 @@ class Save:
 
 
 def read_save(
-    files: SourceFiles, found: RankFiles, partitions: bool = True, faults: Faults | None = None
+    files: SourceFiles, found: SaveFiles, partitions: bool = True, faults: Faults | None = None
 ) -> Save:
     """Read the states of all ranks.
 
@@ -96,7 +103,7 @@ def read_save(
     return _located(models, optims, where)
 
 
-def _read_part(files: SourceFiles, found: RankFiles, faults: Faults) -> Save:
+def _read_part(files: SourceFiles, found: SaveFiles, faults: Faults) -> Save:
     """Read the states of the ranks that can be read; others stand for those that cannot."""
     models = faults.read(found.models, partial(read_model, files))
     optims = faults.read(found.optims, partial(read_optim, files))
@@ -120,8 +127,8 @@ def _read_part(files: SourceFiles, found: RankFiles, faults: Faults) -> Save:
     return _located(all_models, all_optims, where)
 
 
-def _padded(found: list[State | None], names: Sequence[str]) -> list[State | None]:
-    missing: list[State | None] = [None] * (len(names) - len(found))
+def _padded(found: list[_State | None], names: Sequence[str]) -> list[_State | None]:
+    missing: list[_State | None] = [None] * (len(names) - len(found))
     return found + missing
 
 
@@ -132,7 +139,7 @@ def _error(faults: Faults, names: Sequence[str], root: Path) -> CkptError:
     return next(known, missing)
 
 
-def _require_none(model: ModelState, found: RankFiles, partitions: bool, where: str) -> None:
+def _require_none(model: ModelState, found: SaveFiles, partitions: bool, where: str) -> None:
     if found.partitioned or (model.groups is not None and partitions):
         raise DamagedError(
             "the optimizer states of all ranks are missing",
@@ -238,7 +245,7 @@ def _require_order(strips: Sequence[Strip], where: str) -> None:
                 )
 
 
-def _require_own(optims: Sequence[OptimState], parts: Parts, where: str) -> None:
+def _require_own(optims: Sequence[OptimState], parts: FlatParts, where: str) -> None:
     """Refuse a partition that says of itself that it is another rank's.
 
     Round robin leaves ``param_slice_mappings`` wrong, so only a perfect fit elsewhere counts.
@@ -257,7 +264,7 @@ def _require_own(optims: Sequence[OptimState], parts: Parts, where: str) -> None
 
 
 def _held(
-    optims: Sequence[OptimState], parts: Parts, rank: int
+    optims: Sequence[OptimState], parts: FlatParts, rank: int
 ) -> tuple[Mapping[str, tuple[object, object]], ...]:
     """What ``param_slice_mappings`` of a rank says when nothing is shuffled."""
     groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]

@@ -41,7 +41,7 @@ from ckptctl.formats.hf.files import (
     torch_consolidated,
 )
 from ckptctl.formats.hf.shards import (
-    Strings,
+    HeaderStrings,
     checked_index,
     keys_by_file,
     merge,
@@ -118,7 +118,7 @@ class HfFormat(WritableFormat):
 
     def _read_safetensors(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
         tensors: dict[str, TensorEntry] = {}
-        metadata = Strings()
+        metadata = HeaderStrings()
         for name in heads_ahead(files, names):
             found, strings = read_shard(files, name)
             merge(tensors, found, name)
@@ -132,7 +132,7 @@ class HfFormat(WritableFormat):
         index = proven(files, main, known) or read_json(files, main)
         weight_map, strings = checked_index(index, str(files.root / main))
         tensors: dict[str, TensorEntry] = {}
-        metadata = Strings(strings)
+        metadata = HeaderStrings(strings)
         shards = keys_by_file(weight_map)
         notes: dict[str, None] = {}
         extra: dict[str, TensorEntry] = {}
@@ -206,7 +206,7 @@ class HfFormat(WritableFormat):
         names = request.like_files
         if not names or not all(name.endswith(".safetensors") for name in names):
             names = _shard_names(self.stem, len(shards))
-        writer = Writer(aliases if len(shards) == 1 else {}, request.metadata)
+        writer = SafetensorsWriter(aliases if len(shards) == 1 else {}, request.metadata)
         for file, shard in zip(names, shards, strict=True):
             writer.add(file, [by_name[name] for name in shard])
         if len(names) > 1:
@@ -216,7 +216,7 @@ class HfFormat(WritableFormat):
         return Output(tuple(writer.files), tuple(writer.records), writer.boxes, (), left_out)
 
 
-class Writer:
+class SafetensorsWriter:
     """Collects files, records and boxes.
 
     Args:

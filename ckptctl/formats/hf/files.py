@@ -11,13 +11,13 @@ from pathlib import Path
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
-from ckptctl.formats.hf.shards import Shard, read_shard
-from ckptctl.storage.digests import is_digest_of
+from ckptctl.formats.hf.shards import ReadShard, read_shard
+from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
 
 ENDS = ("\n", "")
-Index = dict[str, dict[str, object]]
+ReadIndex = dict[str, dict[str, object]]
 INDEX = ".safetensors.index.json"
 BIN = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 _PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
@@ -159,7 +159,7 @@ def set_of(path: Path, main: str) -> list[str]:
     return [main] if path.is_file() else sorted(main_files(path))
 
 
-def shards_of(files: SourceFiles, main: str) -> dict[str, Shard]:
+def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
     """Return the set of shards beside an index; nothing where that cannot prove the index."""
     names = _shards_beside(files.root, main) if files.digest(main) else []
     try:
@@ -168,7 +168,7 @@ def shards_of(files: SourceFiles, main: str) -> dict[str, Shard]:
         return {}  # whoever reads what the index names is told again
 
 
-def proven(files: SourceFiles, main: str, shards: Mapping[str, Shard]) -> Index | None:
+def proven(files: SourceFiles, main: str, shards: Mapping[str, ReadShard]) -> ReadIndex | None:
     """Return what the index *main* says; None: it has to be read.
 
     Args:
@@ -185,7 +185,7 @@ def proven(files: SourceFiles, main: str, shards: Mapping[str, Shard]) -> Index 
     return None
 
 
-def _candidates(shards: Mapping[str, Shard]) -> Iterator[tuple[Index, bytes]]:
+def _candidates(shards: Mapping[str, ReadShard]) -> Iterator[tuple[ReadIndex, bytes]]:
     """Yield every index that a usual writer would have made of these shards, and its text."""
     weight_map: dict[str, object] = {key: name for name, one in shards.items() for key in one[0]}
     for order in (dict(sorted(weight_map.items())), weight_map):
@@ -196,7 +196,7 @@ def _candidates(shards: Mapping[str, Shard]) -> Iterator[tuple[Index, bytes]]:
             yield {"metadata": metadata, "weight_map": order}, text.encode()
 
 
-def _metadata(shards: Mapping[str, Shard]) -> tuple[dict[str, object], ...]:
+def _metadata(shards: Mapping[str, ReadShard]) -> tuple[dict[str, object], ...]:
     tensors: list[TensorEntry] = [entry for one in shards.values() for entry in one[0].values()]
     size: dict[str, object] = {"total_size": sum(entry.nbytes for entry in tensors)}
     return size, {"total_parameters": sum(entry.numel for entry in tensors), **size}, {}

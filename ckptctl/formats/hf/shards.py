@@ -14,11 +14,11 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import read_header, unread_reason
 
-Shard = tuple[dict[str, TensorEntry], Mapping[str, str]]
+ReadShard = tuple[dict[str, TensorEntry], Mapping[str, str]]
 """The tensors of one file, and its metadata."""
 
 
-def read_shard(files: SourceFiles, name: str) -> Shard:
+def read_shard(files: SourceFiles, name: str) -> ReadShard:
     """Return the tensors of one safetensors file, and its metadata."""
     header = read_header(files, name, unread=True)
     tensors: dict[str, TensorEntry] = {}
@@ -31,7 +31,7 @@ def read_shard(files: SourceFiles, name: str) -> Shard:
     return tensors, header.metadata
 
 
-class Strings:
+class HeaderStrings:
     """The metadata of the files of one model: what all that say something say.
 
     Args:
@@ -163,7 +163,7 @@ def unnamed_note(extra: Collection[str]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class Usable:
+class UsableShards:
     """What can be read, and what is wrong with the rest.
 
     Attributes:
@@ -176,7 +176,7 @@ class Usable:
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    metadata: Strings = field(default_factory=Strings)
+    metadata: HeaderStrings = field(default_factory=HeaderStrings)
     sizes: dict[str, int] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Usable:
 
 def usable(
     files: SourceFiles, weight_map: Mapping[str, str], strings: Mapping[str, str], where: str
-) -> Usable:
+) -> UsableShards:
     """Read one shard after the other, and name all that is missing.
 
     Args:
@@ -194,7 +194,7 @@ def usable(
         strings: Those of the index's metadata.
         where: Path of the index, for errors.
     """
-    found = Usable(metadata=Strings(strings))
+    found = UsableShards(metadata=HeaderStrings(strings))
     shards = keys_by_file(weight_map)
     for name in heads_ahead(files, shards):
         expected = shards[name]
@@ -221,7 +221,7 @@ def usable(
     return found
 
 
-def _read(found: Usable, files: SourceFiles, name: str) -> Mapping[str, TensorEntry]:
+def _read(found: UsableShards, files: SourceFiles, name: str) -> Mapping[str, TensorEntry]:
     if name.endswith(".safetensors"):
         tensors, strings = read_shard(files, name)
         found.metadata.add({key: text for key, text in strings.items() if key != "format"})

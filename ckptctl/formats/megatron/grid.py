@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsupportedError
 from ckptctl.formats.base import absent
 from ckptctl.formats.megatron.files import MODEL, Numbers, mixed, rank_folders
-from ckptctl.formats.megatron.state import Local, RankState, read_state
+from ckptctl.formats.megatron.state import LocalTensor, RankState, read_state
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
@@ -25,7 +25,7 @@ _SIZES = (
 )
 
 
-class Place(NamedTuple):
+class GridPosition(NamedTuple):
     """A rank's place, or the size of the grid; places sort as ranks count.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 def sizes_of(
     named: Mapping[Numbers, str], states: Mapping[Numbers, RankState], where: str
-) -> Place:
+) -> GridPosition:
     """Return the grid's sizes: as the arguments say, or, without them, the folders' names.
 
     Args:
@@ -53,7 +53,7 @@ def sizes_of(
         UnsupportedError: Files and names contradict each other.
         FormatError: What the names mean is not recorded.
     """
-    said: dict[Place, str] = {}
+    said: dict[GridPosition, str] = {}
     for state in states.values():
         known = _said(state)
         if known is not None:
@@ -74,7 +74,7 @@ def sizes_of(
     return _sizes_of_names(named, where)
 
 
-def _said(state: RankState) -> Place | None:
+def _said(state: RankState) -> GridPosition | None:
     found = [
         next((value for name in names if (value := state.argument(name)) is not None), None)
         for names in _SIZES
@@ -88,10 +88,10 @@ def _said(state: RankState) -> Place | None:
             where=state.file,
             why=f"{pipeline} pipeline stages, {expert} and {tensor} ranks in each",
         )
-    return Place(pipeline, expert, tensor)
+    return GridPosition(pipeline, expert, tensor)
 
 
-def _sizes_of_names(named: Mapping[Numbers, str], where: str) -> Place:
+def _sizes_of_names(named: Mapping[Numbers, str], where: str) -> GridPosition:
     length = len(next(iter(named)))
     if length == 2:
         raise FormatError(
@@ -101,38 +101,40 @@ def _sizes_of_names(named: Mapping[Numbers, str], where: str) -> Place:
             "the files would say",
         )
     tops = [1 + max(key[position] for key in named) for position in range(length)]
-    sizes = Place(tops[1], tops[2], tops[0]) if length == 3 else Place(1, 1, tops[0])
+    sizes = GridPosition(tops[1], tops[2], tops[0]) if length == 3 else GridPosition(1, 1, tops[0])
     if sizes.pipeline * sizes.expert * sizes.tensor > MAX_RANKS:
         raise mixed(where, f"folders are numbered up to {_shown(sizes)}")
     return sizes
 
 
-def _place_of(key: Numbers, sizes: Place) -> Place:
+def _place_of(key: Numbers, sizes: GridPosition) -> GridPosition:
     """Return the place that the numbers in a folder's name mean."""
     if len(key) == 3:
-        return Place(key[1], key[2], key[0])
+        return GridPosition(key[1], key[2], key[0])
     second = key[1] if len(key) == 2 else 0
-    return Place(second, 0, key[0]) if sizes.pipeline > 1 else Place(0, second, key[0])
+    return (
+        GridPosition(second, 0, key[0]) if sizes.pipeline > 1 else GridPosition(0, second, key[0])
+    )
 
 
-def _file_of(place: Place, sizes: Place) -> str:
+def _file_of(place: GridPosition, sizes: GridPosition) -> str:
     """Return the file of a rank, relative to the save's folder."""
     pipeline = f"_{place.pipeline:03d}" if sizes.pipeline > 1 else ""
     expert = f"_{place.expert:03d}" if sizes.expert > 1 else ""
     return f"mp_rank_{place.tensor:02d}{pipeline}{expert}/{MODEL}"
 
 
-def _all_places(sizes: Place) -> list[Place]:
+def _all_places(sizes: GridPosition) -> list[GridPosition]:
     """Return the places of all ranks in their order."""
     return [
-        Place(pipeline, expert, tensor)
+        GridPosition(pipeline, expert, tensor)
         for pipeline in range(sizes.pipeline)
         for expert in range(sizes.expert)
         for tensor in range(sizes.tensor)
     ]
 
 
-def _shown(sizes: Place) -> str:
+def _shown(sizes: GridPosition) -> str:
     """Return sizes as people write them: tensor x pipeline x expert."""
     return f"{sizes.tensor} x {sizes.pipeline} x {sizes.expert} (tensor x pipeline x expert)"
 
@@ -146,16 +148,16 @@ class Grid(NamedTuple):
         files: The files of all ranks by place, also of those that could not be read.
     """
 
-    sizes: Place
-    states: Mapping[Place, RankState]
-    files: Mapping[Place, str]
+    sizes: GridPosition
+    states: Mapping[GridPosition, RankState]
+    files: Mapping[GridPosition, str]
 
     @property
     def first(self) -> RankState:
         """Return the first state that could be read."""
         return next(iter(self.states.values()))
 
-    def held(self, chunk: tuple[int, int], key: str) -> dict[Place, Local | None]:
+    def held(self, chunk: tuple[int, int], key: str) -> dict[GridPosition, LocalTensor | None]:
         """Return what each rank of a pipeline stage has under a name; None: its file is lost.
 
         Args:
@@ -163,7 +165,7 @@ class Grid(NamedTuple):
             key: The name there.
         """
         virtual, stage = chunk
-        found: dict[Place, Local | None] = {}
+        found: dict[GridPosition, LocalTensor | None] = {}
         for place in self.files:
             if place.pipeline == stage:
                 state = self.states.get(place)
@@ -223,7 +225,7 @@ def _state(files: SourceFiles, name: str, faults: Faults | None) -> RankState | 
         return None
 
 
-def _require_within(placed: Mapping[Place, object], sizes: Place, where: str) -> None:
+def _require_within(placed: Mapping[GridPosition, object], sizes: GridPosition, where: str) -> None:
     beyond = [p for p in placed if any(at >= size for at, size in zip(p, sizes, strict=True))]
     if beyond:
         raise mixed(
@@ -232,7 +234,7 @@ def _require_within(placed: Mapping[Place, object], sizes: Place, where: str) ->
 
 
 def _require_all(
-    placed: Mapping[Place, object], grid: Grid, faults: Faults | None, where: str
+    placed: Mapping[GridPosition, object], grid: Grid, faults: Faults | None, where: str
 ) -> None:
     order = list(grid.files)
     there = {number for number, place in enumerate(order) if place in placed}

@@ -11,16 +11,18 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError
-from ckptctl.formats.megatron.grid import Grid, Place
-from ckptctl.formats.megatron.names import Chunk, Names, require_rules
-from ckptctl.formats.megatron.rules import GATED, Division, Rule, Rules, divide, partner_of
-from ckptctl.formats.megatron.state import MODEL, Local
-from ckptctl.formats.shared.dtensor import Piece
+from ckptctl.formats.megatron.grid import Grid, GridPosition
+from ckptctl.formats.megatron.names import Names, VirtualStage, require_rules
+from ckptctl.formats.megatron.rules import GATED, Division, DivisionRule, Rules, divide, partner_of
+from ckptctl.formats.megatron.state import MODEL, LocalTensor
+from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.rank_merge import piece_extent
 from ckptctl.formats.shared.structure import join
 from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.reader import StoredTensor
+
+_WHOLE = DivisionRule((), None)
 
 
 @dataclass(slots=True)
@@ -39,8 +41,8 @@ class Copies:
     files: SourceFiles
     where: str
     uncompared: dict[str, None] = field(default_factory=dict)
-    divided: dict[Place, list[int | None]] = field(default_factory=dict)
-    experts: dict[Place, list[int | None]] = field(default_factory=dict)
+    divided: dict[GridPosition, list[int | None]] = field(default_factory=dict)
+    experts: dict[GridPosition, list[int | None]] = field(default_factory=dict)
 
     def require_same(
         self, name: str, dtype: str, one: Extent, other: Extent, *, claimed: bool
@@ -74,7 +76,9 @@ class Copies:
                 hint="the files are of different saves, one is damaged, or the rule is wrong",
             )
 
-    def note(self, place: Place, tensor: StoredTensor, *, divided: bool, expert: bool) -> None:
+    def note(
+        self, place: GridPosition, tensor: StoredTensor, *, divided: bool, expert: bool
+    ) -> None:
         """Remember what a rank alone has."""
         if expert:
             self.experts.setdefault(place, []).append(tensor.crc32)
@@ -91,8 +95,10 @@ class Copies:
             _refuse_equal(held, grid, self.where)
 
 
-def _refuse_equal(held: Mapping[Place, Sequence[int | None]], grid: Grid, where: str) -> None:
-    seen: dict[tuple[int | None, ...], Place] = {}
+def _refuse_equal(
+    held: Mapping[GridPosition, Sequence[int | None]], grid: Grid, where: str
+) -> None:
+    seen: dict[tuple[int | None, ...], GridPosition] = {}
     for place, checksums in held.items():
         other = seen.setdefault(tuple(checksums), place)
         if other != place and None not in checksums:
@@ -111,11 +117,8 @@ def _alone(name: str, dtype: str, extent: Extent) -> TensorEntry:
     return TensorEntry(name, dtype, whole.sizes, (moved,), (name,))
 
 
-_WHOLE = Rule((), None)
-
-
 @dataclass(slots=True)
-class Joined:
+class JoinedModel:
     """Whole tensors.
 
     Attributes:
@@ -131,7 +134,7 @@ class Joined:
     uncompared: tuple[str, ...] = ()
 
 
-def join_tensors(files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> Joined:
+def join_tensors(files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> JoinedModel:
     """Return the whole model.
 
     Args:
@@ -159,10 +162,10 @@ class _Join:
     def __init__(self, files: SourceFiles, grid: Grid, names: Names, where: str) -> None:
         self.grid, self.names, self.where = grid, names, where
         self.copies = Copies(files, where)
-        self.found = Joined()
+        self.found = JoinedModel()
         self.seen: dict[object, str] = {}
 
-    def add(self, chunk: Chunk, key: str) -> None:
+    def add(self, chunk: VirtualStage, key: str) -> None:
         """Add a tensor, or that of each expert-parallel rank."""
         held = self.grid.held(chunk, key)
         like = self._require_alike(key, held)
@@ -176,11 +179,13 @@ class _Join:
             if not is_expert:
                 return
 
-    def _rule(self, name: str) -> Rule:
+    def _rule(self, name: str) -> DivisionRule:
         alone = len(self.grid.files) == 1
         return _WHOLE if alone else self.names.rules.find(name) or _WHOLE
 
-    def _require_alike(self, key: str, held: Mapping[Place, Local | None]) -> Local:
+    def _require_alike(
+        self, key: str, held: Mapping[GridPosition, LocalTensor | None]
+    ) -> LocalTensor:
         """Return one rank's tensor; all that could be read have one of its dtype and shape."""
         place, like = next((p, one) for p, one in held.items() if one is not None)
         file, known = self.grid.files[place], like.tensor
@@ -196,7 +201,9 @@ class _Join:
                 )
         return like
 
-    def _division(self, rule: Rule, chunk: Chunk, key: str, like: StoredTensor) -> Division:
+    def _division(
+        self, rule: DivisionRule, chunk: VirtualStage, key: str, like: StoredTensor
+    ) -> Division:
         second = None
         if rule.parts == GATED and partner_of(key) in self.names.chunks[chunk]:
             partners = self.grid.held(chunk, partner_of(key)).values()
@@ -205,7 +212,7 @@ class _Join:
         ranks = self.grid.sizes.tensor
         return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
 
-    def _require_size(self, name: str, rule: Rule, division: Division) -> None:
+    def _require_size(self, name: str, rule: DivisionRule, division: Division) -> None:
         said = self.grid.first.argument(rule.size) if rule.size else None
         if rule.dim is not None and said is not None and division.shape[rule.dim] != said:
             raise self._wrong(
@@ -218,8 +225,8 @@ class _Join:
         self,
         name: str,
         division: Division,
-        like: Local,
-        held: Mapping[Place, Local | None],
+        like: LocalTensor,
+        held: Mapping[GridPosition, LocalTensor | None],
         is_expert: bool,
     ) -> None:
         path = (MODEL, *(like.path if join(like.path) == name else (name,)))
@@ -238,7 +245,7 @@ class _Join:
                 if local is None:
                     whole.lost.setdefault(box, file)
                 else:
-                    piece = Piece(box, local.tensor, start)
+                    piece = LocalShard(box, local.tensor, start)
                     whole.add(piece_extent(piece, entry.dtype, file), division.dim is None)
             if local is not None:
                 divided = division.dim is not None

@@ -15,7 +15,7 @@ from ckptctl.formats.megatron.rules import BUILT_IN, Rules, built_in
 
 _ADVICE = "write a rules file: docs/how-to/megatron.md"
 SHOWN = 20
-Chunk = tuple[int, int]
+VirtualStage = tuple[int, int]
 """A virtual stage and a pipeline stage; chunks sort as the model computes them."""
 
 
@@ -37,15 +37,15 @@ class Names:
 
     def __init__(self, grid: Grid, rules: Rules, where: str) -> None:
         self.grid, self.rules, self.where = grid, rules, where
-        self.chunks: dict[Chunk, tuple[str, ...]] = dict(sorted(self._chunks().items()))
-        self.experts: dict[tuple[Chunk, str, str], int] = {}
-        self.first: dict[tuple[Chunk, str], int] = {}
+        self.chunks: dict[VirtualStage, tuple[str, ...]] = dict(sorted(self._chunks().items()))
+        self.experts: dict[tuple[VirtualStage, str, str], int] = {}
+        self.first: dict[tuple[VirtualStage, str], int] = {}
         for container, argument in rules.layers.items():
             self._count_layers(container, argument)
         for chunk in self.chunks:
             self._count_experts(chunk)
 
-    def _chunks(self) -> dict[Chunk, tuple[str, ...]]:
+    def _chunks(self) -> dict[VirtualStage, tuple[str, ...]]:
         first = self.grid.first
         parts = len(first.chunks)
         said = first.argument("virtual_pipeline_model_parallel_size")
@@ -56,7 +56,7 @@ class Names:
                 f"`{first.file}` has {parts}, "
                 + (f"`{odd.file}` {len(odd.chunks)}" if odd else f"its arguments say {said}"),
             )
-        found: dict[Chunk, dict[str, None]] = {}
+        found: dict[VirtualStage, dict[str, None]] = {}
         for place, state in self.grid.states.items():
             for virtual, chunk in enumerate(state.chunks):
                 found.setdefault((virtual, place.pipeline), {}).update(dict.fromkeys(chunk))
@@ -65,7 +65,7 @@ class Names:
     def _count_layers(self, container: str, argument: str) -> None:
         total = 0
         order = ((v, p) for v in range(len(self.grid.first.chunks)) for p in self._stages())
-        lost: Chunk | None = None
+        lost: VirtualStage | None = None
         for chunk in order:
             names = self.chunks.get(chunk)
             if names is None:
@@ -91,7 +91,7 @@ class Names:
     def _stages(self) -> range:
         return range(self.grid.sizes.pipeline)
 
-    def _count_experts(self, chunk: Chunk) -> None:
+    def _count_experts(self, chunk: VirtualStage) -> None:
         groups: dict[tuple[str, str], set[int]] = {}
         for name in self.chunks[chunk]:
             match = self.rules.expert(name)
@@ -124,7 +124,7 @@ class Names:
                 hint="save it as `torch_dist` with Megatron",
             )
 
-    def whole(self, chunk: Chunk, name: str, expert_rank: int) -> tuple[str, bool]:
+    def whole(self, chunk: VirtualStage, name: str, expert_rank: int) -> tuple[str, bool]:
         """Return a tensor's name in the whole model, and whether an expert's number is in it.
 
         Args:

@@ -11,7 +11,7 @@ from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, save_folder
 from ckptctl.formats.megatron.grid import Grid, read_grid
-from ckptctl.formats.megatron.join import Joined, join_tensors
+from ckptctl.formats.megatron.join import JoinedModel, join_tensors
 from ckptctl.formats.megatron.rules import load
 from ckptctl.formats.megatron.state import is_model
 from ckptctl.formats.shared.findings import Faults
@@ -94,7 +94,7 @@ def _others(grid: Grid, root: Path) -> Leaves:
     return found
 
 
-def _notes(grid: Grid, model: Joined, root: Path) -> Iterator[str]:
+def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
     first = grid.first
     if not first.checksums:
         yield NO_CHECKSUMS

@@ -26,11 +26,11 @@ GATED = "gated"
 NUMBER = "#"
 MAX_PARTS = 1024
 _RULE = ("names", "dim", "replicated", "parts", "size")
-Parts = tuple[int, ...] | int | Literal["gated"]
+RowParts = tuple[int, ...] | int | Literal["gated"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DivisionRule:
     """How tensors are divided among tensor-parallel ranks.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rule:
 
     names: tuple[str, ...]
     dim: int | None
-    parts: Parts = 1
+    parts: RowParts = 1
     size: str | None = None
 
 
@@ -61,12 +61,12 @@ class Rules:
     """
 
     where: str
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[DivisionRule, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[re.Pattern[str], ...] = ()
     experts_count: str | None = None
 
-    def find(self, name: str) -> Rule | None:
+    def find(self, name: str) -> DivisionRule | None:
         """Return the first rule for a tensor."""
         return next((rule for rule in self.rules if _fits(rule, name)), None)
 
@@ -75,7 +75,7 @@ class Rules:
         return next((found for one in self.experts if (found := one.search(name))), None)
 
 
-def _fits(rule: Rule, name: str) -> bool:
+def _fits(rule: DivisionRule, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in rule.names)
 
 
@@ -126,7 +126,7 @@ def _parsed(path: Path, where: str) -> Rules:
     )
 
 
-def _rule(table: Mapping[str, object], where: str) -> Rule:
+def _rule(table: Mapping[str, object], where: str) -> DivisionRule:
     _require_known(table, _RULE, where)
     names, dim = _names(table.get("names", []), where), table.get("dim")
     replicated = table.get("replicated", False)
@@ -137,10 +137,10 @@ def _rule(table: Mapping[str, object], where: str) -> Rule:
     if replicated and ("parts" in table or "size" in table):
         raise _malformed(where, f"`parts` and `size` of {listed(names)} need `dim`")
     size = _text(table.get("size"), "size", where)
-    return Rule(names, dim, _parts(table.get("parts", 1), where), size)
+    return DivisionRule(names, dim, _parts(table.get("parts", 1), where), size)
 
 
-def _parts(value: object, where: str) -> Parts:
+def _parts(value: object, where: str) -> RowParts:
     if value == GATED:
         return "gated"
     if type(value) is int and 0 < value <= MAX_PARTS:
@@ -238,7 +238,7 @@ def partner_of(key: str) -> str:
 
 
 def divide(
-    key: str, local: Shape, rule: Rule, ranks: int, second: Shape | None, *, swiglu: bool
+    key: str, local: Shape, rule: DivisionRule, ranks: int, second: Shape | None, *, swiglu: bool
 ) -> Division:
     """Return how a tensor is divided.
 

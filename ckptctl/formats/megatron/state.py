@@ -24,7 +24,7 @@ MAX_CHUNKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalTensor:
     """A tensor of one rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankState:
     file: str
     arguments: Mapping[str, object]
     iteration: object
-    chunks: tuple[Mapping[str, Local], ...]
+    chunks: tuple[Mapping[str, LocalTensor], ...]
     extra: bool
     content: Mapping[str, object]
     checksums: bool
@@ -114,16 +114,16 @@ def _arguments(record: object) -> Mapping[str, object]:
     return {key: value for key, value in state.items() if isinstance(key, str)}
 
 
-def _tensors(model: object, where: str) -> tuple[dict[str, Local], bool]:
+def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
     """Return the tensors of a state dict, and whether there is extra state as well."""
-    found: dict[str, Local] = {}
+    found: dict[str, LocalTensor] = {}
     extra = False
     for path, leaf in flatten(model, is_stored):
         name = join(path)
         if any(part.startswith(EXTRA) for part in name.split(".")):
             extra = extra or leaf is not None
         elif isinstance(leaf, StoredTensor):
-            if found.setdefault(name, Local(path, leaf)).path != path:
+            if found.setdefault(name, LocalTensor(path, leaf)).path != path:
                 raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
         else:
             refuse_hidden_tensors(leaf, name, where)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.shared.malformed import Ints, attributes, integers
+from ckptctl.formats.shared.malformed import Integers, attributes, integers
 from ckptctl.planner.parallel.placements import Local, Shard, local_part
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.reader import Global, Inert
@@ -23,6 +23,24 @@ from ckptctl.storage.zips.reader import StoredTensor
 
 Axis = tuple[tuple[int, int], ...]
 """Sizes and strides of what makes up one dimension of a mesh, the slowest first."""
+_HOMES = ("torch.distributed.tensor", "torch.distributed._tensor")
+_SUBMODULES = ("", ".api", "._api", ".placement_types", "._dtensor_spec", ".device_mesh")
+_CLASSES = (
+    *("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "Shard", "Replicate", "Partial"),
+    *("_Partial", "_NormPartial", "_MaskPartial", "MaskPartial", "_StridedShard", "_RaggedShard"),
+)
+CLASSES: Mapping[str, tuple[str, ...]] = {
+    **{home + part: _CLASSES for home in _HOMES for part in _SUBMODULES},
+    "torch.distributed.device_mesh": ("DeviceMesh",),
+    "torch.distributed._tensor.device_mesh": ("DeviceMesh",),
+    "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
+    "torch._utils": ("_rebuild_wrapper_subclass",),
+}
+"""What a pickle of DTensors names besides plain tensors."""
+_REASONS = {
+    "Partial": "each rank holds a summand, and which sum is meant only the run knows",
+    "_RaggedShard": "its rows are cut by weights that are not recorded here",
+}
 
 
 class Mesh:
@@ -42,13 +60,13 @@ class Mesh:
     """
 
     def __init__(
-        self, axes: tuple[Axis, ...], coordinate: Ints | None, rank: int | None, order: Ints
+        self, axes: tuple[Axis, ...], coordinate: Integers | None, rank: int | None, order: Integers
     ) -> None:
         self.sizes = tuple(math.prod(size for size, _ in axis) for axis in axes)
         self.coordinate, self.rank, self.ranks = coordinate, rank, frozenset(order)
         self._axes, self._order = axes, order
 
-    def place(self, rank: int) -> Ints | None:
+    def place(self, rank: int) -> Integers | None:
         """Return the coordinate of another rank; None: the file does not tell."""
         at = self._positions.get(rank)
         return None if at is None else _coordinate(self._axes, at)
@@ -63,7 +81,7 @@ class Mesh:
         return found
 
 
-def _coordinate(axes: tuple[Axis, ...], at: int) -> Ints:
+def _coordinate(axes: tuple[Axis, ...], at: int) -> Integers:
     return tuple(_along(axis, at) for axis in axes)
 
 
@@ -154,33 +172,12 @@ def _axis(shape: object, stride: object) -> Axis:
     return tuple(zip(integers(_items(shape)), integers(_items(stride)), strict=True))
 
 
-_HOMES = ("torch.distributed.tensor", "torch.distributed._tensor")
-_SUBMODULES = ("", ".api", "._api", ".placement_types", "._dtensor_spec", ".device_mesh")
-_CLASSES = (
-    *("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "Shard", "Replicate", "Partial"),
-    *("_Partial", "_NormPartial", "_MaskPartial", "MaskPartial", "_StridedShard", "_RaggedShard"),
-)
-CLASSES: Mapping[str, tuple[str, ...]] = {
-    **{home + part: _CLASSES for home in _HOMES for part in _SUBMODULES},
-    "torch.distributed.device_mesh": ("DeviceMesh",),
-    "torch.distributed._tensor.device_mesh": ("DeviceMesh",),
-    "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
-    "torch._utils": ("_rebuild_wrapper_subclass",),
-}
-"""What a pickle of DTensors names besides plain tensors."""
-
-_REASONS = {
-    "Partial": "each rank holds a summand, and which sum is meant only the run knows",
-    "_RaggedShard": "its rows are cut by weights that are not recorded here",
-}
-
-
 def nothing_known(_: int) -> tuple[Box, ...]:
     """Return no box: what another rank holds is not told."""
     return ()
 
 
-class Piece(NamedTuple):
+class LocalShard(NamedTuple):
     """A box of a global tensor and where a file of one rank holds it.
 
     Attributes:
@@ -191,7 +188,7 @@ class Piece(NamedTuple):
 
     box: Box
     tensor: StoredTensor
-    start: Ints
+    start: Integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +206,8 @@ class Sharded:
     """
 
     dtype: str
-    shape: Ints
-    pieces: tuple[Piece, ...]
+    shape: Integers
+    pieces: tuple[LocalShard, ...]
     requires_grad: bool
     rank: int | None
     ranks: frozenset[int]
@@ -227,7 +224,7 @@ class Wrapped(NamedTuple):
     """
 
     dtype: str
-    shape: Ints
+    shape: Integers
     requires_grad: bool
 
 
@@ -265,11 +262,11 @@ def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
         raise TypeError("its placements are not a short sequence")
     placements = tuple(_placement(record) for record in records)
     order = _order(spec.get("shard_order"))
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[LocalShard, ...] = ()
     if mesh.coordinate is not None:
         local = _local(whole.shape, mesh.sizes, mesh.coordinate, placements, order)
         _check_local(local, stored, whole, placements)
-        pieces = tuple(Piece(part.box, stored, part.start) for part in local.parts)
+        pieces = tuple(LocalShard(part.box, stored, part.start) for part in local.parts)
     others = partial(_held_by, whole.shape, mesh, placements, order)
     return Sharded(
         whole.dtype, whole.shape, pieces, whole.requires_grad, mesh.rank, mesh.ranks, others
@@ -277,10 +274,10 @@ def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
 
 
 def _held_by(
-    shape: Ints,
+    shape: Integers,
     mesh: Mesh,
     placements: tuple[Shard | None, ...],
-    order: tuple[tuple[int, Ints], ...] | None,
+    order: tuple[tuple[int, Integers], ...] | None,
     rank: int,
 ) -> tuple[Box, ...]:
     coordinate = mesh.place(rank)
@@ -292,11 +289,11 @@ def _held_by(
 
 @lru_cache(maxsize=256)
 def _local(
-    shape: Ints,
-    mesh: Ints,
-    coordinate: Ints,
+    shape: Integers,
+    mesh: Integers,
+    coordinate: Integers,
     placements: tuple[Shard | None, ...],
-    order: tuple[tuple[int, Ints], ...] | None,
+    order: tuple[tuple[int, Integers], ...] | None,
 ) -> Local:
     """Return :func:`local_part`, remembered: the layers of a model have the same shapes."""
     return local_part(shape, mesh, coordinate, placements, dict(order) if order else None)
@@ -337,7 +334,7 @@ def _placement(record: object) -> Shard | None:
     return Shard(numbers[0], numbers[1])
 
 
-def _order(entries: object) -> tuple[tuple[int, Ints], ...] | None:
+def _order(entries: object) -> tuple[tuple[int, Integers], ...] | None:
     if not isinstance(entries, tuple | list) or len(entries) > MAX_RANK:
         return None
     pairs = [entry.args if isinstance(entry, Inert) else entry for entry in entries]

@@ -9,7 +9,7 @@ from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.reader import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
 
-Ints = tuple[int, ...]
+Integers = tuple[int, ...]
 
 
 def attributes(record: object) -> Mapping[str, object]:
@@ -26,7 +26,7 @@ def attributes(record: object) -> Mapping[str, object]:
     return state
 
 
-def integers(value: object) -> Ints:
+def integers(value: object) -> Integers:
     """Return a short sequence of numbers from 0 on.
 
     Raises:

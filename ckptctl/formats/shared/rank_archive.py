@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from ckptctl.catalog import Blob, Box, Path
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats.shared import dtensor
-from ckptctl.formats.shared.dtensor import Meshes, Piece, Sharded, read_dtensor, wrapped
+from ckptctl.formats.shared.dtensor import LocalShard, Meshes, Sharded, read_dtensor, wrapped
 from ckptctl.formats.shared.malformed import attributes, integers, malformed
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.shared.unknown_classes import require_known
@@ -40,6 +40,9 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
 """What a pickle of ShardedTensors names besides plain tensors."""
 
 _FLAT = re.compile(r"_?flat_param(_\d+)?")
+RankLeaf = Sharded | StoredTensor | object
+_NAMED = (dtensor.CLASSES, CLASSES)
+_WRAPPED = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
 def _refuse_flat(name: str) -> None:
@@ -84,7 +87,7 @@ def _box(place: Mapping[str, object]) -> Box:
     return Box(integers(place["shard_offsets"]), integers(place["shard_sizes"]))
 
 
-def _piece(shard: Mapping[str, object], dtype: str) -> Piece:
+def _piece(shard: Mapping[str, object], dtype: str) -> LocalShard:
     stored, box = shard["tensor"], _box(attributes(shard["metadata"]))
     if not isinstance(stored, StoredTensor):
         raise TypeError("a shard is not a plain tensor")
@@ -93,7 +96,7 @@ def _piece(shard: Mapping[str, object], dtype: str) -> Piece:
             "a shard is not what its metadata says",
             why=f"{stored.dtype} {list(stored.shape)}, not {dtype} {list(box.sizes)}",
         )
-    return Piece(box, stored, (0,) * len(box.sizes))
+    return LocalShard(box, stored, (0,) * len(box.sizes))
 
 
 @lru_cache(maxsize=8)
@@ -108,8 +111,6 @@ def _nested(owner: object, name: object) -> Global:
     return Global(API, f"ShardedTensor.{name}")
 
 
-Leaf = Sharded | StoredTensor | object
-_NAMED = (dtensor.CLASSES, CLASSES)
 TABLE: Table = {
     **TORCH_TABLE,
     **{
@@ -120,10 +121,9 @@ TABLE: Table = {
     },
     ("builtins", "getattr"): Builder(_nested, source=Global("builtins", "getattr")),
 }
-_WRAPPED = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
-def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, Leaf]]:
+def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, RankLeaf]]:
     """Yield the leaves of one rank's file with their paths.
 
     Raises:

@@ -23,7 +23,7 @@ from ckptctl.storage.files import SourceFiles
 
 MAX_MISSING = 1024
 _NEXT = "values that this rank has for itself are taken from the lowest rank that can be read"
-Leaves = Iterable[tuple[KeyPath, object]]
+FileLeaves = Iterable[tuple[KeyPath, object]]
 
 
 class Gap(NamedTuple):
@@ -92,7 +92,7 @@ class Gaps:
             gap = Gap(rank, head, named(rank))
             self._add(gap, Finding("a rank's file is missing", file=gap.file))
 
-    def usable(self, gap: Gap, leaves: Iterator[tuple[KeyPath, object]]) -> Leaves:
+    def usable(self, gap: Gap, leaves: Iterator[tuple[KeyPath, object]]) -> FileLeaves:
         """Return the *leaves* of a file, or nothing where it cannot be read and that is noted.
 
         Raises:

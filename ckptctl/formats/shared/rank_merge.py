@@ -17,7 +17,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import AS_IT_IS, ReadOptions
-from ckptctl.formats.shared.dtensor import Piece, Sharded, nothing_known
+from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.rank_gaps import Gap
 from ckptctl.formats.shared.structure import below_rank, join, kept_apart
 from ckptctl.formats.shared.unknown_classes import unknown_notes
@@ -258,7 +258,7 @@ def same_value(one: object, other: object) -> bool:
         return False
 
 
-def piece_extent(piece: Piece, dtype: str, file: str) -> Extent:
+def piece_extent(piece: LocalShard, dtype: str, file: str) -> Extent:
     """Return where the bytes of one piece lie."""
     stored = piece.tensor
     if piece.box.sizes == stored.shape:

@@ -29,11 +29,11 @@ from ckptctl.planner.parallel.division import (
 from ckptctl.storage.compare import equal, row_major
 from ckptctl.storage.files import SourceFiles
 
-Shard = Mapping[str, TensorEntry]
+RankTensors = Mapping[str, TensorEntry]
 Documents = Mapping[str, Mapping[str, object]]
 
 
-class Joined:
+class JoinedShards:
     """Shards, and what the family says about joining them.
 
     Args:
@@ -54,7 +54,7 @@ class Joined:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[RankTensors],
         names: Sequence[str],
         layout: str,
         described: Documents,
@@ -291,7 +291,7 @@ class Joined:
             )
         self.notes += (f"`{key}` differs between ranks; that of the first is used",)
 
-    def _check(self, joined: Shard) -> None:
+    def _check(self, joined: RankTensors) -> None:
         """Compare the joined shapes with the configuration: a missing shard shows here."""
         params = self.documents.get("params.json")
         seen: dict[str, Observation] = {}

@@ -13,6 +13,8 @@ from typing import cast
 from ckptctl.catalog import Index, Path, TupleIndex
 from ckptctl.errors import UnsupportedError, listed
 
+_Positions = dict[tuple[type[Index], int], object]
+
 
 def flatten(
     root: object, is_tensor: Callable[[object], bool], path: Path = ()
@@ -97,9 +99,6 @@ def nest(leaves: Iterable[tuple[Path, object]]) -> object:
 def join(path: Path) -> str:
     """Return the fully qualified name of *path*."""
     return ".".join(map(str, path))
-
-
-_Positions = dict[tuple[type[Index], int], object]
 
 
 class _Level(dict[object, object]):

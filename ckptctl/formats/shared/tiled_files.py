@@ -12,7 +12,7 @@ from ckptctl.storage.files import SourceFiles
 UNCHECKED = "written without checksums"
 
 
-class Range(NamedTuple):
+class ByteRange(NamedTuple):
     """A byte range of a file.
 
     Attributes:
@@ -57,7 +57,7 @@ def sizes_of(
     return sizes
 
 
-def require_tiled(ranges: Iterable[Range], sizes: Mapping[str, int], where: str) -> None:
+def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: str) -> None:
     """Check that *ranges* lie in their files one after the other, from the first byte to the last.
 
     Args:

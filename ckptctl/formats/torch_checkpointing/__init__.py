@@ -27,7 +27,7 @@ from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_checkpointing.metadata import (
     METADATA,
     VERSION,
-    Item,
+    ItemMetadata,
     Metadata,
     read_metadata,
 )
@@ -207,7 +207,7 @@ def _joined(
     return joined, lost
 
 
-def _unread(name: str, item: Item, joined: Contents, gaps: Gaps) -> Lost:
+def _unread(name: str, item: ItemMetadata, joined: Contents, gaps: Gaps) -> Lost:
     """Add the tensors of an item that are in none of its files that can be used."""
     theirs = [gap.file for gap in gaps.found if gap.head == (name,)]
     lost: Lost = {}
@@ -259,7 +259,7 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
         yield (item, *path), leaf
 
 
-def _compare(name: str, item: Item, joined: Contents, where: str) -> None:
+def _compare(name: str, item: ItemMetadata, joined: Contents, where: str) -> None:
     """Compare the tensors of an item with what the metadata says about them."""
     own = {
         tuple(entry.path[1:]): entry for entry in joined.tensors.values() if entry.path[0] == name

@@ -24,7 +24,7 @@ Keys = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedTensor:
     """What the metadata says about one tensor.
 
     Attributes:
@@ -37,7 +37,7 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ItemMetadata:
     """One top-level item of the checkpoint.
 
     Attributes:
@@ -46,7 +46,7 @@ class Item:
         files: For a rank its file, where that is not the usual one.
     """
 
-    tensors: Mapping[Keys, Described]
+    tensors: Mapping[Keys, DescribedTensor]
     ranks: frozenset[int]
     files: Mapping[int, str]
 
@@ -63,7 +63,7 @@ class Metadata:
 
     version: str
     world: int
-    items: Mapping[str, Item] = field(default_factory=dict)
+    items: Mapping[str, ItemMetadata] = field(default_factory=dict)
 
 
 def read_metadata(files: SourceFiles) -> Metadata:
@@ -96,9 +96,9 @@ def _metadata(root: object, where: str) -> Metadata:
     )
 
 
-def _item(value: object, world: int, where: str) -> Item:
+def _item(value: object, world: int, where: str) -> ItemMetadata:
     fields = _mapping(value)
-    tensors: dict[Keys, Described] = {}
+    tensors: dict[Keys, DescribedTensor] = {}
     ranks: set[int] = set()
     for path, groups in _mapping(fields["nested_path_to_metadata"]).items():
         if not isinstance(groups, list) or not groups:
@@ -109,15 +109,17 @@ def _item(value: object, world: int, where: str) -> Item:
         tensors[_keys(path, where)] = described.pop()
         for group in groups:
             ranks.update(_ranks(group["ranks"], world))
-    return Item(tensors, frozenset(ranks), _files(fields["rank_to_layout_info"], world, where))
+    return ItemMetadata(
+        tensors, frozenset(ranks), _files(fields["rank_to_layout_info"], world, where)
+    )
 
 
-def _described(group: Mapping[object, object]) -> Described:
+def _described(group: Mapping[object, object]) -> DescribedTensor:
     data = _mapping(_mapping(group["sharding_metadata"])["data"])
     shape = data["global_shape"]
     if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 0 for n in shape):
         raise TypeError("a shape is not one")
-    return Described(str(data["dtype"]).removeprefix("torch."), tuple(shape))
+    return DescribedTensor(str(data["dtype"]).removeprefix("torch."), tuple(shape))
 
 
 def _keys(path: object, where: str) -> Keys:

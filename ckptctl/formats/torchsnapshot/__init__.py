@@ -16,20 +16,20 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsafePickleError
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.shared.dtensor import Piece, Sharded
+from ckptctl.formats.shared.dtensor import LocalShard, Sharded
 from ckptctl.formats.shared.findings import UNUSABLE
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.structure import flatten, join
-from ckptctl.formats.shared.tiled_files import UNCHECKED, Range, require_tiled
+from ckptctl.formats.shared.tiled_files import UNCHECKED, ByteRange, require_tiled
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.formats.torchsnapshot.manifest import (
     METADATA,
     PRIMITIVES,
     SHARDED,
-    Entry,
-    Lost,
-    Stored,
+    ManifestEntry,
+    StoredRange,
+    Unreadable,
     located,
     primitive,
     read_manifest,
@@ -52,7 +52,7 @@ class _Reader:
 
     files: SourceFiles
     sizes: dict[str, int] = field(default_factory=dict)
-    ranges: list[Range] = field(default_factory=list)
+    ranges: list[ByteRange] = field(default_factory=list)
 
 
 class TorchSnapshotFormat(Format):
@@ -81,11 +81,11 @@ class TorchSnapshotFormat(Format):
         where = str(path / METADATA)
         with source_files(path) as files:
             reader, merger = _Reader(files), RankMerger(files)
-            lost = Lost({})
+            lost = Unreadable({})
             with malformed("this is not the metadata of torchsnapshot", where):
                 entries = read_manifest(files)
                 if asked.partial:
-                    lost = Lost(unfit(files, entries, where))
+                    lost = Unreadable(unfit(files, entries, where))
                 for entry in entries:
                     _add(reader, merger, entry, lost if asked.partial else None)
             plain = {one.file for one in reader.ranges}
@@ -109,7 +109,9 @@ class TorchSnapshotFormat(Format):
         )
 
 
-def _add(reader: _Reader, merger: RankMerger, entry: Entry, lost: Lost | None) -> None:
+def _add(
+    reader: _Reader, merger: RankMerger, entry: ManifestEntry, lost: Unreadable | None
+) -> None:
     rest = lost.rest_of(entry) if lost else entry
     if rest is None:
         return
@@ -126,7 +128,7 @@ def _add(reader: _Reader, merger: RankMerger, entry: Entry, lost: Lost | None) -
         merger.add(entry.rank, file, [(path, leaf)])
 
 
-def _leaves(reader: _Reader, entry: Entry) -> Iterator[tuple[str, KeyPath, object]]:
+def _leaves(reader: _Reader, entry: ManifestEntry) -> Iterator[tuple[str, KeyPath, object]]:
     """Yield the file, path and value of every leaf of one entry."""
     kind = entry.fields["type"]
     if kind == "Tensor":
@@ -135,7 +137,7 @@ def _leaves(reader: _Reader, entry: Entry) -> Iterator[tuple[str, KeyPath, objec
     elif kind in SHARDED:
         dtype, shape, shards = shards_of(entry)
         for box, stored in shards:
-            piece = Piece(box, _tensor(reader, stored, entry), (0,) * len(shape))
+            piece = LocalShard(box, _tensor(reader, stored, entry), (0,) * len(shape))
             if (piece.tensor.dtype, piece.tensor.shape) != (dtype, box.sizes):
                 raise ValueError(f"a shard of `{join(entry.path)}` has another dtype or shape")
             leaf = Sharded(dtype, shape, (piece,), False, None, frozenset())
@@ -153,7 +155,7 @@ def _leaves(reader: _Reader, entry: Entry) -> Iterator[tuple[str, KeyPath, objec
         )
 
 
-def _tensor(reader: _Reader, stored: Stored, entry: Entry) -> StoredTensor:
+def _tensor(reader: _Reader, stored: StoredRange, entry: ManifestEntry) -> StoredTensor:
     size, name = _size(reader, stored.file), join(entry.path)
     first, last = stored.span or (0, size)
     if last > size:
@@ -171,12 +173,14 @@ def _tensor(reader: _Reader, stored: Stored, entry: Entry) -> StoredTensor:
     nbytes = stored.nbytes
     if nbytes != last - first:
         raise ValueError(f"`{name}` needs {nbytes:,} bytes and has {last - first:,}")
-    reader.ranges.append(Range(stored.file, first, nbytes, name))
+    reader.ranges.append(ByteRange(stored.file, first, nbytes, name))
     place = f"{stored.file}:{first}"
     return StoredTensor(stored.dtype, stored.shape, None, first, nbytes, None, place, False)
 
 
-def _object(reader: _Reader, stored: Stored, entry: Entry) -> Iterator[tuple[str, KeyPath, object]]:
+def _object(
+    reader: _Reader, stored: StoredRange, entry: ManifestEntry
+) -> Iterator[tuple[str, KeyPath, object]]:
     size, where = _size(reader, stored.file), str(reader.files.root / stored.file)
     first, last = stored.span or (0, size)
     archive = read_archive(reader.files, stored.file, first, last - first)

@@ -26,7 +26,7 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.malformed import integers
 from ckptctl.formats.shared.structure import join
-from ckptctl.formats.shared.tiled_files import Range, require_tiled
+from ckptctl.formats.shared.tiled_files import ByteRange, require_tiled
 from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
@@ -40,7 +40,7 @@ _SHARDED = ("ShardedTensor", "DTensor")
 Fields = Mapping[str, object]
 
 
-class Entry(NamedTuple):
+class ManifestEntry(NamedTuple):
     """One leaf.
 
     Attributes:
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     fields: Fields
 
 
-class Stored(NamedTuple):
+class StoredRange(NamedTuple):
     """Where a tensor or an object lies.
 
     Attributes:
@@ -77,7 +77,7 @@ class Stored(NamedTuple):
         return Box.whole(self.shape).numel * dtypes.itemsize(self.dtype)
 
 
-def read_manifest(files: SourceFiles) -> list[Entry]:
+def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
     """Return the leaves of all ranks, those of the lowest rank first.
 
     Raises:
@@ -98,8 +98,8 @@ def read_manifest(files: SourceFiles) -> list[Entry]:
     entries = {path: _fields(entry) for path, entry in manifest.items()}
     ranks = {path: _rank(path, world) for path in entries}
     children = _children(entries)
-    found: dict[KeyPath, Entry] = {}
-    plain: list[Entry] = []
+    found: dict[KeyPath, ManifestEntry] = {}
+    plain: list[ManifestEntry] = []
     for path in sorted(entries, key=lambda one: ranks[one]):
         fields = entries[path]
         if fields["type"] in (*_DICTS, "list"):
@@ -107,7 +107,7 @@ def read_manifest(files: SourceFiles) -> list[Entry]:
             if path in children or fields.get("keys"):
                 continue
             fields = {"type": "empty", "value": {} if fields["type"] in _DICTS else []}
-        entry = Entry(ranks[path], _path(path, entries), fields)
+        entry = ManifestEntry(ranks[path], _path(path, entries), fields)
         if fields["type"] not in _SHARDED:
             plain.append(entry)
         elif entry.path in found:
@@ -162,7 +162,7 @@ def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
     return tuple(keys)
 
 
-def located(fields: Fields) -> Stored:
+def located(fields: Fields) -> StoredRange:
     """Return where a ``Tensor`` or an ``object`` lies.
 
     Raises:
@@ -178,7 +178,7 @@ def located(fields: Fields) -> Stored:
     first, last = integers(span) if span is not None else (0, 0)
     if last < first:
         raise ValueError(f"a byte range of `{location}` ends before it begins")
-    return Stored(
+    return StoredRange(
         contained(location, METADATA),
         (first, last) if span is not None else None,
         str(fields["serializer"]),
@@ -187,7 +187,7 @@ def located(fields: Fields) -> Stored:
     )
 
 
-def shards_of(entry: Entry) -> tuple[str, tuple[int, ...], list[tuple[Box, Stored]]]:
+def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Box, StoredRange]]]:
     """Return dtype, global shape and shards of a sharded or chunked tensor.
 
     Sharded entries have no global shape; it is where their last shard ends.
@@ -195,7 +195,7 @@ def shards_of(entry: Entry) -> tuple[str, tuple[int, ...], list[tuple[Box, Store
     Raises:
         LookupError, TypeError, ValueError: It is none.
     """
-    shards: list[tuple[Box, Stored]] = []
+    shards: list[tuple[Box, StoredRange]] = []
     for one in _list(entry.fields.get("shards", entry.fields.get("chunks"))):
         shard = _fields(one)
         box = Box(integers(shard["offsets"]), integers(shard["sizes"]))
@@ -243,7 +243,7 @@ def _list(value: object) -> list[object]:
 
 
 @dataclass(slots=True)
-class Lost:
+class Unreadable:
     """What cannot be read.
 
     Attributes:
@@ -256,7 +256,7 @@ class Lost:
     findings: list[Finding] = field(default_factory=list)
     boxes: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
 
-    def rest_of(self, entry: Entry) -> Entry | None:
+    def rest_of(self, entry: ManifestEntry) -> ManifestEntry | None:
         """Return what is left of *entry*; None: nothing."""
         if entry.fields["type"] in SHARDED:
             return self._shards(entry)
@@ -266,17 +266,17 @@ class Lost:
         self._miss(entry, file)
         return None
 
-    def unread(self, entry: Entry, error: CkptError) -> None:
+    def unread(self, entry: ManifestEntry, error: CkptError) -> None:
         """Note that *error* was raised about *entry*, of which nothing is left."""
         self.findings.append(of_error(error, tensor=join(entry.path)))
 
-    def _miss(self, entry: Entry, file: str) -> None:
+    def _miss(self, entry: ManifestEntry, file: str) -> None:
         """Note that *entry* lies in a file that cannot be used."""
         what = "a value is missing" if entry.fields["type"] == "object" else "a tensor is missing"
         why = f"it lies in `{file}`, which cannot be used"
         self.findings.append(Finding(what, why, "error", file, join(entry.path)))
 
-    def _shards(self, entry: Entry) -> Entry | None:
+    def _shards(self, entry: ManifestEntry) -> ManifestEntry | None:
         _, shape, shards = shards_of(entry)
         gone = [(box, stored.file) for box, stored in shards if stored.file in self.unfit]
         if not gone:
@@ -296,12 +296,12 @@ class Lost:
         return _replace_fields(entry, {key: kept, "shape": list(shape)})
 
 
-def _replace_fields(entry: Entry, fields: Mapping[str, object]) -> Entry:
+def _replace_fields(entry: ManifestEntry, fields: Mapping[str, object]) -> ManifestEntry:
     """Return *entry* with other *fields*."""
     return entry._replace(fields={**entry.fields, **fields})
 
 
-def unfit(files: SourceFiles, entries: Sequence[Entry], where: str) -> dict[str, Finding]:
+def unfit(files: SourceFiles, entries: Sequence[ManifestEntry], where: str) -> dict[str, Finding]:
     """Return the files that are missing, or not what the manifest says, and why.
 
     Args:
@@ -311,7 +311,7 @@ def unfit(files: SourceFiles, entries: Sequence[Entry], where: str) -> dict[str,
     """
     sizes: dict[str, int] = {}
     found: dict[str, Finding] = {}
-    ranges: dict[str, list[Range]] = {}
+    ranges: dict[str, list[ByteRange]] = {}
     for entry in entries:
         for stored in _stored(entry):
             file = stored.file
@@ -329,7 +329,7 @@ def unfit(files: SourceFiles, entries: Sequence[Entry], where: str) -> dict[str,
                 why = f"{last:,} bytes are needed, the file has {size:,}"
                 found[file] = Finding("a data file is truncated", why, file=file)
             elif stored.serializer == "buffer_protocol":
-                one = Range(file, first, last - first, join(entry.path))
+                one = ByteRange(file, first, last - first, join(entry.path))
                 ranges.setdefault(file, []).append(one)
     for file, places in ranges.items():
         try:
@@ -339,7 +339,7 @@ def unfit(files: SourceFiles, entries: Sequence[Entry], where: str) -> dict[str,
     return found
 
 
-def _stored(entry: Entry) -> Iterator[Stored]:
+def _stored(entry: ManifestEntry) -> Iterator[StoredRange]:
     kind = entry.fields["type"]
     if kind in SHARDED:
         yield from (stored for _, stored in shards_of(entry)[2])

@@ -35,12 +35,12 @@ from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.verification.items import replicated
 from ckptctl.planner.configs.stated import Json
-from ckptctl.storage.advance import Advance
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.paths import named, path_at
 from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.threads import Advance
 
 __all__ = [
     "ConversionOptions",

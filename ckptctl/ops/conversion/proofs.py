@@ -19,9 +19,9 @@ from ckptctl.planner.mapping.resizing import Tiling
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.storage.compare import Readable, all_zero, equal, read_box
 from ckptctl.storage.computed import open_reader
+from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
-from ckptctl.storage.ranges import crc_of
 
 Proof = tuple[int, Callable[[], None]]
 """Bytes that are read, and what raises if something does not hold."""

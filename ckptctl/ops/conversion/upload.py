@@ -20,7 +20,6 @@ from ckptctl.errors import CkptError, RefusedError, UsageError
 from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import lock, trash
-from ckptctl.storage.advance import Advance
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
@@ -31,6 +30,7 @@ from ckptctl.storage.remote.destination import INDEXES, Asked, Destination, open
 from ckptctl.storage.remote.store import system_of
 from ckptctl.storage.remote.urls import HUB, masked, scheme_of
 from ckptctl.storage.termination import terminable
+from ckptctl.storage.threads import Advance
 
 PREFIX = "ckptctl-upload-"
 """What the scratch directories begin with."""

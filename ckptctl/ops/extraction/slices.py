@@ -13,10 +13,10 @@ from ckptctl.catalog import Box, memory_name
 from ckptctl.errors import UsageError
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import Target, Wanted
+from ckptctl.storage.arithmetic import Number, numbers, shown
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.numbers import Number, numbers, shown
 from ckptctl.storage.paths import path_at
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")

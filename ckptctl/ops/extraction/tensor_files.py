@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Box
-from ckptctl.errors import UsageError
+from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, constant
 from ckptctl.formats.hf import FORMAT as HF
-from ckptctl.formats.hf import Writer
+from ckptctl.formats.hf import SafetensorsWriter
 from ckptctl.formats.torch_file import FORMAT as TORCH
 from ckptctl.ops.conversion.transfers import sources_of, transfers
 from ckptctl.ops.destinations import replaceable
@@ -20,9 +20,52 @@ from ckptctl.planner.plan import OutputFile, Plan, Record
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
-from ckptctl.storage.npy_header import MAGIC, encode_header
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.publish import staging
+
+MAGIC = b"\x93NUMPY\x01\x00"
+ALIGNMENT = 64
+DESCRIPTIONS = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
+    "uint8": "|u1",
+    "bool": "|b1",
+    "complex128": "<c16",
+    "complex64": "<c8",
+}
+
+
+def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
+    """Return what stands before the elements, which follow in row-major order.
+
+    Args:
+        dtype: torch's name.
+        shape: The array's.
+        name: The tensor, for errors.
+
+    Raises:
+        RefusedError: NumPy has no such dtype.
+    """
+    described = DESCRIPTIONS.get(dtype)
+    if described is None:
+        raise RefusedError(
+            f"NumPy has no {dtype}",
+            where=f"`{name}`",
+            hint="`--dtype fp32` casts it; .safetensors and .pt keep it",
+        )
+    text = f"{{'descr': {described!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    used = len(MAGIC) + 2 + len(text) + 1
+    text += " " * (-used % ALIGNMENT) + "\n"
+    return MAGIC + len(text).to_bytes(2, "little") + text.encode("ascii")
+
 
 LayOut = Callable[[str, list[OutputTensor], Mapping[str, str]], Output]
 
@@ -61,7 +104,7 @@ OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)
 
 def _safetensors(file: str, tensors: list[OutputTensor], metadata: Mapping[str, str]) -> Output:
     HF.refuse_unheld(tensors)
-    writer = Writer({}, metadata)
+    writer = SafetensorsWriter({}, metadata)
     writer.add(file, tensors)
     return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
 

@@ -17,8 +17,8 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.merging.tensors import Merging
-from ckptctl.storage.advance import Advance
 from ckptctl.storage.paths import named
+from ckptctl.storage.threads import Advance
 
 
 @dataclass(frozen=True, slots=True)

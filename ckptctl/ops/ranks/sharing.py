@@ -19,12 +19,11 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, through_first, 
 from ckptctl.planner.balance import assign
 from ckptctl.planner.copying.shares import Share, share_of
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.advance import Advance
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import PlanRun, execute
 from ckptctl.storage.execution.ledger import Books
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
-from ckptctl.storage.execution.run import Run
 from ckptctl.storage.publish import Staging
+from ckptctl.storage.threads import Advance
 
 T = TypeVar("T")
 LOOK_EVERY = 0.5
@@ -151,13 +150,13 @@ def wait_for(path: Path) -> None:
 
 def _begun(
     plan: Plan, root: Path, options: ExecutionOptions, stack: ExitStack, share: Share
-) -> Run:
-    run = Run(plan, root, options, stack, share=share)
+) -> PlanRun:
+    run = PlanRun(plan, root, options, stack, share=share)
     run.sources.check()
     return run
 
 
-def _require_seen(run: Run, root: Path) -> None:
+def _require_seen(run: PlanRun, root: Path) -> None:
     if not run.output.intact():
         raise _unseen(root)
 

@@ -47,7 +47,7 @@ class Pair:
         weight: The tensor with the quantised elements.
         scale: That with their scales.
         how: For people, as in ``fp8 blocks of 128x128``.
-        kind: What computes it: a module of ``ckptctl/storage/kinds``.
+        kind: What computes it: a kind in ``ckptctl/storage/kinds``.
         roles: What that calls the two.
         shape: What that computes.
         parameters: What else it wants to know.

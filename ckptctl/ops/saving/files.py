@@ -23,8 +23,8 @@ from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, output_tensor
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards
 from ckptctl.planner.balance import assign
 from ckptctl.planner.plan import CrcOf, Operand, OutputFile, Plan, Side, Transfer
-from ckptctl.storage.collection import no_collection
 from ckptctl.storage.compare import row_major
+from ckptctl.storage.threads import no_collection
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ckptctl.ops.saving.local_shards import Packed, Structure, TensorMeta
 from ckptctl.ops.saving.values import divide_values
 from ckptctl.planner.balance import assign, cut, piece_limit
 from ckptctl.planner.boxes import coverage
-from ckptctl.storage.collection import no_collection
+from ckptctl.storage.threads import no_collection
 
 Places = Sequence[int]
 """For each rank that holds a box the position of the box among the rank's of that tensor."""

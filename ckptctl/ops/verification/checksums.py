@@ -17,11 +17,9 @@ from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import may_be_zip
-from ckptctl.storage.advance import Advance
-from ckptctl.storage.crc import combine
+from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.ranges import crc_of
-from ckptctl.storage.threads import default_threads
+from ckptctl.storage.threads import Advance, default_threads
 from ckptctl.storage.zips.directory import FileRange, read_directory
 
 BLOCK = 64 << 20

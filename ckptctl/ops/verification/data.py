@@ -26,10 +26,10 @@ from ckptctl.ops.verification.checksums import (
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import root_of
 from ckptctl.ops.watch import Watch, one_of_many
-from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.threads import Advance
 
 
 @dataclass(slots=True)

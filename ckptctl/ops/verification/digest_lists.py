@@ -19,12 +19,11 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification.checksums import threads
 from ckptctl.ops.verification.result import of_error
-from ckptctl.storage.advance import Advance
-from ckptctl.storage.digests import hasher
+from ckptctl.storage.crc import hasher, windows
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging
-from ckptctl.storage.ranges import windows
 from ckptctl.storage.sync import write_file
+from ckptctl.storage.threads import Advance
 
 SUMS = "SHA256SUMS"
 LISTS = {SUMS: "sha256", "checklist.chk": "md5"}

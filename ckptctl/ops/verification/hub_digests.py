@@ -17,7 +17,7 @@ from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.verification.digest_lists import Listed
 from ckptctl.storage.contained import real_path
-from ckptctl.storage.digests import algorithm_of
+from ckptctl.storage.crc import algorithm_of
 from ckptctl.storage.files import SourceFiles, hub_repository, source_files
 
 DOWNLOADS = ".cache/huggingface/download"

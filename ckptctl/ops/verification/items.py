@@ -11,11 +11,11 @@ from ckptctl.errors import CkptError, UnsupportedError, command
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.ranks.sharing import portion
-from ckptctl.storage.advance import Advance
 from ckptctl.storage.compare import Readable, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import path_at
+from ckptctl.storage.threads import Advance
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.storage.zips.reader import MAX_PICKLE
 

@@ -12,7 +12,7 @@ from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.read_ahead import Place, ahead
+from ckptctl.storage.read_ahead import FileOffset, ahead
 from ckptctl.units import natural
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
@@ -209,7 +209,7 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
                 before = max(before, one, key=lambda known: known[1])
 
 
-def _head_if_raw(one: tuple[str, _Ranges]) -> tuple[Place, ...]:
+def _head_if_raw(one: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
     """Return where it is asked whether a file is a zip, if it may be one."""
     file, ranges = one
     return ((file, 0),) if any(codec == "raw" for *_, codec in ranges) else ()

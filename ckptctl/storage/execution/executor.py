@@ -1,21 +1,41 @@
 """Carrying out a plan: files at their full size, filled in parallel by position, then synced.
 
 :func:`execute` does all of it in one process. Where several processes share a plan, each makes a
-:class:`~ckptctl.storage.execution.run.Run` and they take its phases together
-(:mod:`ckptctl.ops.ranks.sharing`).
+:class:`PlanRun` and they take its phases together (:mod:`ckptctl.ops.ranks.sharing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+from ckptctl.catalog import is_memory
+from ckptctl.errors import CkptError
+from ckptctl.planner.copying.shares import Share, lanes
+from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.advance import Advance
+from ckptctl.storage.crc import crc32
+from ckptctl.storage.execution.finisher import Finisher
+from ckptctl.storage.execution.journal import Done, Journal
+from ckptctl.storage.execution.lanes import Lane, Lanes, PlanUnits, Unit
+from ckptctl.storage.execution.ledger import Books, Ledger, News
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
-from ckptctl.storage.execution.run import Run
+from ckptctl.storage.execution.output_files import OutputFiles
 from ckptctl.storage.execution.upload_queue import UploadQueue
+from ckptctl.storage.execution.worker import Worker
+from ckptctl.storage.sources import Sources
+from ckptctl.storage.termination import daemon
+from ckptctl.storage.threads import Advance, Supervisor, join
+
+if TYPE_CHECKING:
+    from ckptctl.storage.computed import ComputedFiles
+
+SYNC_EVERY = 16 * MIB
+"""Bytes of a file between the times at which the disk is asked to begin with it."""
 
 
 def execute(
@@ -46,7 +66,7 @@ def execute(
         StorageError: A read, write or sync failed.
     """
     with ExitStack() as stack:
-        run = Run(plan, root, options, stack, memory, uploads=uploads)
+        run = PlanRun(plan, root, options, stack, memory, uploads=uploads)
         run.sources.check()
         done = run.prepare(journal)
         with run.sources.unreplaced():
@@ -54,3 +74,255 @@ def execute(
         run.sources.check()
         run.output.sync_directories()
         return run.result()
+
+
+class PlanRun:
+    """A plan while it is carried out.
+
+    Args:
+        plan: See :func:`~ckptctl.storage.execution.executor.execute`.
+        root: See there.
+        options: See there.
+        stack: Closes everything in the end.
+        memory: See there.
+        share: What of the plan this process does; None: all of it.
+        uploads: See there.
+
+    Attributes:
+        sources: The source files.
+        output: The output files.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        root: Path,
+        options: ExecutionOptions,
+        stack: ExitStack,
+        memory: Mapping[str, memoryview] | None = None,
+        share: Share | None = None,
+        uploads: UploadQueue | None = None,
+    ) -> None:
+        self._plan = plan
+        self._uploads = uploads
+        self._memory = memory or {}
+        self._root = root
+        self._options = options
+        self._limits = options.limits()
+        self._stack = stack
+        # A run and its threads refer to each other: tensors must not wait to be collected with it.
+        stack.callback(self._let_go)
+        self._share = share
+        self.sources = Sources(plan, stack)
+        self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
+        self._tiles = PlanUnits(plan, self.sources, self._limits, share)
+        self._journal: Journal | None = None
+        self._supervisor = Supervisor()
+        self._working = 0
+        self._read = 0
+        self._torch = False
+
+    def _let_go(self) -> None:
+        self._memory = {}
+
+    def prepare(self, journal: Path | None) -> dict[tuple[int, int], Done]:
+        """Create the output files and return the units that need not be done again."""
+        if journal is None:
+            self.output.create()
+            return {}
+        header = {
+            "digest": self._plan.digest,
+            "limits": list(self._limits),
+            "checksum": self._options.checksum,
+            "sources": self.sources.listed(),
+        }
+        resume = self._options.resume
+        self._journal = self._stack.enter_context(Journal(journal, header, resume=resume))
+        if self._journal.done and self.output.intact():
+            return self._journal.done
+        self._journal.restart()
+        self.output.create()
+        return {}
+
+    def fill(self, done: dict[tuple[int, int], Done], progress: Advance) -> None:
+        """Do all units, in threads, and the frames of files; raise what went wrong first.
+
+        Where the plan is shared, the frames of files that others write, too, are left; what this
+        process wrote of them is synced.
+
+        Args:
+            done: Units that an earlier run did.
+            progress: See :func:`~ckptctl.storage.execution.executor.execute`.
+        """
+        every = self._options.journal_every if self._journal else 0
+        self._ledger = Ledger(self._plan, every, SYNC_EVERY)
+        with self._finishing(progress):
+            room = (
+                partial(self._uploads.wait, self._supervisor.stop.is_set) if self._uploads else None
+            )
+            work = Lanes([Lane(units) for units in self._units(done)], room)
+            threads = [daemon(self._work, work) for _ in range(self._options.threads)]
+            self._working = len(threads)
+            try:
+                for thread in threads:
+                    thread.start()
+                self._supervisor.watch(lambda: not self._working, self._done, progress)
+                self._finish_rest()
+            finally:
+                self._supervisor.stop.set()
+                join(threads)
+
+    def _finish_rest(self) -> None:
+        """Let the finisher have what is not complete by records alone."""
+        if self._share is None:
+            for path in self._ledger.untouched():
+                self._finisher.finish(path)
+        elif self._options.sync:
+            for path in self._ledger.begun():
+                self._finisher.record((), [path])
+
+    def books(self) -> Books:
+        """Return what this process did of a shared plan, for the one that finishes it."""
+        return self._ledger.books()._replace(read=self._read)
+
+    def finish(self, others: Sequence[Books]) -> None:
+        """Write the frames that are left of a shared plan, and sync.
+
+        Args:
+            others: What the other processes did.
+
+        Raises:
+            DamagedError: A source contradicts its recorded checksum.
+            StorageError: A write or sync failed.
+        """
+        finished = {path for books in (self.books(), *others) for path in books.finished}
+        for books in others:
+            self._ledger.add(books)
+            self._read += books.read
+        self._require_all()
+        with self._finishing(lambda _: None):
+            for file in self._plan.files:
+                if file.path not in finished:
+                    self._finisher.finish(file.path)
+        self.output.sync_directories()
+
+    @contextmanager
+    def _finishing(self, progress: Advance) -> Iterator[None]:
+        """Have files finished in the background; in the end wait for that."""
+        self._finisher = Finisher(
+            self._plan,
+            self._root,
+            self._ledger,
+            self._journal,
+            self._supervisor.ended,
+            sync=self._options.sync,
+            uploads=self._uploads,
+        )
+        try:
+            self._finisher.start()
+            yield
+            self._finisher.close()
+            self._supervisor.watch(self._finisher.idle, self._done, progress)
+        finally:
+            self._finisher.stop()
+            join(self._finisher.threads)
+
+    def _done(self) -> int:
+        return self._ledger.written + self._ledger.resumed
+
+    def _work(self, work: Lanes) -> None:
+        """Do units until none is left; one thread."""
+        worker = Worker(
+            self._root,
+            self._plan.transfers,
+            checksum=self._options.checksum,
+            chunk=min(self._limits.flat, self._limits.widest),
+            arithmetic=self._arithmetic,
+            computed=cache(self._computed),
+            memory=self._memory,
+        )
+        failure: BaseException | None = None
+        try:
+            with closing(worker):
+                self._do(worker, work)
+        except BaseException as error:
+            failure = error
+        self._supervisor.ended(failure, partial(self._leave, worker))
+
+    def _do(self, worker: Worker, work: Lanes) -> None:
+        for batch, worker.alone in work.units():
+            finished: list[tuple[Unit, Done]] = []
+            for unit in batch:
+                if self._supervisor.stop.is_set():
+                    return
+                finished.append((unit, worker.do(unit)))
+            if self._supervisor.stop.is_set():
+                return
+            self._tell(self._ledger.commit(finished))
+
+    def _leave(self, worker: Worker) -> None:
+        self._working -= 1
+        self._read += worker.bytes_read
+
+    def _arithmetic(self) -> ModuleType:
+        from ckptctl.storage import arithmetic
+
+        with self._supervisor.changed:
+            if not self._torch:
+                self._torch = True
+                self._stack.enter_context(arithmetic.single_threaded())
+        return arithmetic
+
+    def _computed(self) -> ComputedFiles:
+        from ckptctl.storage.computed import ComputedFiles
+        from ckptctl.storage.kinds import needs_torch
+
+        if any(map(needs_torch, self._plan.computed.values())):
+            self._arithmetic()
+        return ComputedFiles(self._plan.computed, self.sources.files)
+
+    def _tell(self, news: News) -> None:
+        for path in news.finished:
+            if not is_memory(path):
+                self._finisher.finish(path)
+        for path in news.ripe:
+            if not is_memory(path):
+                self._finisher.sync(path)
+        if news.durable[0]:
+            self._finisher.record(*news.durable)
+
+    def _units(self, done: dict[tuple[int, int], Done]) -> list[Iterator[Unit]]:
+        """Return the units of each lane, those that *done* names entered and left out."""
+        return [self._lane(numbers, done) for numbers in lanes(self._plan, self._limits.check)]
+
+    def _lane(self, indices: Iterable[int], done: dict[tuple[int, int], Done]) -> Iterator[Unit]:
+        for index in indices:
+            for unit in self._tiles.units(index):
+                earlier = done.get((index, unit.number)) if done else None
+                if earlier is None or not self._holds(unit, earlier):
+                    yield unit
+                else:
+                    self._tell(self._ledger.commit([(unit, earlier)], resumed=True))
+
+    def _holds(self, unit: Unit, done: Done) -> bool:
+        """Whether the staged files still hold what an earlier run journalled."""
+        if not self._options.checksum:
+            return True
+        pairs = zip(unit.tile.writes, done.written, strict=True)
+        return all(crc32(self.output.read(write)) == crc for write, crc in pairs)
+
+    def result(self) -> Execution:
+        """Return what was done; every record is complete by now."""
+        self._require_all()
+        checksum = self._options.checksum
+        crcs = [
+            self._ledger.crc(index) if checksum and not is_memory(record.file) else 0
+            for index, record in enumerate(self._plan.records)
+        ]
+        books = self._ledger
+        return Execution(crcs, books.written, books.resumed, self._read, books.lost())
+
+    def _require_all(self) -> None:
+        unfinished = self._ledger.unfinished()
+        if unfinished:
+            raise CkptError("not every byte was written", where=unfinished[0])

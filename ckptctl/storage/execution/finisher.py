@@ -12,7 +12,7 @@ from ckptctl.errors import StorageError
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.ledger import Ledger
-from ckptctl.storage.execution.target_files import open_target, write_all
+from ckptctl.storage.execution.output_files import open_target, write_all
 from ckptctl.storage.execution.upload_queue import UploadQueue
 from ckptctl.storage.sync import begin_writeback
 from ckptctl.storage.termination import daemon
@@ -30,7 +30,7 @@ class Finisher:
         ledger: Knows the checksums that frames contain.
         journal: Where durable units are noted; None: nowhere.
         ended: Called by each of its threads when it ends; see
-            :meth:`~ckptctl.storage.execution.supervisor.Supervisor.ended`.
+            :meth:`~ckptctl.storage.threads.Supervisor.ended`.
         sync: Whether files have to be on disk.
         uploads: Where complete files go; None: they stay.
     """

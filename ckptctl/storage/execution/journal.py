@@ -19,7 +19,7 @@ from ckptctl.storage.crc import crc32
 
 VERSION = 2
 Header = Mapping[str, object]
-Key = tuple[int, int]
+_Key = tuple[int, int]
 
 
 class Done(NamedTuple):
@@ -55,7 +55,7 @@ class Journal:
 
     def __init__(self, path: Path, header: Header, *, resume: bool) -> None:
         self._path = path
-        self.done: dict[Key, Done] = {}
+        self.done: dict[_Key, Done] = {}
         self._first = _line({"journal": VERSION, **header})
         self._lock = threading.Lock()
         self._writing = self._closed = False

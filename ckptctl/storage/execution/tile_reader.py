@@ -1,22 +1,116 @@
-"""Reading what a tile is made of: from files, from memory, and what is computed."""
+"""Reading what a tile is made of, with the buffers and the open files of one thread."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import is_computed, is_memory
 from ckptctl.errors import StorageError
+from ckptctl.planner.copying.runs import Pattern
 from ckptctl.planner.copying.tile import Read, Tile
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.execution.descriptors import Descriptors
-from ckptctl.storage.execution.tile_buffers import TileBuffers, scatter
-from ckptctl.storage.files import SourceFiles, after
+from ckptctl.storage.execution.output_files import open_target
+from ckptctl.storage.files import IOV_MAX, SourceFiles, after
 from ckptctl.storage.out_of_range import OutOfRange
 
 if TYPE_CHECKING:
     from ckptctl.storage.computed import ComputedFiles
+
+MAX_VIEWS = 1 << 14
+"""Views that one thread keeps."""
+TILE = "tile"
+BufferParts = tuple[int, list[memoryview]]
+"""Bytes, and at most IOV_MAX parts of the buffer that hold them."""
+MAX_OPEN = 64
+_Key = tuple[SourceFiles | None, str]
+
+
+class TileBuffers:
+    """Buffers that grow to what was needed last, each for one purpose."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, memoryview] = {}
+        self._views: dict[Pattern, list[BufferParts]] = {}
+        self._held = 0
+
+    def get(self, name: str, nbytes: int) -> memoryview:
+        """Return the buffer *name*, of at least *nbytes*; what it held is left in it."""
+        found = self._buffers.get(name)
+        if found is None or len(found) < nbytes:
+            self._views, self._held = {}, 0
+            found = self._buffers[name] = memoryview(bytearray(nbytes))
+        return found
+
+    def places(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
+        """Return the places of *pattern* in the buffer ``TILE``; tiles alike share them."""
+        found = self._views.get(pattern)
+        if found is None:
+            if self._held + len(pattern.runs) > MAX_VIEWS:
+                self._views, self._held = {}, 0
+            found = self._views[pattern] = list(_scatter(pattern, buffer))
+            self._held += len(pattern.runs)
+        return found
+
+
+def _scatter(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
+    """Yield the places of *pattern* in any memory."""
+    for first in range(0, len(pattern.runs), IOV_MAX):
+        some = pattern.runs[first : first + IOV_MAX]
+        views = [buffer[start : start + nbytes] for start, nbytes in some]
+        yield sum(nbytes for _, nbytes in some), views
+
+
+class Descriptors:
+    """The last few files that one thread used.
+
+    Args:
+        root: Directory of the output files.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._open: OrderedDict[_Key, int] = OrderedDict()
+
+    def source(self, files: SourceFiles, name: str) -> int:
+        """Return a descriptor to read *name* from."""
+        key = (files, name)
+        found = self._open.get(key)
+        return found if found is not None else self._keep(key, files.descriptor(name))
+
+    def target(self, name: str) -> int:
+        """Return a descriptor to write *name* to."""
+        key = (None, name)
+        found = self._open.get(key)
+        return found if found is not None else self._keep(key, open_target(self._root / name))
+
+    def close(self) -> None:
+        """Close all of them.
+
+        Raises:
+            StorageError: One said only now that what was written to it is lost, as over NFS.
+        """
+        with ExitStack() as stack:
+            for _ in self._open:
+                stack.callback(self._close_oldest)
+
+    def _keep(self, key: _Key, descriptor: int) -> int:
+        while len(self._open) >= MAX_OPEN:
+            self._close_oldest()
+        self._open[key] = descriptor
+        return descriptor
+
+    def _close_oldest(self) -> None:
+        (files, name), descriptor = self._open.popitem(last=False)
+        try:
+            os.close(descriptor)
+        except OSError as error:
+            path = (files.root if files else self._root) / name
+            raise StorageError.from_os_error(error, "close", str(path)) from error
 
 
 class TileReader:
@@ -65,7 +159,7 @@ class TileReader:
             self.fill(files, read.file, [view], read.offset, read.nbytes)
             return crc32(view) if read.operand >= 0 else -1
         offset, crc = read.offset, 0
-        found = self._buffers.places if again else scatter
+        found = self._buffers.places if again else _scatter
         for size, views in found(read.pattern, buffer):
             self.fill(files, read.file, views, offset, size)
             offset += size

@@ -15,12 +15,10 @@ from ckptctl.catalog import is_computed, is_memory
 from ckptctl.planner.copying.tile import Move, Tile, Write
 from ckptctl.planner.plan import Transfer
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.execution.descriptors import Descriptors
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
-from ckptctl.storage.execution.target_files import write_all
-from ckptctl.storage.execution.tile_buffers import TILE, TileBuffers
-from ckptctl.storage.execution.tile_reader import TileReader
+from ckptctl.storage.execution.output_files import write_all
+from ckptctl.storage.execution.tile_reader import TILE, Descriptors, TileBuffers, TileReader
 from ckptctl.storage.out_of_range import NONE, OutOfRange
 
 if TYPE_CHECKING:

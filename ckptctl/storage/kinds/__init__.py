@@ -1,55 +1,56 @@
-"""How virtual files are computed: one module for each kind, found by listing this package.
+"""How virtual files are computed: a :class:`Kind` each, found in the modules of this package.
 
-A kind is a module with a function ``compute`` as :class:`Kind` describes it; its name is that of
-the module. Nothing else needs to be told about it. One that does without torch now and then has a
-function ``plain``, which takes the virtual file and says so. One whose arithmetic can leave the
-range of a dtype has a function ``given``, as
-:data:`~ckptctl.storage.computed_inputs.Given` describes it.
+A module has ``KINDS``, its kinds by name. Nothing else needs to be told about them.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Computed
     from ckptctl.storage.computed_inputs import Given, Inputs
 
+    Compute = Callable[[Inputs, Computed, range, range, memoryview], None]
 
-class Kind(Protocol):
-    """What a module of this package provides."""
 
-    def compute(
-        self, inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-    ) -> None:
-        """Write a rectangle of a virtual file.
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of virtual file is computed.
 
-        Args:
-            inputs: Reads the tensors that *computed* names.
-            computed: The virtual file, seen as a matrix: its last dimension and all others.
-            rows: Consecutive rows.
-            columns: Consecutive elements of each of them.
-            out: Room for exactly those elements, row-major, in the file's dtype.
-        """
+    Attributes:
+        compute: Writes a rectangle of a virtual file. It gets what reads the tensors that the file
+            is made of; the file, seen as a matrix: its last dimension and all others; consecutive
+            rows; consecutive elements of each of them; and room for exactly those elements,
+            row-major, in the file's dtype.
+        given: Knows the source's own elements, where the arithmetic can leave the range of a
+            dtype; None: it does none.
+        plain: Whether a file is computed without torch.
+    """
+
+    compute: Compute
+    given: Given | None = None
+    plain: Callable[[Computed], bool] = lambda _: False
 
 
 @cache
 def kinds() -> dict[str, Kind]:
     """Return the kinds by name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    found = ((name, importlib.import_module(f"{__name__}.{name}")) for name in names)
-    return {name: cast(Kind, module) for name, module in found}
+    modules = (importlib.import_module(f"{__name__}.{name}") for name in names)
+    return {name: kind for module in modules for name, kind in module.KINDS.items()}
 
 
 def given_to(computed: Computed) -> Given | None:
     """Return what knows the source's own elements; None: *computed* does no arithmetic."""
-    return cast("Given | None", getattr(kinds()[computed.kind], "given", None))
+    return kinds()[computed.kind].given
 
 
 def needs_torch(computed: Computed) -> bool:
     """Return whether torch computes *computed*."""
-    plain = getattr(kinds()[computed.kind], "plain", None)
-    return plain is None or not plain(computed)
+    return not kinds()[computed.kind].plain(computed)

@@ -1,4 +1,4 @@
-"""Rows of a weight with low-rank changes merged in: in float32, rounded once.
+"""Kinds that merge low-rank changes into rows of a weight: in float32, rounded once.
 
 LoRA (Hu et al., arXiv:2106.09685): ``W + scale · B A``. DoRA (Liu et al., arXiv:2402.09353): the
 rows of that, scaled to given lengths. Sources: peft's ``tuners/lora`` (``merge_and_unload``),
@@ -18,6 +18,12 @@ Parameters:
     from{n}, length{n}: First row in B, and first element in the magnitude.
     rows{n}, columns{n}: For B and the magnitude, and for A, the axes that their rows or columns
         consist of and the order in which these are wanted, as in ``4,2,8:0,2,1``; optional.
+
+``dora_bias`` is a bias that torchtune's DoRA scales as the rows of its weight: a layer computes
+``length / |W + scale · B A|`` times ``(W + scale · B A) x + bias`` (``modules/peft/dora.py``). PEFT
+leaves the bias as it is. The n-th change applies to the elements from ``at{n}`` on. Its inputs are
+``bias``, floating ``[rows]``, and ``weight{n}``, floating ``[rows, columns]``, W, instead of
+``base``.
 """
 
 from __future__ import annotations
@@ -27,12 +33,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.computed_inputs import Inputs
+from ckptctl.storage.computed_inputs import Inputs, last_of
+from ckptctl.storage.kinds import Kind
 
 if TYPE_CHECKING:
     import torch
 
 BLOCK = 64
+LIMIT = 4 << 20
+"""Bytes of W in float32 at a time, where a bias is scaled."""
 
 
 class _Order(NamedTuple):
@@ -64,10 +73,9 @@ class _Order(NamedTuple):
         return split.permute(0, *inner, len(inner) + 1).reshape(rows.shape)
 
 
-def compute(
+def _weight(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
-    """Fill *out*; see :class:`ckptctl.storage.kinds.Kind`."""
     import torch
 
     base = inputs.tensor("base", rows).to(torch.float32)
@@ -77,19 +85,19 @@ def compute(
         if first < last:
             part = base[first - rows.start : last - rows.start]
             changed = range(first - start, last - start)
-            add(inputs, computed, number, changed, part)
+            _add(inputs, computed, number, changed, part)
             if f"magnitude{number}" in computed.inputs:
-                part.mul_(scales(inputs, computed, number, changed, part))
+                part.mul_(_scales(inputs, computed, number, changed, part))
     target = elements(out, computed.dtype, len(columns))
     target.copy_(base[:, columns.start : columns.stop])
 
 
-def given(inputs: Inputs, rows: range) -> torch.Tensor | None:
+def _given_weight(inputs: Inputs, rows: range) -> torch.Tensor | None:
     """Return the model's own elements; what the adapter makes infinite or NaN is not."""
     return inputs.given("base", rows)
 
 
-def add(inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor) -> None:
+def _add(inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor) -> None:
     """Add scale · B A to *part*, which is *rows* of those that the change applies to."""
     import torch
 
@@ -98,13 +106,13 @@ def add(inputs: Inputs, computed: Computed, number: int, rows: range, part: torc
         columns = _Order.parse(str(computed.parameters[f"columns{number}"]))
         a = columns.apply(a.t().contiguous()).t().contiguous()
     b = _rows(inputs, computed, f"b{number}", number, rows)
-    part.add_(product(b, a).mul_(float(computed.parameters[f"scale{number}"])))
+    part.add_(_product(b, a).mul_(float(computed.parameters[f"scale{number}"])))
 
 
-def scales(
+def _scales(
     inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor
 ) -> torch.Tensor:
-    """Return what DoRA multiplies *part*, to which :func:`add` has added, by: ``[rows, 1]``."""
+    """Return what DoRA multiplies *part*, to which B A has added, by: ``[rows, 1]``."""
     import torch
 
     length = _rows(inputs, computed, f"magnitude{number}", number, rows)
@@ -112,7 +120,7 @@ def scales(
     return length / norms
 
 
-def product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def _product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     """Return ``b @ a`` with every element independent of how many rows *b* has.
 
     Whole blocks of rows take the same way through the matrix multiplication, whatever part of a
@@ -145,3 +153,41 @@ def _rows(inputs: Inputs, computed: Computed, key: str, number: int, rows: range
     if text:
         found = order.apply(found)
     return found[rows.start - held.start : rows.stop - held.start]
+
+
+def _bias(
+    inputs: Inputs, computed: Computed, _rows: range, columns: range, out: memoryview
+) -> None:
+    import torch
+
+    bias = inputs.tensor("bias", range(1)).to(torch.float32).view(-1)[columns.start : columns.stop]
+    for number in range(int(computed.parameters["changes"])):
+        names = (f"{name}{number}" for name in ("at", "start", "stop"))
+        at, start, stop = (int(computed.parameters[name]) for name in names)
+        first, last = max(at, columns.start), min(at + stop - start, columns.stop)
+        step = max(LIMIT // (4 * last_of(inputs.entry(f"weight{number}").shape)), 1)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            factors = _factors(inputs, computed, number, range(begin - at, end - at), start)
+            bias[begin - columns.start : end - columns.start].mul_(factors)
+    elements(out, computed.dtype, len(columns)).copy_(bias.view(1, -1))
+
+
+def _given_bias(inputs: Inputs, _rows: range) -> torch.Tensor | None:
+    """Return the model's own elements."""
+    return inputs.given("bias", range(1))
+
+
+def _factors(
+    inputs: Inputs, computed: Computed, number: int, rows: range, start: int
+) -> torch.Tensor:
+    """Return what *rows* of those that the change applies to are multiplied by, ``[rows]``."""
+    import torch
+
+    held = range(start + rows.start, start + rows.stop)
+    weight = inputs.tensor(f"weight{number}", held).to(torch.float32)
+    _add(inputs, computed, number, rows, weight)
+    return _scales(inputs, computed, number, rows, weight).view(-1)
+
+
+KINDS = {"lora": Kind(_weight, _given_weight), "dora_bias": Kind(_bias, _given_bias)}

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
-from ckptctl.storage.collection import no_collection
 from ckptctl.storage.pickles.inert import (
     Builder,
     DictRecord,
@@ -30,6 +29,7 @@ from ckptctl.storage.pickles.inert import (
 )
 from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook, past_end
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.threads import no_collection
 
 __all__ = [
     "TORCH_TABLE",
@@ -44,10 +44,8 @@ __all__ = [
     "loads",
     "walk",
 ]
-
 Table = Mapping[tuple[str, str], object]
 Unknown = Literal["refuse", "inert"]
-
 MAX_COLLIDING = 64
 """Different tuples with the same hash: a file can make as many of them as it likes."""
 LONGEST = 9

@@ -208,11 +208,7 @@ def _view(
 
 
 def _flagged(metadata: object, view: object) -> object:
-    """Return *view* if it is as its bytes say.
-
-    Raises:
-        UnreadError: Flags say that its elements are others.
-    """
+    """Return *view* if it is as its bytes say."""
     if metadata is not None and not isinstance(metadata, dict):
         raise UnsupportedError("malformed tensor", why="its metadata is not a dict")
     flags = frozenset(str(name) for name, value in (metadata or {}).items() if value)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from ckptctl import dtypes
 from ckptctl.errors import RefusedError
 from ckptctl.storage.pickles.emitter import PickleEmitter
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
-from ckptctl.storage.pickles.storage_tensor import StorageTensor
 
 BATCH = 1000
 _ORDERED = Global("collections", "OrderedDict")
@@ -22,6 +22,31 @@ _V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _TYPED = {name: Global("torch", found.storage or "") for name, found in dtypes.BY_NAME.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageTensor:
+    """A tensor over a storage of the same ``torch.save`` zip.
+
+    The same object at two places is one tensor after loading.
+
+    Attributes:
+        storage_key: Name of the storage's record below ``data/``.
+        storage_nbytes: Bytes of the whole storage.
+        dtype: torch's name.
+        offset: First element, in elements.
+        shape: Sizes.
+        strides: In elements.
+        requires_grad: Whether autograd tracks it.
+    """
+
+    storage_key: str
+    storage_nbytes: int
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool = False
 
 
 def dumps(obj: object) -> bytes:

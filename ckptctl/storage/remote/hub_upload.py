@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptctl import __version__
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.storage.digests import is_digest_of
+from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.remote.hub import LOGIN, HubUrl, hub_errors, look, parse
 from ckptctl.storage.remote.store import Stored
 

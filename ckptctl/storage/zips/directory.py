@@ -35,7 +35,7 @@ _ALLOWED_FLAGS = 0x080E
 _GAPS = frozenset({12, 16, 20, 24})
 
 
-class Record:
+class ZipRecord:
     """The bytes of one zip entry.
 
     Attributes:
@@ -67,7 +67,7 @@ class Directory:
     """
 
     folder: str
-    records: dict[str, Record]
+    records: dict[str, ZipRecord]
     checksums: bool
 
 
@@ -134,7 +134,7 @@ class FileRange:
             self._block, self._block_start = found, start
         return found[:nbytes]
 
-    def content(self, record: Record, checked: bool, *, limit: int) -> bytes:
+    def content(self, record: ZipRecord, checked: bool, *, limit: int) -> bytes:
         """Return the bytes of a small record.
 
         Raises:
@@ -160,7 +160,7 @@ def read_directory(span: FileRange) -> Directory:
     start, size, count = _end(span)
     entries = _central(span, span.get(start, size), count, start)
     entries.sort(key=_header_of)
-    records: dict[str, Record] = {}
+    records: dict[str, ZipRecord] = {}
     nearby = len(entries) * DENSE > start
     expected = 0
     for position, (header, raw, flags, crc, nbytes, entry) in enumerate(entries):
@@ -170,7 +170,7 @@ def read_directory(span: FileRange) -> Directory:
         if header != expected or (gap and not (gap in _GAPS and flags & _DESCRIBED)):
             raise span.odd(f"the entry at {header:,} overlaps another one or leaves a gap")
         expected = after
-        records[_text(raw, span)] = Record(data, nbytes, crc, header, entry)
+        records[_text(raw, span)] = ZipRecord(data, nbytes, crc, header, entry)
     if len(records) != len(entries):
         raise span.odd("two entries have the same name")
     checksums = any(r.crc32 for r in records.values()) or not any(
@@ -193,7 +193,7 @@ def _text(raw: bytes, span: FileRange) -> str:
         raise span.odd(f"an entry's name is not UTF-8: {raw[:60]!r}") from error
 
 
-def _folder(records: dict[str, Record], span: FileRange) -> str:
+def _folder(records: dict[str, ZipRecord], span: FileRange) -> str:
     first = next(iter(records))
     folder, slash, _ = first.partition("/")
     prefix = folder + "/"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.zips.directory import Directory, FileRange, Record
+from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord
 
 MAX_HEAD = MAX_TAIL = 4096
 CLOSE = 8192
@@ -99,13 +99,13 @@ def pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPatte
     return ItemPattern(span.length, head, tail, tuple(pieces), crc)
 
 
-def _end(record: Record, records: list[Record]) -> int:
+def _end(record: ZipRecord, records: list[ZipRecord]) -> int:
     """Return where the next header begins: what lies between is not looked at either."""
     following = [other.header for other in records if other.header > record.header]
     return min(following, default=min(other.entry for other in records))
 
 
-def _described(span: FileRange, record: Record) -> bool:
+def _described(span: FileRange, record: ZipRecord) -> bool:
     """Return whether the header leaves the checksum to the directory, so that it is said once."""
     flags = int.from_bytes(span.get(record.header + _FLAGS, 2), "little")
     return bool(flags & _DESCRIBED) and span.get(record.header + _CRC, 4) == bytes(4)

@@ -24,7 +24,7 @@ from ckptctl.storage.pickles.torch_tensors import (
     storage_id,
 )
 from ckptctl.storage.stand_ins import require_content, zeros
-from ckptctl.storage.zips.directory import Directory, FileRange, Record, read_directory
+from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
 from ckptctl.storage.zips.item_patterns import ItemPattern, pattern_of
 
 MAX_PICKLE = 1 << 30
@@ -125,7 +125,7 @@ class TorchArchive:
 
     root: object
     checksums: bool
-    storages: Mapping[str, Record]
+    storages: Mapping[str, ZipRecord]
     pickle_nbytes: int
     folder: str = "archive"
 
@@ -284,7 +284,7 @@ class _Storages:
             )
         return before[2]
 
-    def records(self) -> dict[str, Record]:
+    def records(self) -> dict[str, ZipRecord]:
         """Return the records of all storages by key."""
         prefix = self.directory.folder + "data/"
         return {
@@ -308,7 +308,7 @@ class _Placed(StorageRef):
         return _placed(view, self.home.directory, self.home.span)
 
 
-def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Record:
+def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> ZipRecord:
     record = directory.records.get(f"{directory.folder}data/{key}")
     if record is None:
         raise DamagedError(

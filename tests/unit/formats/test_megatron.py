@@ -28,7 +28,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.formats.megatron.rules import Rule, divide
+from ckptctl.formats.megatron.rules import DivisionRule, divide
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted
 
@@ -294,7 +294,7 @@ def test_any_division_is_that_of_slices(data: Any) -> None:
     rank_shape = data.draw(st.lists(st.integers(1, 3), max_size=2))
     dim = data.draw(st.integers(0, len(rank_shape)))
     local = (*rank_shape[:dim], sum(parts), *rank_shape[dim:])
-    division = divide("x", local, Rule(("x",), dim, parts), ranks, None, swiglu=False)
+    division = divide("x", local, DivisionRule(("x",), dim, parts), ranks, None, swiglu=False)
     whole = torch.arange(math.prod(division.shape)).reshape(division.shape)
     found = torch.full(division.shape, -1)
     cuts = torch.split(whole, [part * ranks for part in parts], dim)

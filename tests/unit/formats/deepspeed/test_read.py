@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
-from ckptctl.formats.deepspeed.partitions import Part, Segment, Strip, extents
+from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Strip, extents
 from ckptctl.storage.zips.reader import StoredTensor
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted, damaged, refused_or_right
@@ -446,14 +446,14 @@ def test_a_run_across_segments() -> None:
         for offset, size in ((100, 2), (200, 0), (300, 5))
     ]
     strip = Strip([Segment(f"f{n}", tensor) for n, tensor in enumerate(tensors)])
-    found = extents(Part((2, 3), ((0, 1, 7),), 0), [strip])
+    found = extents(FlatPart((2, 3), ((0, 1, 7),), 0), [strip])
     assert [(e.file, e.offset, e.nbytes, e.box.offsets, e.box.sizes) for e in found] == [
         ("f0", 104, 4, (0, 0), (1, 1)),
         ("f2", 300, 8, (0, 1), (1, 2)),
         ("f2", 308, 12, (1, 0), (1, 3)),
     ]
     assert [e.crc32 for e in found] == [None, None, None]
-    (whole,) = extents(Part((5,), ((0, 2, 7),), 0), [strip])
+    (whole,) = extents(FlatPart((5,), ((0, 2, 7),), 0), [strip])
     assert (whole.file, whole.offset, whole.crc32) == ("f2", 300, 7)
 
 

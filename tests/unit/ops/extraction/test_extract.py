@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError, UsageError
-from ckptctl.storage.npy_header import DESCRIPTIONS
+from ckptctl.ops.extraction.tensor_files import DESCRIPTIONS
 from tests.checkpoints import dtype_matrix
 
 SLICES = ["", "[0:2]", "[:, 1]", "[-1]", "[..., -1]", "[1:, 2:4, 0]", "[1, 2, 3]", "[3:1]", "[:-1]"]

@@ -22,7 +22,7 @@ from ckptctl.errors import (
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.merging.tensors import Merging
 from ckptctl.ops.recognition.recognise import recognise
-from ckptctl.storage.kinds import dora_bias
+from ckptctl.storage.kinds import lora
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
 from tests.contract.support import to_halves
@@ -239,7 +239,7 @@ def test_biases_are_scaled_as_torchtune_does(tmp_path, monkeypatch, rows):
         state[name.replace("weight", "bias")] = torch.randn(len(state[name]))
     save_hf(tmp_path / "base", state, config)
     width = state[projections[0]].shape[1]
-    monkeypatch.setattr(dora_bias, "LIMIT", 4 * width * rows)
+    monkeypatch.setattr(lora, "LIMIT", 4 * width * rows)
     adapter, expected = {}, dict(state)
     for name in projections:
         a, b = torch.randn(4, width), torch.randn(len(state[name]), 4)

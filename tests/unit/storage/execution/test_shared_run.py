@@ -13,8 +13,8 @@ from ckptctl.errors import CkptError, DamagedError
 from ckptctl.planner.copying import copies
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.shares import lanes, share_of
+from ckptctl.storage.execution.executor import PlanRun
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.execution.run import Run
 from tests.unit.storage.execution.test_executor import Case
 
 SMALL = {"memory": 1 << 10, "jobs": 1}
@@ -49,7 +49,7 @@ def carry_out(case, plan, ranks, **options):
 
     with ExitStack() as stack:
         runs = [
-            Run(plan, case.out, how, stack, share=share_of(plan, how.checksum, rank, ranks))
+            PlanRun(plan, case.out, how, stack, share=share_of(plan, how.checksum, rank, ranks))
             for rank in range(ranks)
         ]
         runs[0].output.create()
@@ -91,7 +91,7 @@ def test_a_share_that_nobody_did(case):
     plan = plan_of(case)
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
-        run = Run(plan, case.out, how, stack, share=share_of(plan, True, 0, 2))
+        run = PlanRun(plan, case.out, how, stack, share=share_of(plan, True, 0, 2))
         run.output.create()
         run.fill({}, lambda _: None)
         with pytest.raises(CkptError, match="not every byte"):
@@ -122,7 +122,7 @@ def test_files_of_one_rank_are_finished_by_it(case):
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
         shares = [share_of(plan, True, rank, 2) for rank in range(2)]
-        runs = [Run(plan, case.out, how, stack, share=share) for share in shares]
+        runs = [PlanRun(plan, case.out, how, stack, share=share) for share in shares]
         runs[0].output.create()
         for run in runs:
             run.fill({}, lambda _: None)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import StorageError
-from ckptctl.storage.execution import descriptors, supervisor
+from ckptctl.storage import threads
+from ckptctl.storage.execution import tile_reader
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.execution.supervisor import Supervisor
+from ckptctl.storage.threads import Supervisor
 from tests.unit.storage.execution.test_executor import Case
 
 
@@ -30,7 +31,7 @@ def hesitating(monkeypatch: pytest.MonkeyPatch) -> None:
         ended(self, error, *args)
 
     monkeypatch.setattr(Supervisor, "ended", later)
-    monkeypatch.setattr(supervisor, "PATIENCE", 0)
+    monkeypatch.setattr(threads, "PATIENCE", 0)
 
 
 @pytest.mark.usefixtures("hesitating")
@@ -75,7 +76,7 @@ def test_a_descriptor_that_cannot_be_closed_ends_the_run(tmp_path, monkeypatch, 
     def failing(descriptor):
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
         close(descriptor)
-        if name == "all.bin" and sys._getframe(1).f_code.co_filename == descriptors.__file__:
+        if name == "all.bin" and sys._getframe(1).f_code.co_filename == tile_reader.__file__:
             raise OSError(errno.EIO, "no")
 
     monkeypatch.setattr(os, "close", failing)

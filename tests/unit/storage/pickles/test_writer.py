@@ -16,8 +16,7 @@ from hypothesis import given
 from ckptctl import dtypes
 from ckptctl.errors import RefusedError
 from ckptctl.storage.pickles.reader import TORCH_TABLE, loads
-from ckptctl.storage.pickles.storage_tensor import StorageTensor
-from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.pickles.writer import StorageTensor, dumps
 from tests.unit.storage.pickles.test_reader import LEAVES, OBJECTS
 
 

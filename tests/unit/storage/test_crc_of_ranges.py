@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import DamagedError
-from ckptctl.storage import ranges
+from ckptctl.storage import crc
+from ckptctl.storage.crc import WINDOW, crc_of, windows
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.ranges import WINDOW, crc_of, windows
 
 CONTENT = bytes(range(251)) * (3 * WINDOW // 251)
 
@@ -40,6 +40,6 @@ def test_pieces_have_the_size_that_holds_now(
     files: SourceFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = crc_of(files, "f", 0, 1000)
-    monkeypatch.setattr(ranges, "WINDOW", 30)
+    monkeypatch.setattr(crc, "WINDOW", 30)
     assert crc_of(files, "f", 0, 1000) == whole
     assert max(map(len, windows(files, "f", 0, 1000))) == 30

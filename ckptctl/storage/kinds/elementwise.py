@@ -1,0 +1,50 @@
+"""Kinds that need no scales: constants, copies, and views that are conjugate or negative.
+
+``constant``: elements that are all the same, what a model type adds and no file holds; the
+parameter ``value`` is the element, 0 where it is not given. ``copied``: elements as another tensor
+has them, one of another checkpoint. ``mirrored``: elements of a view that is lazily conjugate or
+negative, as torch saves it, with a flag; the parameters ``conj`` and ``neg`` are 1 where it is. The
+last two have an input ``base`` of the same dtype and shape.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ckptctl.catalog import Computed
+from ckptctl.storage.arithmetic import elements
+from ckptctl.storage.computed_inputs import Inputs
+from ckptctl.storage.kinds import Kind
+
+
+def _constant(
+    _inputs: Inputs, computed: Computed, _rows: range, columns: range, out: memoryview
+) -> None:
+    if _is_zero(computed):
+        out[:] = bytes(len(out))
+        return
+    elements(out, computed.dtype, len(columns)).fill_(float(computed.parameters.get("value", 0)))
+
+
+def _is_zero(computed: Computed) -> bool:
+    """Return whether no arithmetic is needed: zero is zero bytes in every dtype that has one."""
+    value = computed.parameters.get("value", 0)
+    return value == 0 and math.copysign(1, float(value)) > 0
+
+
+def _mirrored(
+    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
+) -> None:
+    found = inputs.tensor("base", rows)[:, columns.start : columns.stop]
+    if "conj" in computed.parameters:
+        found = found.conj()
+    if "neg" in computed.parameters:
+        found = found.neg()
+    elements(out, computed.dtype, len(columns)).copy_(found)
+
+
+KINDS = {
+    "constant": Kind(_constant, plain=_is_zero),
+    "copied": Kind(_mirrored),
+    "mirrored": Kind(_mirrored),
+}
