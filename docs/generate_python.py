@@ -1,7 +1,8 @@
 """Write what functions and classes take into ``docs/reference/python.md``, from their docstrings.
 
 ``python docs/generate_python.py`` replaces what stands between ``<!-- generated: NAME -->`` and
-``<!-- end -->``, where NAME is a public name of ``ckptctl``; the rest is by hand.
+``<!-- end -->``, where NAME is a public name of ``ckptctl``, or ``options``: those that conversions
+and merges share; the rest is by hand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import ckptctl
 from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.ops.conversion.options import WriteOptions
+from ckptctl.options import declared, python
 
 PAGE = Path(__file__).parent / "reference" / "python.md"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -22,6 +25,7 @@ SECTION = re.compile(r"\n(?=(?:Args|Attributes|Keys|Returns|Yields|Raises):\n)")
 ENTRY = re.compile(r"^ {4}(\**\w+): ((?:.+\n?)(?: {8,}.+\n?)*)", re.MULTILINE)
 MARKUP = re.compile(r":(?P<role>\w+):`~?(?P<name>[\w.]+)`|``(?P<code>.+?)``|\bNone\b", re.DOTALL)
 WIDTH = 86
+SHARED = {one.name: one for one in declared(WriteOptions)}
 
 
 def render() -> str:
@@ -31,7 +35,7 @@ def render() -> str:
         LookupError: It names something that is not public.
     """
     page = PAGE.read_text()
-    unknown = {match[2] for match in BLOCK.finditer(page)} - set(ckptctl.__all__)
+    unknown = {match[2] for match in BLOCK.finditer(page)} - {*ckptctl.__all__, "options"}
     if unknown:
         raise LookupError(f"{PAGE.name} names {', '.join(sorted(unknown))}")
     return BLOCK.sub(lambda match: f"{match[1]}\n{_described(match[2])}\n{match[3]}", page)
@@ -39,6 +43,8 @@ def render() -> str:
 
 def _described(name: str) -> str:
     """Return signature, what the docstring says, arguments, and the methods of a class."""
+    if name == "options":
+        return _options()
     found: Callable[..., Any] = getattr(ckptctl, name)
     text, *sections = SECTION.split(inspect.getdoc(found) or "")
     of = {part.partition(":\n")[0]: part.partition(":\n")[2] for part in sections}
@@ -61,14 +67,34 @@ def _call(name: str, found: Callable[..., Any]) -> str:
 def _signature(found: Callable[..., Any]) -> str:
     empty = inspect.Signature.empty
     plain = inspect.signature(found)
-    parameters = [p.replace(annotation=empty) for p in plain.parameters.values()]
+    parameters = [p.replace(annotation=empty) for p in _parameters(found).values()]
     kept = [one for one in parameters if one.name != "self"]
     return str(plain.replace(parameters=kept, return_annotation=empty)).replace("'", '"')
 
 
+def _parameters(found: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return what a function takes, the options that conversions share as one."""
+    known = dict(inspect.signature(found).parameters)
+    if not known.keys() >= SHARED.keys():
+        return known
+    options = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
+    return {n: one for n, one in known.items() if n not in SHARED} | {"options": options}
+
+
+def _options() -> str:
+    rows = (
+        f"| `{one.name}` | `{one.default!r}` | {_cell(python(one))} |".replace("'", '"')
+        for one in SHARED.values()
+    )
+    return "\n".join(("| option | default | meaning |", "| --- | --- | --- |", *rows)) + "\n"
+
+
 def _arguments(found: Callable[..., Any], text: str) -> Iterator[str]:
-    known = inspect.signature(found).parameters
+    known = _parameters(found)
     meanings = dict(ENTRY.findall(text))
+    if SHARED.keys() <= meanings.keys():
+        meanings = {name: text for name, text in meanings.items() if name not in SHARED}
+        meanings["**options"] = "See :class:`Options`."
     if ":class:`SaveOptions`" in text:
         shared = ENTRY.findall(inspect.getdoc(SaveOptions) or "")
         meanings |= {name: meaning for name, meaning in shared if name in known}

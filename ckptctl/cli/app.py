@@ -5,32 +5,35 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-import re
 import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from ckptctl import __version__, cli
 from ckptctl.cli import completion
-from ckptctl.cli.options import examples
+from ckptctl.cli.commands import RAW_ARGUMENTS, PlainText, command_of, epilog
 from ckptctl.cli.output import Output, require_answer
 from ckptctl.cli.ranks import told
-from ckptctl.cli.values import plain
 from ckptctl.errors import CkptError, StorageError, UsageError
+from ckptctl.ops.options import tolerated
+from ckptctl.options import about, number
 from ckptctl.storage.termination import leave, terminable
 
-RAW_ARGUMENTS = "ckptctl.arguments"
 HELP = ("-h", "--help")
 AS_OPTIONS = ("help", "version")
 """Commands of other programs that are options here."""
-TYPE = re.compile(r" <\w+>$")
+EXAMPLES = (
+    "ckptctl inspect llama-3-8b",
+    "ckptctl convert llama-3-8b out-dcp --to dcp",
+    "ckptctl convert out-dcp out-meta --to meta --dry-run",
+)
 
 
 class StoppedError(CkptError):
@@ -40,7 +43,7 @@ class StoppedError(CkptError):
     code = "interrupted"
 
 
-class CkptGroup(TyperGroup):
+class CkptGroup(PlainText, TyperGroup):
     """A command group at whose edge every exception becomes a message and an exit code."""
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -56,15 +59,11 @@ class CkptGroup(TyperGroup):
         with _told(ctx, args):
             return super().parse_args(ctx, args)
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, none of which waits for pydantic without need."""
-        return plain(super().get_params(ctx))
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command, or say which option does what is looked for as a command."""
         if args and args[0] in AS_OPTIONS and self.get_command(ctx, args[0]) is None:
-            about = [word for word in args[1:2] if not word.startswith("-")]
-            words = [*about, "--help"] if args[0] == "help" else ["--version"]
+            topic = [word for word in args[1:2] if not word.startswith("-")]
+            words = [*topic, "--help"] if args[0] == "help" else ["--version"]
             hint = f"`{shlex.join(['ckptctl', *words])}`"
             raise UsageError(f"there is no command `{args[0]}`", hint=hint)
         return super().resolve_command(ctx, args)
@@ -80,24 +79,6 @@ class CkptGroup(TyperGroup):
             # A reader that went away is noticed here, not while the interpreter shuts down.
             require_answer()
         return result
-
-
-class CkptCommand(TyperCommand):
-    """A command whose help names arguments alone, as in ``convert [OPTIONS] SRC DST``."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, none of which waits for pydantic without need."""
-        return plain(super().get_params(ctx))
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage line without Typer's braces."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options without the Python types of arguments."""
-        write = formatter.write_dl
-        formatter.write_dl = lambda rows: write([(TYPE.sub("", name), text) for name, text in rows])
-        super().format_options(ctx=ctx, formatter=formatter)
 
 
 @contextmanager
@@ -156,11 +137,10 @@ def root(
         typer.Option("--debug", envvar="CKPTCTL_DEBUG", help="Show tracebacks of errors."),
     ] = False,
     timeout: Annotated[
-        float | None,
+        str | None,
         typer.Option(
             "--timeout",
             metavar="SECONDS",
-            min=0,
             envvar="CKPTCTL_TIMEOUT",
             help="How long to ask a URL again that does not answer.  [default: 30]",
         ),
@@ -171,7 +151,9 @@ def root(
     from ckptctl.storage.remote.retries import patience
 
     machine = "--json" in context.meta[RAW_ARGUMENTS]
-    patience.seconds, patience.tell = timeout, Output(machine).note
+    with about("--timeout"):
+        patience.seconds = None if timeout is None else tolerated(number(float, timeout))
+    patience.tell = Output(machine).note
 
 
 def program(only: str = "", *, overview: bool = False) -> typer.Typer:
@@ -189,31 +171,15 @@ def program(only: str = "", *, overview: bool = False) -> typer.Typer:
         pretty_exceptions_enable=False,
         no_args_is_help=True,
         context_settings={"help_option_names": HELP},
-        epilog=examples(
-            "ckptctl inspect llama-3-8b",
-            "ckptctl convert llama-3-8b out-dcp --to dcp",
-            "ckptctl convert out-dcp out-meta --to meta --dry-run",
-        ),
+        epilog=epilog(EXAMPLES),
     )
     made.callback()(root)
     modules = [module.name for module in pkgutil.iter_modules(cli.__path__)]
     for name in [only] if only in modules else modules:
-        register = getattr(importlib.import_module(f"{cli.__name__}.{name}"), "register", None)
-        if register:
-            register(made)
-    for command in made.registered_commands:
-        command.cls = CkptCommand
-        if overview and command.callback:
-            command.callback = _without_parameters(command.callback)
+        found = command_of(importlib.import_module(f"{cli.__name__}.{name}"))
+        if found:
+            found.add_to(made, overview=overview)
     return made if made.registered_commands else program()
-
-
-def _without_parameters(callback: Callable[..., Any]) -> Callable[[], None]:
-    def named() -> None:
-        pass
-
-    named.__name__, named.__doc__ = callback.__name__, callback.__doc__
-    return named
 
 
 def __getattr__(name: str) -> typer.Typer:

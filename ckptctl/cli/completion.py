@@ -12,10 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-
-import typer
 
 VARIABLE = "_CKPTCTL_COMPLETE"
 SECONDS = 2.0
@@ -56,29 +53,6 @@ def offer(complete: Callable[[], Any]) -> None:
     lines = [line for line in shown.getvalue().splitlines(keepends=True) if line.strip()]
     sys.stdout.write("".join(line.removeprefix(prefix) for line in lines))
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def tensors(context: typer.Context) -> list[str]:
-    """Return the names of the tensors of the checkpoint that the command line names first."""
-    from ckptctl import formats
-
-    arguments = (p for p in context.command.params if p.param_type_name == "argument")
-    # Of an option that lacks its value yet, the parser leaves the arguments before it aside.
-    path = context.params.get(str(next(arguments).name)) or next(iter(context.args), None)
-    # The network is not asked on TAB, and names in another layout are not in the checkpoint.
-    if not path or ":/" in str(path) or context.params.get("layout"):
-        return []
-    catalog = formats.open_checkpoint(Path(path), context.params.get("from_format"))
-    return list(catalog.tensors)
-
-
-def layouts(context: typer.Context) -> list[str]:
-    """Return the layouts of the model type on the command line, or of all."""
-    from ckptctl import families
-    from ckptctl.cli import choices
-
-    model_type = context.params.get("model_type") or context.params.get("family")
-    return list(families.family(model_type).layouts) if model_type else choices.layouts()
 
 
 def _join_words() -> str:

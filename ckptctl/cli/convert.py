@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from ckptctl.cli import checks
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.conversions import Published, by_reason, in_short, print_plan, print_result
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.retyped import retyped
 from ckptctl.cli.tables import counted
-from ckptctl.errors import PartialError, RefusedError, command, listed
+from ckptctl.errors import PartialError, RefusedError, listed
+from ckptctl.errors import command as suggested
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 from ckptctl.units import format_bytes
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SCHEMA = "ckptctl.convert/1"
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl convert llama-3-8b out-dcp --to dcp",
     "ckptctl convert out-dcp out-meta --to meta --mp 2",
     "ckptctl convert out-meta out-hf --to hf --dtype bf16 --verify",
@@ -35,100 +38,26 @@ EPILOG = opt.examples(
     "ckptctl convert deepseek-fp8 deepseek-bf16 --to hf --dequantize bf16",
     "ckptctl convert s3://models/step-2000 hf://org/model --to hf",
 )
-
-
 def convert(
-    context: typer.Context,
-    src: opt.Source,
-    dst: opt.Destination,
-    to: opt.To,
-    from_format: opt.From = None,
-    weights: opt.Weights = None,
-    tag: opt.Tag = None,
-    rules: opt.Rules = None,
-    model_type: opt.ModelType = None,
-    converter: opt.Converter = None,
-    sizes: opt.Set = None,
-    from_layout: opt.FromLayout = None,
-    to_layout: opt.ToLayout = None,
-    dtype: opt.DType = None,
-    dequantize: opt.Dequantize = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
-    only: opt.Only = "model",
-    root: opt.Root = None,
-    max_shard_size: opt.MaxShardSize = "5GB",
-    mp: opt.MP = 1,
-    assets: opt.Assets = None,
-    trust_assets: opt.TrustAssets = False,
-    carry: opt.Carry = None,
-    like: opt.Like = None,
-    untie: opt.Untie = False,
-    vocab_size: opt.VocabSize = None,
-    lora_alpha: opt.LoraAlpha = None,
-    allow_overflow: opt.AllowOverflow = False,
-    allow_missing: opt.AllowMissing = False,
-    dry_run: opt.DryRun = False,
-    yes: opt.UploadYes = False,
-    overwrite: opt.Overwrite = False,
-    resume: opt.Resume = False,
-    verify: opt.Verify = False,
-    no_checksum: opt.NoChecksum = False,
-    jobs: opt.Jobs = None,
-    memory: opt.Memory = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    typed: Typed,
+    src: Source,
+    dst: Destination,
+    options: ConversionOptions,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Convert a checkpoint to another format, layout or dtype.
 
     SRC is never changed. DST appears whole, in one step, or not at all.
     """
-    from ckptctl import api
+    from ckptctl.ops.conversion.convert import plan_conversion
 
-    del converter  # known while the command runs
     ranks = coordinator()
     output = output_of(ranks, json, quiet)
-    plan = planned(
-        ranks,
-        lambda: api.plan_conversion(
-            src,
-            dst,
-            to=to,
-            from_format=from_format,
-            weights=cast(Literal["master", "module"] | None, weights),
-            tag=tag,
-            rules=rules,
-            model_type=model_type,
-            sizes=checks.sizes_of(sizes),
-            from_layout=from_layout,
-            to_layout=to_layout,
-            dtype=dtype,
-            dequantize=dequantize,
-            include=include or (),
-            exclude=exclude or (),
-            only=cast(Literal["model", "all"], only),
-            root=root,
-            max_shard_size=max_shard_size,
-            mp=mp,
-            assets=assets,
-            trust_assets=trust_assets,
-            carry=carry or (),
-            like=like,
-            allow_overflow=allow_overflow,
-            overwrite=overwrite,
-            resume=resume,
-            verify=verify,
-            checksum=not no_checksum,
-            jobs=jobs,
-            memory=memory,
-            untie=untie,
-            vocab_size=vocab_size,
-            lora_alpha=lora_alpha,
-            allow_missing=allow_missing,
-        ),
-        None if dry_run else dst,
-    )
-    carry_out(context, output, plan, dst, dry_run, yes, Published(SCHEMA), ranks)
+    plan = planned(ranks, lambda: plan_conversion(src, dst, options), None if dry_run else dst)
+    carry_out(typed, output, plan, dst, dry_run, yes, Published(SCHEMA), ranks)
 
 
 def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
@@ -147,7 +76,7 @@ def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
 
 
 def carry_out(
-    context: typer.Context,
+    typed: Typed,
     output: Output,
     plan: ConversionPlan,
     dst: Path,
@@ -159,7 +88,7 @@ def carry_out(
     """Show *plan*, or carry it out and show the result.
 
     Args:
-        context: The command line.
+        typed: The command line.
         output: Where to print.
         plan: What to do.
         dst: The destination as it was typed.
@@ -181,7 +110,7 @@ def carry_out(
         if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
             output.warning("there is not enough space for the output: it would be refused")
         together(ranks, lambda: _require_all(plan, dst))
-        output.hint(f"run it with `{retyped(context)}`")
+        output.hint(f"run it with `{typed.again()}`")
         return
     for reason, names in by_reason(plan.left_out):
         output.note(f"left out, {reason}: {in_short(names)}")
@@ -195,7 +124,7 @@ def carry_out(
         result = run_conversion(plan, advance, ranks)
     print_result(output, result, dst, published)
     together(ranks, lambda: _require_all(plan, dst))
-    output.hint(f"look at it with {command('inspect', dst)}")
+    output.hint(f"look at it with {suggested('inspect', dst)}")
 
 
 def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> None:
@@ -234,10 +163,5 @@ def _require_all(plan: ConversionPlan, dst: Path) -> None:
             why=f"{listed(list(plan.missing))}: {found[0]}"
             + (f"; and {len(found) - 1:,} other reasons" if found[1:] else ""),
             hint="`--json` lists all of them; "
-            f"{command('verify', plan.source.path)} says what is wrong with the source",
+            f"{suggested('verify', plan.source.path)} says what is wrong with the source",
         )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("convert", epilog=EPILOG, no_args_is_help=True)(convert)

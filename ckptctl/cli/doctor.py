@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli import options as opt
-from ckptctl.cli.checks import place
+from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.output import Output, Style
 from ckptctl.cli.tables import counted
+from ckptctl.ops.options import place
+from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.ops.doctor.check import Check, Status
@@ -19,27 +20,21 @@ if TYPE_CHECKING:
 SCHEMA = "ckptctl.doctor/1"
 BROKEN = 1
 STYLES: dict[Status, Style | None] = {"ok": None, "warn": "yellow", "fail": "red"}
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl doctor",
     "ckptctl doctor /mnt/checkpoints",
     "ckptctl doctor --json | jq '.checks[] | select(.status != \"ok\")'",
+    bare=True,
 )
-
-
 def doctor(
     directory: Annotated[
         Path,
-        typer.Argument(
-            parser=place,
-            metavar="DIR",
-            show_default=False,
-            help="Where checkpoints are; else here.",
-        ),
+        Argument("Where checkpoints are; else here.", metavar="DIR", check=place),
     ] = Path(),
-    json: opt.Json = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print the names of what is not ok alone.")
-    ] = False,
+    json: Json = False,
+    quiet: Annotated[bool, only_quiet("Print the names of what is not ok alone.")] = False,
 ) -> None:
     """Say what is wrong with the installation or a directory.
 
@@ -94,8 +89,3 @@ def _summary(warnings: int, failures: int) -> Iterator[str]:
     yield f"{counted(failures, 'thing')} broken" if failures else "nothing is broken"
     if warnings:
         yield counted(warnings, "warning")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor", epilog=EPILOG)(doctor)

@@ -2,117 +2,54 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from ckptctl.cli import checks, completion
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.conversions import warn_out_of_range
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
+from ckptctl.ops.extraction.options import ExtractOptions
+from ckptctl.ops.options import Checkpoint, tensors
+from ckptctl.options import Argument
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.formats.base import Weights
     from ckptctl.ops.extraction.result import Extracted, Extraction
 
 SCHEMA = "ckptctl.extract/1"
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl extract llama-3-8b model.norm.weight",
     "ckptctl extract step-2000 'model.norm.weight[0:8]' -o norm.npy --dtype fp32",
     "ckptctl extract step-2000 lm_head.weight --slice '[:, 5]' -o column.pt",
     "ckptctl extract step-2000 'model.layers.0.*' -o layer.safetensors",
     "ckptctl extract out-hf layers.0.attention.wq.weight --layout meta -o wq.safetensors",
 )
-
-
 def extract(
-    path: Annotated[
-        Path,
-        typer.Argument(parser=checks.place, metavar="PATH", show_default=False, help="Checkpoint."),
-    ],
+    path: Checkpoint,
     tensor: Annotated[
         str,
-        typer.Argument(
+        Argument(
+            "Name or glob; a slice such as [0:128] or [:, 5] may follow.",
             metavar="TENSOR",
-            autocompletion=completion.tensors,
-            show_default=False,
-            help="Name or glob; a slice such as [0:128] or [:, 5] may follow.",
+            offers=tensors,
         ),
     ],
-    target: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            parser=checks.output,
-            metavar="FILE",
-            help="Write FILE: .safetensors, .pt or, of one tensor, .npy.",
-        ),
-    ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option("--slice", metavar="SLICE", help="What of each tensor, as in [0:128]."),
-    ] = None,
-    dtype: opt.DType = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYOUT",
-            autocompletion=completion.layouts,
-            help="TENSOR is named, and taken, in this layout.",
-        ),
-    ] = None,
-    from_layout: opt.FromLayout = None,
-    from_format: opt.From = None,
-    weights: opt.Weights = None,
-    tag: opt.Tag = None,
-    rules: opt.Rules = None,
-    dequantize: opt.Dequantize = None,
-    model_type: opt.ModelType = None,
-    converter: opt.Converter = None,
-    sizes: opt.Set = None,
-    root: opt.Root = None,
-    allow_overflow: opt.AllowOverflow = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace FILE if it is a file of tensors.")
-    ] = False,
-    jobs: opt.Jobs = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    options: ExtractOptions,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Take tensors, or slices of them, out of a checkpoint.
 
     Only their bytes are read. Without --output nothing is written: shape, dtype and the values at
     the corners are shown.
     """
-    from ckptctl import api
     from ckptctl.ops.extraction.extract import FEW
+    from ckptctl.ops.extraction.extract import extract as op
 
-    del converter  # known while the command runs
     output = Output(json, quiet)
-    found = api.extract(
-        path,
-        tensor,
-        target,
-        slice=part,
-        dtype=dtype,
-        layout=layout,
-        from_layout=from_layout,
-        format=from_format,
-        weights=cast("Weights | None", weights),
-        tag=tag,
-        rules=rules,
-        dequantize=dequantize,
-        model_type=model_type,
-        sizes=checks.sizes_of(sizes),
-        root=root,
-        allow_overflow=allow_overflow,
-        overwrite=overwrite,
-        jobs=jobs,
-    )
+    found = op(path, tensor, options)
     for note in found.notes:
         output.note(note)
     warn_out_of_range(output, found.out_of_range)
@@ -157,8 +94,3 @@ def _show(output: Output, found: Extraction) -> None:
 def _facts(one: Extracted) -> tuple[str, str, str]:
     cut = "" if one.shape == one.whole else f" of {list(one.whole)}"
     return one.name, one.dtype, f"{list(one.shape)}{cut}"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("extract", epilog=EPILOG, no_args_is_help=True)(extract)

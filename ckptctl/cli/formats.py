@@ -5,39 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from ckptctl.cli import checks, choices
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
+from ckptctl.ops.options import readable, readable_formats
+from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Format
     from ckptctl.ops.known_formats import KnownFormat, Written
 
 SCHEMA = "ckptctl.formats/1"
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl formats",
     "ckptctl formats dcp",
     "ckptctl formats deepspeed",
     "ckptctl formats -q",
     "ckptctl formats --json | jq '.formats[] | select(.written).name'",
+    bare=True,
 )
-
-
 def formats(
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
+            "Show all about this format.",
             metavar="NAME",
-            callback=checks.readable,
-            autocompletion=choices.readable_formats,
-            show_default=False,
-            help="Show all about this format.",
+            check=readable,
+            offers=readable_formats,
         ),
     ] = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """List the formats that are read and written, or show one.
 
@@ -114,8 +113,3 @@ def written(known: Written) -> Iterator[str]:
         yield f"cut into files by {', '.join(known.cut_by)}"
     if known.lacks:
         yield f"cannot hold {', '.join(known.lacks)}"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("formats", epilog=EPILOG)(formats)

@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from ckptctl.cli import checks, choices, tables
-from ckptctl.cli import options as opt
+from ckptctl.cli import tables
+from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.ls import print_run
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
@@ -22,17 +20,18 @@ from ckptctl.errors import (
     FormatError,
     UnsupportedError,
     UsageError,
-    command,
     listed,
 )
+from ckptctl.errors import command as suggested
+from ckptctl.ops.inspection.options import InspectOptions
+from ckptctl.ops.options import place, positive
+from ckptctl.options import Argument, Option
 from ckptctl.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptctl.formats.base import Weights
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
-    from ckptctl.ops.inspection.tree import Order
     from ckptctl.ops.runs.listing import RunFolder
 
 SCHEMA = "ckptctl.inspect/1"
@@ -40,7 +39,9 @@ CANDIDATES = 12
 """Possible model types that a terminal shows."""
 LEAVES = 8
 """Leaves that a terminal shows."""
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl inspect llama-3-8b",
     "ckptctl inspect runs/llama                    (lists the checkpoints of a run)",
     "ckptctl inspect step-2000 --depth 2 --sort size",
@@ -48,52 +49,24 @@ EPILOG = opt.examples(
     "ckptctl inspect hf://org/model@main           (reads headers alone, like all URLs)",
     "ckptctl inspect step-2000 --json | jq .parameters",
 )
-
-
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(
-            parser=checks.place,
-            metavar="PATH",
-            show_default=False,
-            help="Checkpoint, or a folder of checkpoints: path or URL.",
+        Argument(
+            "Checkpoint, or a folder of checkpoints: path or URL.", metavar="PATH", check=place
         ),
     ],
-    from_format: opt.From = None,
-    weights: opt.Weights = None,
-    tag: opt.Tag = None,
-    model_type: opt.ModelType = None,
-    converter: opt.Converter = None,
-    rules: opt.Rules = None,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="List every tensor instead of the tree.")
-    ] = False,
-    include: opt.Include = None,
+    options: InspectOptions,
+    tensors: Annotated[bool, Option("List every tensor instead of the tree.")] = False,
     depth: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", callback=checks.positive, help="Sum up below N parts of the names."
-        ),
+        int | None, Option("Sum up below N parts of the names.", metavar="N", check=positive)
     ] = None,
     sort: Annotated[
-        str,
-        typer.Option(
-            metavar="ORDER",
-            callback=checks.sort,
-            autocompletion=choices.orders,
-            help="name, or size: largest.",
-        ),
+        Literal["name", "size"], Option("name, or size: largest.", metavar="ORDER")
     ] = "name",
-    stats: Annotated[
-        bool,
-        typer.Option("--stats", help="Read the data: min, max, mean, std, NaN, Inf, histogram."),
-    ] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print Markdown, for a model card.")
-    ] = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    markdown: Annotated[bool, Option("Print Markdown, for a model card.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show what a checkpoint holds and whether it is whole.
 
@@ -101,26 +74,14 @@ def inspect(
     """
     from ckptctl.ops.inspection import inspect as op
 
-    del converter  # known while the command runs
     output = Output(json, quiet)
-    globs = include or []
-    watch = partial(progress, output, "reading")
-    read = partial(
-        op.inspect,
-        path,
-        from_format,
-        stats,
-        globs,
-        watch,
-        model_type,
-        rules,
-        cast("Weights | None", weights),
-        tag,
-    )
-    found, run = _inspected(path, read, chosen=bool(from_format or weights or tag))
+    stats, include = options.stats, options.include
+    read = partial(op.inspect, path, options, partial(progress, output, "reading"))
+    chosen = bool(options.format or options.weights or options.tag)
+    found, run = _inspected(path, read, chosen=chosen)
     asked = {"--stats": stats, "--tensors": tensors, "--include": include, "--markdown": markdown}
     _require_one(found, [name for name, given in asked.items() if given])
-    shown = op.select(found.tensors, globs)
+    shown = op.select(found.tensors, include)
     if json:
         output.document(SCHEMA, {**found.to_json(), "tensors": [t.to_json() for t in shown]})
     elif quiet:
@@ -130,7 +91,7 @@ def inspect(
     elif markdown:
         from ckptctl.cli.markdown import markdown as lines
 
-        for line in lines(found, shown, depth, cast("Order", sort)):
+        for line in lines(found, shown, depth, sort):
             output.line(line)
     else:
         if output.mode == "human" or not tensors:
@@ -141,17 +102,17 @@ def inspect(
                 right=tables.right_columns(output, stats),
             )
         else:
-            output.table(tables.collapsed(output, shown, depth, cast("Order", sort)), right=[3])
+            output.table(tables.collapsed(output, shown, depth, sort), right=[3])
         if found.dequantisable:
-            options = ("--to", "hf", "--dequantize", "bf16")
-            convert = command("convert", found.path, "DST", options=options)
+            target = ("--to", "hf", "--dequantize", "bf16")
+            convert = suggested("convert", found.path, "DST", options=target)
             output.hint(f"{convert} makes plain weights of them")
     if found.lacks:
         output.warning(f"the model lacks {listed(found.lacks)}")
     if not found.complete:
         _warn(output, found)
         if not found.checkpoints:
-            output.hint(f"{command('verify', found.path)} says what is missing, and where")
+            output.hint(f"{suggested('verify', found.path)} says what is missing, and where")
 
 
 def _inspected(
@@ -217,7 +178,7 @@ def _print_run(output: Output, found: Inspection, run: RunFolder | None) -> None
         output.line()
     if run:
         print_run(output, run)
-        output.hint(f"{command('latest', found.path)} names the newest complete one")
+        output.hint(f"{suggested('latest', found.path)} names the newest complete one")
         return
     rows = [
         (
@@ -319,8 +280,3 @@ def _leaves(found: Inspection) -> str:
 def _first(problems: Sequence[str]) -> str:
     more = len(problems) - 1
     return problems[0] + (f" (and {more:,} more)" if more else "")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("inspect", epilog=EPILOG, no_args_is_help=True)(inspect)

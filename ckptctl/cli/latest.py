@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ckptctl.cli import checks
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Output
+from ckptctl.ops.options import Root
 
 SCHEMA = "ckptctl.latest/1"
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl latest runs/llama",
     'ckptctl convert "$(ckptctl latest runs/llama)" out --to hf',
     "ckptctl latest runs/llama --json | jq .step",
 )
-
-
 def latest(
-    root: Annotated[
-        Path,
-        typer.Argument(
-            parser=checks.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
-        ),
-    ],
-    json: opt.Json = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Do not say which newer ones are passed over.")
-    ] = False,
+    root: Root,
+    json: Json = False,
+    quiet: Annotated[bool, only_quiet("Do not say which newer ones are passed over.")] = False,
 ) -> None:
     """Print the path of the newest complete checkpoint of a run.
 
@@ -60,8 +50,3 @@ def latest(
     for doubt in found.doubts:
         output.note(doubt)
     output.line(str(chosen.path))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("latest", epilog=EPILOG, no_args_is_help=True)(latest)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from ckptctl.cli import checks
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
 from ckptctl.errors import listed
+from ckptctl.ops.options import Root
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -23,23 +20,14 @@ SHOWN = 3
 WITHOUT_STEP = "`{}` is passed over: it does not say at which step it was saved"
 LACKS = "lacks `{}`, which most others have"
 HEADER = ("name", "step", "time", "size", "format", "state", "protected by")
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl ls runs/llama",
     "ckptctl ls runs/llama -q",
     "ckptctl ls runs/llama --json | jq '.checkpoints[] | select(.state == \"complete\").step'",
 )
-
-
-def ls(
-    root: Annotated[
-        Path,
-        typer.Argument(
-            parser=checks.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
-        ),
-    ],
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-) -> None:
+def ls(root: Root, json: Json = False, quiet: Quiet = False) -> None:
     """List the checkpoints of a run, and which are complete.
 
     With step, time, size, format, and what protects each from being pruned.
@@ -112,8 +100,3 @@ def _protection(one: Checkpoint) -> tuple[str, ...]:
     """Return what protects a checkpoint; of a link, where it leads."""
     link, said = one.entry.link, one.protection
     return (*said[:-1], f"{said[-1]} to `{link}`") if link else said
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("ls", epilog=EPILOG, no_args_is_help=True)(ls)

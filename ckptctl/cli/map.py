@@ -6,11 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from ckptctl.cli import checks, choices
-from ckptctl.cli import options as opt
+from ckptctl import families
+from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
+from ckptctl.ops.options import (
+    LAYOUTS,
+    Converter,
+    Sizes,
+    layout,
+    model_types,
+    place,
+)
+from ckptctl.options import Argument, Option
 
 if TYPE_CHECKING:
     from ckptctl.ops.key_map import KeyMap
@@ -18,63 +25,40 @@ if TYPE_CHECKING:
     from ckptctl.planner.mapping.preview import Arrival, Piece
 
 SCHEMA = "ckptctl.map/1"
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl map model.layers.0.self_attn.q_proj.weight -m llama3 --to-layout meta",
     "ckptctl map model.layers.0.self_attn.qkv_proj.weight -m phi3 --to-layout torchtune",
     "ckptctl map layers.3.feed_forward.experts.5.w1.weight -m mixtral --to-layout hf-v5",
     "ckptctl map output.weight -m llama3_2 --from-layout meta --to-layout hf",
     "ckptctl map lm_head.weight -m llama3 --from-layout hf --to-layout meta --set v=128256",
 )
-
-
 def map_(
-    key: Annotated[
-        str,
-        typer.Argument(
-            metavar="KEY", show_default=False, help="Name of a tensor, or a template with {i}."
-        ),
-    ],
+    key: Annotated[str, Argument("Name of a tensor, or a template with {i}.", metavar="KEY")],
     model_type: Annotated[
         str,
-        typer.Option(
-            "--model-type",
-            "-m",
+        Option(
+            "Model type; `ckptctl models` lists them.",
+            flags="-m --model-type",
             metavar="NAME",
-            callback=checks.model_type,
-            autocompletion=choices.model_types,
-            show_default=False,
-            help="Model type; `ckptctl models` lists them.",
+            offers=model_types,
         ),
     ],
-    to_layout: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYOUT",
-            autocompletion=choices.layouts,
-            show_default=False,
-            help=f"Where the key goes to: {opt.LAYOUTS}.",
-        ),
-    ],
-    from_layout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYOUT",
-            autocompletion=choices.layouts,
-            help="The layout of KEY, where several have it.",
-        ),
-    ] = None,
-    sizes: opt.Set = None,
+    to_layout: Annotated[str, layout(f"Where the key goes to: {LAYOUTS}.")],
+    from_layout: Annotated[str | None, layout("The layout of KEY, where several have it.")] = None,
+    sizes: Sizes = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            parser=checks.place,
+        Option(
+            "config.json or params.json, or their folder: states the sizes.",
             metavar="PATH",
-            help="config.json or params.json, or their folder: states the sizes.",
+            check=place,
         ),
     ] = None,
-    converter: opt.Converter = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    converter: Converter = None,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show where a key goes in another layout.
 
@@ -83,9 +67,9 @@ def map_(
     """
     from ckptctl.ops.key_map import map_key
 
-    del converter  # known while the command runs
     output = Output(json, quiet)
-    found = map_key(key, model_type, from_layout, to_layout, checks.sizes_of(sizes), config)
+    with families.using(converter):
+        found = map_key(key, model_type, from_layout, to_layout, sizes, config)
     if output.mode == "json":
         output.document(SCHEMA, found.to_json())
     elif output.mode == "quiet":
@@ -150,8 +134,3 @@ def _human(piece: Piece) -> tuple[str, ...]:
 
 def _box(parts: tuple[Range, ...]) -> str:
     return f"[{', '.join(map(str, parts))}]"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("map", epilog=EPILOG, no_args_is_help=True)(map_)

@@ -5,83 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ckptctl.cli import checks
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.conversions import Published
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
+from ckptctl.ops.conversion.options import MergeOptions
+from ckptctl.ops.options import Destination, place
+from ckptctl.options import Argument
 
 SCHEMA = "ckptctl.merge/1"
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl merge llama-3-8b adapter merged",
     "ckptctl merge llama-3-8b adapter merged.pt --to torch --to-layout torchtune",
     "ckptctl merge base-dcp adapter_model.pt merged --to hf --lora-alpha 16 --dtype bf16",
     "ckptctl merge mistral-7b lora.safetensors merged --scaling 2.0 --dry-run",
 )
-
-
 def merge(
-    context: typer.Context,
-    base: Annotated[
-        Path,
-        typer.Argument(
-            parser=checks.place, metavar="BASE", show_default=False, help="The model's checkpoint."
-        ),
-    ],
+    typed: Typed,
+    base: Annotated[Path, Argument("The model's checkpoint.", metavar="BASE", check=place)],
     adapter: Annotated[
         Path,
-        typer.Argument(
-            parser=checks.place,
+        Argument(
+            "LoRA or DoRA adapter: PEFT's directory, torchtune's or Mistral's file.",
             metavar="ADAPTER",
-            show_default=False,
-            help="LoRA or DoRA adapter: PEFT's directory, torchtune's or Mistral's file.",
+            check=place,
         ),
     ],
-    dst: opt.Destination,
-    to: Annotated[
-        str | None,
-        opt.target(f"Format to write, if not that of BASE: {opt.FORMATS}."),
-    ] = None,
-    lora_alpha: opt.LoraAlpha = None,
-    scaling: Annotated[
-        float | None,
-        typer.Option(
-            metavar="FACTOR",
-            callback=checks.factor,
-            help="Factor of the change itself, instead of alpha / rank.",
-        ),
-    ] = None,
-    from_format: opt.From = None,
-    model_type: opt.ModelType = None,
-    converter: opt.Converter = None,
-    sizes: opt.Set = None,
-    from_layout: opt.FromLayout = None,
-    to_layout: opt.ToLayout = None,
-    dtype: opt.DType = None,
-    dequantize: opt.Dequantize = None,
-    root: opt.Root = None,
-    max_shard_size: opt.MaxShardSize = "5GB",
-    mp: opt.MP = 1,
-    assets: opt.Assets = None,
-    trust_assets: opt.TrustAssets = False,
-    carry: opt.Carry = None,
-    like: opt.Like = None,
-    untie: opt.Untie = False,
-    allow_overflow: opt.AllowOverflow = False,
-    allow_missing: opt.AllowMissing = False,
-    dry_run: opt.DryRun = False,
-    yes: opt.UploadYes = False,
-    overwrite: opt.Overwrite = False,
-    resume: opt.Resume = False,
-    verify: opt.Verify = False,
-    no_checksum: opt.NoChecksum = False,
-    jobs: opt.Jobs = None,
-    memory: opt.Memory = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    dst: Destination,
+    options: MergeOptions,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Merge a LoRA or DoRA adapter into its model.
 
@@ -89,46 +47,11 @@ def merge(
     layouts; neither is changed. DST appears whole, in one step, or not at all. All options but
     --lora-alpha and --scaling are about the model, as in convert.
     """
-    from ckptctl import api
+    from ckptctl.ops.merging.merge import plan_merge
 
-    del converter  # known while the command runs
     ranks = coordinator()
     output = output_of(ranks, json, quiet)
-    plan = planned(
-        ranks,
-        lambda: api.plan_merge(
-            base,
-            adapter,
-            dst,
-            to=to,
-            scaling=scaling,
-            lora_alpha=lora_alpha,
-            from_format=from_format,
-            model_type=model_type,
-            sizes=checks.sizes_of(sizes),
-            from_layout=from_layout,
-            to_layout=to_layout,
-            dtype=dtype,
-            dequantize=dequantize,
-            root=root,
-            max_shard_size=max_shard_size,
-            mp=mp,
-            assets=assets,
-            trust_assets=trust_assets,
-            carry=carry or (),
-            like=like,
-            untie=untie,
-            allow_overflow=allow_overflow,
-            allow_missing=allow_missing,
-            overwrite=overwrite,
-            resume=resume,
-            verify=verify,
-            checksum=not no_checksum,
-            jobs=jobs,
-            memory=memory,
-        ),
-        None if dry_run else dst,
-    )
+    plan = planned(ranks, lambda: plan_merge(base, adapter, dst, options), None if dry_run else dst)
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)
     output.statement(
         f"adapter {plan.adapter_format}, layout {plan.adapter_layout} · "
@@ -136,9 +59,4 @@ def merge(
         f"{plan.replaced:,} replaced"
     )
     published = Published(SCHEMA, plan.to_json())
-    carry_out(context, output, plan.conversion, dst, dry_run, yes, published, ranks)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("merge", epilog=EPILOG, no_args_is_help=True)(merge)
+    carry_out(typed, output, plan.conversion, dst, dry_run, yes, published, ranks)

@@ -5,44 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from ckptctl.cli import choices
-from ckptctl.cli import options as opt
+from ckptctl import families
+from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
+from ckptctl.ops.options import Converter, model_types
+from ckptctl.ops.options import layout as of_layout
+from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.ops.models import LayoutTable, Model, Row
 
 SCHEMA = "ckptctl.models/1"
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl models",
     "ckptctl models --layout torchtune",
     "ckptctl models mixtral",
     "ckptctl models llama3 --layout meta",
     "ckptctl models --json | jq '.models[].name'",
+    bare=True,
 )
-
-
 def models(
     family: Annotated[
         str | None,
-        typer.Argument(
-            metavar="FAMILY",
-            autocompletion=choices.model_types,
-            show_default=False,
-            help="Show the tables of this model type.",
-        ),
+        Argument("Show the tables of this model type.", metavar="FAMILY", offers=model_types),
     ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LAYOUT", autocompletion=choices.layouts, help="Only what has this layout."
-        ),
-    ] = None,
-    converter: opt.Converter = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    layout: Annotated[str | None, of_layout("Only what has this layout.")] = None,
+    converter: Converter = None,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """List the model types with their layouts, or show one.
 
@@ -50,9 +42,9 @@ def models(
     """
     from ckptctl.ops import models as op
 
-    del converter  # known while the command runs
     output = Output(json, quiet)
-    found = op.models(family, layout)
+    with families.using(converter):
+        found = op.models(family, layout)
     if output.mode == "json":
         output.document(SCHEMA, {"models": [model.to_json() for model in found]})
     elif output.mode == "quiet":
@@ -183,8 +175,3 @@ def _remarks(row: Row) -> Iterator[str]:
         yield f"part {row.part} of {whole} along dimension {row.along}"
     for axis in row.spread:
         yield f"one tensor for each {axis}"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("models", epilog=EPILOG)(models)

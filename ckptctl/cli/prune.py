@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ckptctl.cli import checks
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import Json, Typed, command, only_quiet
 from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import Output
-from ckptctl.cli.retyped import retyped
 from ckptctl.cli.tables import counted
 from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, UsageError, listed
+from ckptctl.ops.options import Root
+from ckptctl.options import Option
 from ckptctl.units import format_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -22,109 +21,59 @@ if TYPE_CHECKING:
     from ckptctl.planner.retention import Policy
 
 SCHEMA = "ckptctl.prune/1"
-OPTIMIZER = "optimizer"
-EPILOG = opt.examples(
+METRIC = "METRIC[:min|max]"
+
+
+def _age(text: str) -> float:
+    """Return the seconds that a duration or `0` means."""
+    return 0.0 if text.strip() == "0" else parse_seconds(text)
+
+
+@command(
     "ckptctl prune runs/llama --keep-last 3 --dry-run",
     "ckptctl prune runs/llama --keep-last 3 --keep-every 10000 --yes",
     "ckptctl prune runs/llama --keep-last 1 --keep-best eval_loss:min --yes",
     "ckptctl prune runs/llama --keep-within 7d --keep 'step-*000'",
     "ckptctl prune runs/llama --keep-last 2 --thin optimizer --yes",
 )
-
-
-def _check_duration(value: str | None) -> str | None:
-    """Refuse what is no duration."""
-    if value is not None:
-        try:
-            parse_seconds(value)
-        except UsageError as error:
-            raise typer.BadParameter(error.what) from None
-    return value
-
-
-def _check_age(value: str | None) -> str | None:
-    """Refuse what is neither a duration nor zero."""
-    return "0s" if value is not None and value.strip() == "0" else _check_duration(value)
-
-
-def _check_thin(value: str | None) -> str | None:
-    """Refuse to take out anything but optimizer state."""
-    return checks.among(value, "part", [OPTIMIZER])
-
-
-def _parts() -> list[str]:
-    return [OPTIMIZER]
-
-
 def prune(
-    context: typer.Context,
-    root: Annotated[
-        Path,
-        typer.Argument(
-            parser=checks.place, metavar="ROOT", show_default=False, help="Folder of checkpoints."
-        ),
-    ],
-    keep_last: Annotated[
-        int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N.")
-    ] = None,
+    typed: Typed,
+    root: Root,
+    keep_last: Annotated[int | None, Option("Keep the newest N.", metavar="N")] = None,
     keep_every: Annotated[
-        int | None,
-        typer.Option("--keep-every", metavar="K", help="Keep those whose step K divides."),
+        int | None, Option("Keep those whose step K divides.", metavar="K")
     ] = None,
     keep_within: Annotated[
-        str | None,
-        typer.Option(
-            "--keep-within",
+        float | None,
+        Option(
+            "Keep those that are at most 7d, 12h, ... older than the newest.",
             metavar="TIME",
-            callback=_check_duration,
-            help="Keep those that are at most 7d, 12h, ... older than the newest.",
+            parse=parse_seconds,
         ),
     ] = None,
     keep_best: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keep-best",
-            metavar="METRIC[:min|max]",
-            help="Keep the best: eval_loss, reward:max, ...; repeatable.",
-        ),
-    ] = None,
+        Sequence[str],
+        Option("Keep the best: eval_loss, reward:max, ...; repeatable.", metavar=METRIC),
+    ] = (),
     keep: Annotated[
-        list[str] | None,
-        typer.Option("--keep", metavar="PATTERN", help="Keep names that match; repeatable."),
-    ] = None,
+        Sequence[str], Option("Keep names that match; repeatable.", metavar="PATTERN")
+    ] = (),
     thin: Annotated[
-        str | None,
-        typer.Option(
-            "--thin",
-            metavar="PART",
-            callback=_check_thin,
-            autocompletion=_parts,
-            help="optimizer: take its state away, and keep the weights.",
-        ),
+        Literal["optimizer"] | None,
+        Option("optimizer: take its state away, and keep the weights.", metavar="PART"),
     ] = None,
-    include_incomplete: Annotated[
-        bool, typer.Option("--include-incomplete", help="Remove incomplete ones, too.")
-    ] = False,
+    include_incomplete: Annotated[bool, Option("Remove incomplete ones, too.")] = False,
     min_age: Annotated[
         str,
-        typer.Option(
-            "--min-age",
-            metavar="TIME",
-            callback=_check_age,
-            help="Incomplete ones have to be untouched for so long.",
-        ),
+        Option("Incomplete ones have to be untouched for so long.", metavar="TIME"),
     ] = "1h",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Show the plan; remove nothing.")
+        bool, Option("Show the plan; remove nothing.", flags="-n --dry-run")
     ] = False,
-    yes: opt.Yes = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Go by steps though times disagree; see the docs.")
-    ] = False,
-    json: opt.Json = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only the paths of what is removed.")
-    ] = False,
+    yes: Annotated[bool, Option("Do not ask.", flags="-y --yes")] = False,
+    force: Annotated[bool, Option("Go by steps though times disagree; see the docs.")] = False,
+    json: Json = False,
+    quiet: Annotated[bool, only_quiet("Print only the paths of what is removed.")] = False,
 ) -> None:
     """Remove the checkpoints of a run that no --keep option keeps.
 
@@ -136,28 +85,27 @@ def prune(
     from ckptctl.planner.retention import Policy
 
     output = Output(json, quiet)
-    source = context.get_parameter_source("min_age")
-    if source and source.name != "DEFAULT" and not include_incomplete:
+    if "min_age" in typed.given and not include_incomplete:
         raise UsageError(
             "`--min-age` is about incomplete checkpoints, which stay without `--include-incomplete`"
         )
     policy = Policy(
         last=keep_last,
         every=keep_every,
-        within=None if keep_within is None else parse_seconds(keep_within),
-        best=tuple(parse_best(text) for text in keep_best or ()),
-        patterns=tuple(keep or ()),
+        within=keep_within,
+        best=tuple(parse_best(text) for text in keep_best),
+        patterns=tuple(keep),
         incomplete=include_incomplete,
-        min_age=parse_seconds(min_age),
+        min_age=_age(min_age),
     )
     plan = op.plan_prune(root, policy, force=force, thin=thin is not None)
     if dry_run:
         _print_plan(output, plan)
         if not plan.idle:
-            output.hint(f"run it with `{retyped(context)}`")
+            output.hint(f"run it with `{typed.again()}`")
         return
     if not (yes or plan.idle):
-        _ask(context, output, plan)
+        _ask(typed, output, plan)
     elif output.mode in ("human", "plain"):
         _print_table(output, plan)
     result = op.run_prune(plan)
@@ -167,13 +115,13 @@ def prune(
         _print_result(output, result)
 
 
-def _ask(context: typer.Context, output: Output, plan: PrunePlan) -> None:
+def _ask(typed: Typed, output: Output, plan: PrunePlan) -> None:
     """Go on only if the user says so on a terminal."""
     if not output.asks:
         _print_plan(output, plan)
         raise RefusedError(
             "nothing was removed: nobody can be asked here",
-            hint=f"do it with `{retyped(context, '--yes')}`",
+            hint=f"do it with `{typed.again('--yes')}`",
         )
     _print_table(output, plan)
     question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"
@@ -297,8 +245,3 @@ def _failure(result: PruneResult) -> CkptError:
         why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
         hint="what was begun lies in `.ckptctl-trash`, which the next run empties",
     )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("prune", epilog=EPILOG, no_args_is_help=True)(prune)

@@ -2,98 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING
 
 import typer
 
-from ckptctl.cli import checks
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import counted
 from ckptctl.errors import UsageError
-from ckptctl.ops.report.options import MAX_TENSORS
+from ckptctl.ops.options import AnyPath, Checkpoint
+from ckptctl.ops.report.options import STDOUT, ReportOptions
 
 if TYPE_CHECKING:
-    from ckptctl.formats.base import Weights
     from ckptctl.ops.report.data import Report
 
-STDOUT = "-"
-EPILOG = opt.examples(
+
+@command(
     "ckptctl report llama-3-8b -o report.html",
     "ckptctl report step-2000 -o report.html --stats",
     "ckptctl report step-1000 step-2000 -o changes.html",
     "ckptctl report step-2000 -o - > report.html",
     "ckptctl report step-2000 --json | jq '.tensors[] | select(.missing > 0)'",
 )
-
-
 def report(
-    path: Annotated[
-        Path,
-        typer.Argument(parser=checks.place, metavar="PATH", show_default=False, help="Checkpoint."),
-    ],
-    other: Annotated[
-        Path | None,
-        typer.Argument(
-            parser=checks.place,
-            metavar="OTHER",
-            show_default=False,
-            help="Show where it differs from this one.",
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="The page to write; - is standard output."
-        ),
-    ] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Read the data: statistics and histograms.")
-    ] = False,
-    structure: Annotated[
-        bool, typer.Option("--structure", help="Compare names, shapes and dtypes alone.")
-    ] = False,
-    atol: opt.ATol = None,
-    rtol: opt.RTol = None,
-    ignore_dtype: opt.IgnoreDType = False,
-    include: opt.Include = None,
-    only: Annotated[
-        str,
-        opt.part("Compare all, or model alone."),
-    ] = "all",
-    max_tensors: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            callback=checks.positive,
-            help="List N at most: those with findings, then the largest.",
-        ),
-    ] = MAX_TENSORS,
-    from_format: opt.From = None,
-    from_other: Annotated[
-        str | None,
-        opt.source_format("Format of OTHER, if not detected.", "--from-other"),
-    ] = None,
-    weights: opt.Weights = None,
-    weights_other: Annotated[
-        str | None,
-        opt.weights_of("Likewise of OTHER."),
-    ] = None,
-    tag: opt.Tag = None,
-    tag_other: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Likewise of OTHER.")
-    ] = None,
-    model_type: opt.ModelType = None,
-    converter: opt.Converter = None,
-    rules: opt.Rules = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace FILE if it is such a page.")
-    ] = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    path: Checkpoint, options: ReportOptions, json: Json = False, quiet: Quiet = False
 ) -> None:
     """Write one HTML page about a checkpoint.
 
@@ -101,35 +36,15 @@ def report(
     network and no other file. A checkpoint that is not whole has a page, too; the exit code is 4
     or 9 only if nothing of it can be read, or OTHER cannot be compared.
     """
-    from ckptctl import api
+    from ckptctl.ops.report.gather import report as op
     from ckptctl.ops.report.page import SCHEMA, page
 
-    del converter  # known while the command runs
+    target = options.output
     output = Output(json, quiet or target == STDOUT)
     _require_sense(target, json)
-    found = api.report(
-        path,
-        None if target in (None, STDOUT) else target,
-        other=other,
-        stats=stats,
-        structure=structure,
-        atol=atol,
-        rtol=rtol,
-        ignore_dtype=ignore_dtype,
-        include=include or (),
-        only=cast(Literal["model", "all"], only),
-        max_tensors=max_tensors,
-        format=from_format,
-        format_other=from_other,
-        weights=cast("Weights | None", weights),
-        weights_other=cast("Weights | None", weights_other),
-        tag=tag,
-        tag_other=tag_other,
-        model_type=model_type,
-        rules=rules,
-        overwrite=overwrite,
-        progress=partial(progress, output, "reading"),
-    )
+    if target == STDOUT:
+        options = replace(options, output=None)
+    found = op(path, options, partial(progress, output, "reading"))
     if json:
         output.document(SCHEMA, found.to_json())
     elif target == STDOUT:
@@ -142,7 +57,7 @@ def report(
         raise typer.Exit(found.error.exit_code)
 
 
-def _require_sense(target: str | None, json: bool) -> None:
+def _require_sense(target: AnyPath | None, json: bool) -> None:
     if target is None and not json:
         raise UsageError("nothing says where the page goes", hint="add `-o report.html`")
     if target == STDOUT and json:
@@ -166,8 +81,3 @@ def _print(output: Output, found: Report) -> None:
         output.warning(f"{found.verification.verdict}: {first.what}{others}")
     if found.error:
         output.warning(f"not compared: {found.error.what}")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("report", epilog=EPILOG, no_args_is_help=True)(report)

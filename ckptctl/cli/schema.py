@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from ckptctl.cli import options as opt
-from ckptctl.cli import schemas
+from ckptctl.cli import commands, schemas
+from ckptctl.cli.commands import Json, Quiet
 from ckptctl.cli.output import Output
+from ckptctl.options import Argument, Given
 
 SCHEMA = "ckptctl.schema/1"
-EPILOG = opt.examples(
-    "ckptctl schema",
-    "ckptctl schema inspect > inspect.schema.json",
-    "ckptctl schema error",
-)
 
 
-def _names() -> list[str]:
+def _names(_: Given) -> list[str]:
     return list(schemas.documents())
 
 
+@commands.command(
+    "ckptctl schema",
+    "ckptctl schema inspect > inspect.schema.json",
+    "ckptctl schema error",
+    bare=True,
+)
 def schema(
     command: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
+            "Print the schema of what it prints; error: of errors.",
             metavar="COMMAND",
-            autocompletion=_names,
-            show_default=False,
-            help="Print the schema of what it prints; error: of errors.",
+            offers=_names,
         ),
     ] = None,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """List the schemas of what --json prints, or print one.
 
@@ -55,8 +54,3 @@ def schema(
         head = [("schema", "document", "id")] if output.mode == "human" else []
         output.table([*head, *((name, d.title, d.id) for name, d in known.items())])
         output.hint("`ckptctl schema NAME` prints one")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("schema", epilog=EPILOG)(schema)

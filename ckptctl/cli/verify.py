@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli import checks
-from ckptctl.cli import options as opt
+from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
+from ckptctl.ops.options import Checkpoint
+from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Finding
-    from ckptctl.ops.verification.result import Level, Verification
+    from ckptctl.ops.verification.result import Verification
 
 SCHEMA = "ckptctl.verify/1"
 SHOWN = 10
-EPILOG = opt.examples(
+
+
+@command(
     "ckptctl verify llama-3-8b",
     "ckptctl verify step-2000 --level full --nan",
     "ckptctl verify s3://models/step-2000",
@@ -32,57 +34,12 @@ EPILOG = opt.examples(
     "ckptctl verify step-2000 --level full --manifest   (then: sha256sum -c SHA256SUMS)",
     "ckptctl verify step-2000 --json | jq .findings",
 )
-
-
-def _check_level(value: str) -> str:
-    """Refuse what is no level."""
-    return checks.among(value, "level", _levels()) or value
-
-
-def _levels() -> list[str]:
-    from ckptctl.ops.verification.result import LEVELS
-
-    return list(LEVELS)
-
-
 def verify(
-    path: Annotated[
-        Path,
-        typer.Argument(parser=checks.place, metavar="PATH", show_default=False, help="Checkpoint."),
-    ],
-    from_format: opt.From = None,
-    level: Annotated[
-        str,
-        typer.Option(
-            "--level",
-            metavar="LEVEL",
-            callback=_check_level,
-            autocompletion=_levels,
-            help="fast: the index; headers: also those of all items; full: also all checksums.",
-        ),
-    ] = "headers",
-    nan: Annotated[
-        bool, typer.Option("--nan", help="Read all floating values; name tensors with NaN or Inf.")
-    ] = False,
-    manifest: Annotated[
-        bool,
-        typer.Option("--manifest", help="With --level full: add SHA256SUMS if all is well."),
-    ] = False,
-    weights: opt.Weights = None,
-    tag: opt.Tag = None,
-    rules: opt.Rules = None,
-    model_type: opt.ModelType = None,
-    converter: opt.Converter = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", metavar="N", callback=checks.positive, help="Threads that read."),
-    ] = None,
-    json: opt.Json = False,
+    path: Checkpoint,
+    options: VerifyOptions,
+    json: Json = False,
     quiet: Annotated[
-        bool,
-        typer.Option(
-            "--quiet", "-q", help="Print errors and unknown findings alone, one per line."
-        ),
+        bool, only_quiet("Print errors and unknown findings alone, one per line.")
     ] = False,
 ) -> None:
     """Prove that a checkpoint is whole, or say where it is not.
@@ -92,23 +49,10 @@ def verify(
     understood; warnings do not change it.
     """
     from ckptctl.ops.verification import verify as op
-    from ckptctl.ops.verification.options import VerifyOptions
 
-    del converter  # known while the command runs
     ranks = coordinator()
     output = output_of(ranks, json, quiet)
-    asked = VerifyOptions(
-        format=from_format,
-        level=cast("Level", level),
-        nan=nan,
-        manifest=manifest,
-        model_type=model_type,
-        weights=cast(Literal["master", "module"] | None, weights),
-        tag=tag,
-        rules=rules,
-        jobs=jobs,
-    )
-    found = op.verify(path, asked, partial(progress, output, "verifying"), ranks)
+    found = op.verify(path, options, partial(progress, output, "verifying"), ranks)
     if ranks.rank == 0:
         _print(output, found)
     if not found.whole:
@@ -214,8 +158,3 @@ def _fields(found: Verification) -> Iterator[tuple[str, object]]:
 
 def _one_line(finding: Finding) -> str:
     return ": ".join(filter(None, (finding.where, finding.what)))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("verify", epilog=EPILOG, no_args_is_help=True)(verify)

@@ -27,7 +27,6 @@ from ckptctl.distributed.saving.final import save_converted
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
-from ckptctl.ops import option_checks
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
@@ -35,7 +34,6 @@ from ckptctl.ops.runs.refusals import parse_best
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.remote.urls import local_path
-from ckptctl.units import parse_bytes
 
 _log = logging.getLogger("ckptctl")
 
@@ -302,11 +300,11 @@ class CheckpointManager(Closing):
             to=to or self._final[0],
             model_type=model_type or self._final[1],
             only=only,
-            dtype=option_checks.floating(dtype),
+            dtype=dtype,
             allow_overflow=allow_overflow,
-            max_shard_size=parse_bytes(max_shard_size),
+            max_shard_size=max_shard_size,
             mp=mp,
-            assets=option_checks.path(assets),
+            assets=assets,
             overwrite=overwrite,
             verify=verify,
         )

@@ -138,7 +138,7 @@ def open_checkpoint(
     *,
     weights: Weights | None = None,
     tag: str | None = None,
-    rules: Path | None = None,
+    rules: str | Path | None = None,
     partial: bool = False,
     replicas: bool = False,
     documents: Mapping[str, Mapping[str, object]] | None = None,
@@ -166,8 +166,9 @@ def open_checkpoint(
     """
     path = existing(path)
     opened = str(path), identity_of(path)
+    given = Path(rules) if rules else None
     with unreplaced(opened):
-        asked = ReadOptions(model_type, weights, tag, rules, partial, replicas, documents or {})
+        asked = ReadOptions(model_type, weights, tag, given, partial, replicas, documents or {})
         return replace(_read(path, format, asked, manifest), opened=opened)
 
 

@@ -26,7 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("converter_file",),
     ("planner",),
     ("catalog", "units"),
-    ("dtypes", "errors", "file_identity", "installed"),
+    ("options", "dtypes", "file_identity", "installed"),
+    ("errors",),
     ("__init__",),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

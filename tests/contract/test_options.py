@@ -337,7 +337,7 @@ def test_resume(
     from ckptctl.storage.publish import Staging
 
     often = partial(ExecutionOptions, journal_every=4096)
-    monkeypatch.setattr("ckptctl.ops.conversion.options.ExecutionOptions", often)
+    monkeypatch.setattr("ckptctl.storage.execution.options.ExecutionOptions", often)
     out, plain = place(tmp_path, target), place(tmp_path / "plain", target)
     ckptctl.convert(source, plain, to=target, jobs=1)
     real, count = Worker.do, 0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item, decode
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.ops.verification import checksums
-from ckptctl.ops.verification.result import LEVELS, Verification
+from ckptctl.ops.verification.options import Level
+from ckptctl.ops.verification.result import Verification
 from ckptctl.storage import crc
 from tests.checkpoints import save_bin, save_dcp, tiny_llama
 from tests.contract.support import WRITABLE, build, place, snapshot
@@ -80,7 +81,7 @@ def whats(found: Verification) -> list[str]:
 KINDS = (*WRITABLE, "bin", *(f"our-{name}" for name in WRITABLE))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", get_args(Level))
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole(made: dict[str, Path], kind: str, level: Any) -> None:
     before = snapshot(made[kind])
@@ -318,7 +319,7 @@ def samples(data: Path) -> Iterator[Path]:
         yield from (path / "ckpt" for path in sorted((data / form).iterdir()) if path.is_dir())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", get_args(Level))
 def test_sharded_samples_are_whole(data: Path, level: Any) -> None:
     count = 0
     for path in samples(data):

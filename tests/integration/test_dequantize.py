@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckptctl
-from ckptctl.api import conversion_options
 from ckptctl.errors import ChangedError, UsageError
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import differences, load_any_reference, save_hf
 from tests.checkpoints.mxfp4 import decoded
@@ -144,7 +144,7 @@ def test_an_interrupted_run_goes_on(
 def test_a_source_that_changes_is_an_error(tmp_path: Path) -> None:
     names = ("l.0.up.weight", "l.0.up.weight_scale_inv")
     save_hf(tmp_path / "source", {name: STATE[name] for name in names}, CONFIG, shards=1)
-    options = conversion_options("hf", dequantize="bf16")
+    options = ConversionOptions(to="hf", dequantize="bf16")
     plan = plan_conversion(tmp_path / "source", tmp_path / "out", options)
     os.utime(next((tmp_path / "source").glob("*.safetensors")), ns=(1, 1))
     with pytest.raises(ChangedError, match="changed"):

@@ -1,7 +1,8 @@
 import pytest
 
-from ckptctl import api
+import ckptctl
 from ckptctl.errors import UsageError
+from ckptctl.ops.conversion.options import ConversionOptions
 
 
 @pytest.mark.parametrize(
@@ -23,9 +24,8 @@ from ckptctl.errors import UsageError
 )
 def test_options_are_checked(name, value):
     with pytest.raises(UsageError) as caught:
-        api.conversion_options("hf", **{name: value})
-    unnamed = ("max_shard_size", "memory")
-    assert name in unnamed or name in (caught.value.where or "")
+        ConversionOptions(to="hf", **{name: value})
+    assert name in (caught.value.where or "")
 
 
 @pytest.mark.parametrize(
@@ -39,22 +39,37 @@ def test_options_are_checked(name, value):
     ],
 )
 def test_words_that_are_known_are_taken(name, value):
-    assert getattr(api.conversion_options("hf", **{name: value}), name) == value
+    assert getattr(ConversionOptions(to="hf", **{name: value}), name) == value
 
 
 def test_options_are_translated():
-    found = api.conversion_options(
-        "hf", dtype="torch.float16", include="*.weight", max_shard_size=7, memory="1MiB", like="x"
+    found = ConversionOptions(
+        to="hf",
+        dtype="torch.float16",
+        include="*.weight",
+        max_shard_size=7,
+        memory="1MiB",
+        like="x",
     )
     assert (found.to, found.dtype, found.include) == ("hf", "float16", ("*.weight",))
     assert (found.max_shard_size, found.memory) == (7, 1 << 20)
     assert (found.mp, found.only, found.checksum) == (1, "model", True)
 
 
-def test_every_option_is_offered():
-    from dataclasses import fields
+def test_arguments_are_those_of_the_dataclass():
+    import inspect
 
-    from ckptctl.ops.conversion.convert import ConversionOptions
+    found = inspect.signature(ckptctl.plan_conversion)
+    options = inspect.signature(ConversionOptions)
+    assert list(found.parameters) == ["src", "dst", *options.parameters]
+    assert found.parameters["jobs"].annotation == int | None
+    for name in options.parameters:
+        assert f"\n        {name}: " in ckptctl.plan_conversion.__doc__
 
-    names = {field.name for field in fields(ConversionOptions)} - {"to"}
-    assert names == set(api.Options.__annotations__)
+
+def test_what_is_no_option():
+    with pytest.raises(UsageError, match="unknown option `jbos`") as caught:
+        ckptctl.convert("a", "b", to="hf", jbos=3)
+    assert caught.value.hint == "did you mean `jobs`?"
+    with pytest.raises(TypeError, match="to"):
+        ckptctl.convert("a", "b")

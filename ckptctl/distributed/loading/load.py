@@ -15,7 +15,6 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.collective import CollectiveLoad
 from ckptctl.distributed.loading.request import Broadcast, LoadCall
 from ckptctl.errors import UsageError, listed
-from ckptctl.ops import option_checks
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.ranks.coordinator import Alone
 
@@ -51,16 +50,8 @@ def load_options(**given: Unpack[ReadKeywords]) -> LoadOptions:
     unknown = given.keys() - ReadKeywords.__annotations__.keys()
     if unknown:
         raise UsageError(f"there is no option {listed(sorted(unknown))}")
-    checked: dict[str, Any] = {
-        **given,
-        "weights": option_checks.weights(given.get("weights")),
-        "rules": option_checks.path(given.get("rules")),
-        "sizes": option_checks.sizes(given.get("sizes") or {}),
-        "assets": option_checks.path(given.get("assets")),
-        "dequantize": option_checks.floating(given.get("dequantize"), "dequantize"),
-        "jobs": given.get("jobs") or 0,
-    }
-    return LoadOptions(**checked)
+    asked: dict[str, Any] = {**given, "jobs": given.get("jobs") or 0}
+    return LoadOptions(**asked)
 
 
 def load(

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckptctl import families
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError
-from ckptctl.ops.comparison.options import DiffOptions, Weights
+from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.pairing import Pair, Pairing, Unpaired, pair
 from ckptctl.ops.comparison.result import Difference, LeafDifference, Side, TensorDifference
 from ckptctl.ops.comparison.sides import Scope, map_other, open_sides, option_names, read_leaves
@@ -17,15 +18,13 @@ from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksum
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.located import located
-from ckptctl.ops.option_names import renaming
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.options import renaming
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.errors_between import Errors
 from ckptctl.storage.paths import shown
-
-__all__ = ["DiffOptions", "Weights", "diff"]
 
 
 @dataclass(slots=True)
@@ -53,6 +52,11 @@ def diff(
         CkptError: One of them is missing, not recognised, damaged or hostile, or layouts that
             were named do not fit.
     """
+    with families.using(options.converter):
+        return _diff(a, b, options, progress)
+
+
+def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -> Difference:
     start = time.monotonic()
     first, second = map(read_leaves, open_sides(a, b, options))
     if options.root_a is not None:
@@ -65,7 +69,7 @@ def diff(
         prefix=options.root_a,
         root=options.root_b,
         dequantize=options.dequantize,
-        sizes=options.sizes,
+        sizes=options.sizes or {},
     )
     with renaming(option_names("b")):
         mapping = map_other(first, second, asked)
@@ -101,7 +105,7 @@ def _values(first: Catalog, found: Pairing, options: DiffOptions, progress: Watc
     todo = [one for one in alike if one.entry.name not in skipped]
     total = sum(one.entry.nbytes for one in todo)
     with progress(total) as advance:
-        errors = Windows(a, mapping, options.jobs).errors(todo, options.tolerance, advance)
+        errors = Windows(a, mapping, options.jobs or 0).errors(todo, options.tolerance, advance)
     return _Values(errors, len(known), total, tuple(_lost(mapping)))
 
 

@@ -2,63 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.formats.base import Weights as Weights
-from ckptctl.storage.errors_between import Tolerance
+from ckptctl.ops import options as opt
+from ckptctl.options import Option
+
+if TYPE_CHECKING:
+    from ckptctl.storage.errors_between import Tolerance
+
+_WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
+_ROOT = "What stands before the model's names in {}, if not detected."
 
 
-@dataclass(frozen=True, slots=True)
-class DiffOptions:
-    """What is compared, and how; see ``ckptctl diff --help``.
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions(opt.ModelOptions):
+    """What says how two checkpoints are compared."""
 
-    Attributes:
-        structure: Compare names, shapes and dtypes alone.
-        tolerance: What counts as equal; None: equal bits.
-        ignore_dtype: Whether equal numbers of another dtype are the same.
-        include: Globs of names in A; none: all.
-        exclude: Globs of names that are not compared.
-        only: ``model``, or ``all`` that the checkpoints hold.
-        checksums: Whether equal recorded checksums spare the reading.
-        format_a: Format of A; None: detect.
-        format_b: Format of B; None: detect.
-        layout_a: Layout of A; None: detect.
-        layout_b: Layout of B; None: detect.
-        weights_a: ``master`` or ``module``, where A holds both; None: what its format prefers.
-        weights_b: Likewise of B.
-        tag_a: Which save, where A holds several; None: the one that its pointer names.
-        tag_b: Likewise of B.
-        root_a: The model's prefix in A; None: find it.
-        root_b: The model's prefix in B; None: find it.
-        rules: A file that says how ranks divide tensors, for whichever does not say so itself.
-        dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
-        model_type: Family of both; None: detect.
-        sizes: Axis sizes that no configuration states.
-        jobs: Threads; 0: its part of the cores, at most four.
-    """
+    structure: opt.Structure = False
+    atol: opt.ATol = None
+    rtol: opt.RTol = None
+    ignore_dtype: opt.IgnoreDType = False
+    include: opt.Include = ()
+    only: Annotated[opt.Part, Option("Compare all, or model alone.", metavar="PART")] = "all"
+    rules: opt.Rules = None
 
-    structure: bool = False
-    tolerance: Tolerance | None = None
-    ignore_dtype: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    only: Literal["model", "all"] = "all"
-    checksums: bool = True
-    format_a: str | None = None
-    format_b: str | None = None
-    layout_a: str | None = None
-    layout_b: str | None = None
-    weights_a: Weights | None = None
-    weights_b: Weights | None = None
-    tag_a: str | None = None
-    tag_b: str | None = None
-    root_a: str | None = None
-    root_b: str | None = None
-    rules: Path | None = None
-    dequantize: str | None = None
-    model_type: str | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    jobs: int = 0
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """Return which elements count as equal; None: those whose bits are."""
+        from ckptctl.storage.errors_between import Tolerance
+
+        some = self.atol is not None or self.rtol is not None
+        return Tolerance(self.atol or 0.0, self.rtol or 0.0) if some else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions(ComparisonOptions):
+    """What is compared, and how; see ``ckptctl diff --help``."""
+
+    exclude: opt.Exclude = ()
+    checksums: Annotated[
+        bool,
+        Option(
+            "Compare bytes even where checksums are equal.",
+            flags="--read-all",
+            python="Believe recorded checksums that are equal.",
+        ),
+    ] = True
+    format_a: Annotated[str | None, opt.source_format("Format of A, if not detected.")] = None
+    format_b: Annotated[str | None, opt.source_format("Format of B, if not detected.")] = None
+    layout_a: Annotated[str | None, opt.layout("How A names its tensors, if not detected.")] = None
+    layout_b: Annotated[str | None, opt.layout("How B names its tensors, if not detected.")] = None
+    weights_a: Annotated[opt.WeightsOf | None, Option(_WEIGHTS.format("A"), metavar="KIND")] = None
+    weights_b: Annotated[opt.WeightsOf | None, Option(_WEIGHTS.format("B"), metavar="KIND")] = None
+    tag_a: Annotated[str | None, Option("Which save, where A holds several.", metavar="NAME")] = (
+        None
+    )
+    tag_b: Annotated[str | None, Option("Which save, where B holds several.", metavar="NAME")] = (
+        None
+    )
+    root_a: Annotated[str | None, Option(_ROOT.format("A"), metavar="PREFIX")] = None
+    root_b: Annotated[str | None, Option(_ROOT.format("B"), metavar="PREFIX")] = None
+    dequantize: opt.Dequantize = None
+    sizes: opt.Sizes = None
+    jobs: opt.Jobs = None

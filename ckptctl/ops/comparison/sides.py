@@ -11,13 +11,14 @@ from typing import Literal, TypeVar
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError, RefusedError, UsageError, listed
-from ckptctl.ops.comparison.options import DiffOptions, Weights
+from ckptctl.formats.base import Weights
+from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.conversion.leaves import unpacked
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state
-from ckptctl.ops.option_names import renaming
 from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.saving.local_shards import TensorMeta
+from ckptctl.options import renaming
 from ckptctl.storage.paths import path_at
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class _Chosen:
     weights: Weights | None
     tag: str | None
 
-    def open(self, rules: Path | None) -> Catalog:
+    def open(self, rules: str | Path | None) -> Catalog:
         with renaming(option_names(self.side)):
             return formats.open_checkpoint(
                 self.path,
@@ -71,7 +72,7 @@ def open_sides(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catal
     return _plain(opened, options.dequantize) if options.dequantize else opened
 
 
-def _by_rules(chosen: Sequence[_Chosen], rules: Path) -> list[Catalog]:
+def _by_rules(chosen: Sequence[_Chosen], rules: str | Path) -> list[Catalog]:
     def without(one: _Chosen, error: UsageError) -> Catalog:
         try:
             return one.open(None)
@@ -114,8 +115,8 @@ class Scope:
         only: ``model``, or ``all`` that the checkpoints hold.
     """
 
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
     only: Literal["model", "all"] = "all"
 
     def chosen(self, name: str) -> bool:

@@ -10,8 +10,8 @@ from typing import Protocol
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Catalog, TensorEntry, is_computed
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
-from ckptctl.formats.base import GB, OutputTensor, WritableFormat
-from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.formats.base import OutputTensor, WritableFormat
+from ckptctl.ops.conversion.options import DEFAULT_SHARD, ConversionOptions
 from ckptctl.ops.recognition.quantised import Pair, pairs
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.parallel.cuts import Share
@@ -30,11 +30,11 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     those = f"{threads} threads need" if threads > 1 else "1 thread needs"
     problems = {
         f"--memory is less than the {format_bytes(least)} that {those}": (
-            asked.memory is not None and asked.memory < least
+            asked.memory is not None and asked.execution().memory < least
         ),
         "--mp goes with --to meta and --to deepseek": asked.mp > 1 and not target.parallel,
         f"--max-shard-size has no meaning for --to {target.name}": (
-            asked.max_shard_size != 5 * GB and not target.sharded
+            asked.shard_bytes != DEFAULT_SHARD and not target.sharded
         ),
         f"--like has no meaning for --to {target.name}": (
             asked.like is not None and not target.cut_by
@@ -45,7 +45,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         ),
         "--like and --mp both say how many shards": asked.like is not None and asked.mp > 1,
         "--like and --max-shard-size both say how to cut files": (
-            asked.like is not None and asked.max_shard_size != 5 * GB
+            asked.like is not None and asked.shard_bytes != DEFAULT_SHARD
         ),
         "--only all, or --optimizer, needs a target that holds more than a model: dcp or torch": (
             asked.only == "all" and not target.nested
@@ -131,7 +131,7 @@ class Reference:
     file_of: Mapping[str, int]
 
 
-def reference(path: Path | None, to_format: str) -> Reference | None:
+def reference(path: str | Path | None, to_format: str) -> Reference | None:
     """Read the reference that ``--like`` names; None without it.
 
     Raises:

@@ -87,13 +87,13 @@ class Papers:
     notes: tuple[str, ...] = ()
 
 
-def stated_in(directory: Path) -> dict[str, Json]:
+def stated_in(directory: str | Path) -> dict[str, Json]:
     """Return the configuration that ``--assets`` holds.
 
     Raises:
         SourceNotFoundError: There is no such directory.
     """
-    root = directory.expanduser().absolute()
+    root = Path(directory).expanduser().absolute()
     if not root.is_dir():
         raise SourceNotFoundError(
             "no such directory",
@@ -104,7 +104,7 @@ def stated_in(directory: Path) -> dict[str, Json]:
     return documents(root)
 
 
-def gather(catalog: Catalog, directory: Path | None, globs: Sequence[str] = ()) -> Assets:
+def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] = ()) -> Assets:
     """Return the checkpoint's side files, those of ``--assets`` instead where it has them.
 
     Args:
@@ -118,7 +118,7 @@ def gather(catalog: Catalog, directory: Path | None, globs: Sequence[str] = ()) 
     """
     found, roots = _own(catalog), [path_at(catalog.root)]
     if directory is not None:
-        roots.append(directory.expanduser().absolute())
+        roots.append(Path(directory).expanduser().absolute())
         found = _with_directory(catalog, found, roots[1])
     return carried(found, roots, globs) if globs else found
 

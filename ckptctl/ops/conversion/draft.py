@@ -141,7 +141,7 @@ class Draft:
             described=self.target.parallel or self.target.described,
             untie=written_in_full(self.options, self.catalog, self.known),
             partial=bool(self.options.include or self.options.exclude or self.missing),
-            given=self.options.sizes,
+            given=self.options.sizes or {},
             vocab=self.options.vocab_size,
             whole=self.whole,
             missing={name.removeprefix(self.known.root) for name in self.missing},
@@ -243,7 +243,7 @@ class Draft:
             self.left_out |= dict.fromkeys(selection.rest, reason)
         options = self.options
         there = present(self.catalog, selection, self.gone)
-        found = lacks(self.known, there, options.sizes, self.layout)
+        found = lacks(self.known, there, options.sizes or {}, self.layout)
         selection, unwanted = chosen(
             selection, options.include, options.exclude, self.keep_root, found.names
         )
@@ -369,7 +369,7 @@ class Draft:
             name=self.destination.path.name,
             tensors=tensors,
             blobs=blobs,
-            max_shard_size=self.options.max_shard_size,
+            max_shard_size=self.options.shard_bytes,
             mp=self.ranks,
             rank_boxes=partial(divide, ranks=self.ranks) if divide else None,
             checksum=self.options.checksum,

@@ -1,101 +1,184 @@
-"""What a conversion is asked to do."""
+"""What a conversion, a merge or a consolidation is asked to do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ckptctl.formats.base import GB, Weights
-from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.ops import options as opt
+from ckptctl.options import Option, Options
+from ckptctl.units import parse_bytes
+
+if TYPE_CHECKING:
+    from ckptctl.storage.execution.options import ExecutionOptions
+
+DEFAULT_SHARD = parse_bytes("5GB")
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionOptions:
-    """What a conversion is asked to do; see ``ckptctl convert --help``.
+@dataclass(frozen=True, kw_only=True)
+class _From(Options):
+    """What a checkpoint that is converted is."""
 
-    Attributes:
-        to: Format to write.
-        from_format: Format of the source; None: detect.
-        weights: ``master`` or ``module``, where the source holds both; None: what it prefers.
-        tag: Which of several saves in the source; None: the one that its pointer names.
-        rules: A file that says how ranks divide tensors, where theirs do not.
-        model_type: Family; None: detect.
-        converter: Python file that defines one more family.
-        sizes: Axis sizes that no configuration states, by any of their names.
-        from_layout: Layout of the source; None: detect.
-        to_layout: Layout to write; None: what the target format implies, else the source's.
-        dtype: torch's name of the dtype that floating tensors are cast to; None: keep.
-        dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
-        include: Globs of names in the model; none: all.
-        exclude: Globs of names that are left out.
-        only: The model, or all that the checkpoint holds.
-        root: The model's prefix in the source; None: find it.
-        max_shard_size: Bytes of tensors per output file.
-        mp: Number of model-parallel files, in ``meta`` and ``deepseek``.
-        assets: Directory with configuration and tokenizer.
-        trust_assets: Take what *assets* say where other files contradict them.
-        carry: Globs of files beside the weights that travel, of whatever kind.
-        like: Checkpoint whose distribution of keys over files is copied.
-        overwrite: Replace an existing checkpoint.
-        resume: Go on from the journal of an interrupted run.
-        verify: Read the published output again and compare its checksums.
-        checksum: Compute checksums on the way.
-        jobs: Threads; None: its part of the cores, at most four.
-        memory: Bytes of buffers; None: 64 MiB.
-        untie: Keep both of two tied tensors.
-        tied: ``drop`` all but one of the tensors that share memory, or ``copy`` each in full; None:
-            as the target format does.
-        allow_overflow: Publish elements that became infinite, NaN or saturated.
-        allow_missing: Write what is whole of a source that is not, and say what is missing.
-        verify_replicas: Compare every copy of the same elements with the one that is used.
-        vocab_size: Rows of the vocabulary: padded with zeros or cut; None: keep them.
-        lora_alpha: The strength of an adapter, where nothing beside it says so.
-    """
+    from_format: opt.From = None
 
-    to: str
-    from_format: str | None = None
-    weights: Weights | None = None
-    tag: str | None = None
-    rules: Path | None = None
-    model_type: str | None = None
-    converter: Path | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    from_layout: str | None = None
-    to_layout: str | None = None
-    dtype: str | None = None
-    dequantize: str | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    only: Literal["model", "all"] = "model"
-    root: str | None = None
-    max_shard_size: int = 5 * GB
-    mp: int = 1
-    assets: Path | None = None
-    trust_assets: bool = False
-    carry: tuple[str, ...] = ()
-    like: Path | None = None
-    overwrite: bool = False
-    resume: bool = False
-    verify: bool = False
-    checksum: bool = True
-    jobs: int | None = None
-    memory: int | None = None
-    untie: bool = False
-    tied: Literal["drop", "copy"] | None = None
-    allow_overflow: bool = False
-    allow_missing: bool = False
-    verify_replicas: bool = False
-    vocab_size: int | None = None
-    lora_alpha: float | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class _To(Options):
+    """What is written."""
+
+    to: opt.To
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
+    """What everything that writes a checkpoint takes, beside the format."""
+
+    sizes: opt.Sizes = None
+    from_layout: opt.FromLayout = None
+    to_layout: Annotated[
+        str | None, opt.layout(f"How the output is to name its tensors: {opt.LAYOUTS}.")
+    ] = None
+    dtype: opt.DType = None
+    dequantize: opt.Dequantize = None
+    include: opt.Include = ()
+    exclude: opt.Exclude = ()
+    only: Annotated[opt.Part, Option("model, or all: optimizer state too.", metavar="PART")] = (
+        "model"
+    )
+    root: opt.Prefix = None
+    max_shard_size: Annotated[
+        int | str,
+        Option(
+            "Bytes of tensors per file: hf, mistral, dcp.",
+            metavar="SIZE",
+            check=parse_bytes,
+        ),
+    ] = "5GB"
+    mp: Annotated[
+        int,
+        Option("Number of model-parallel files: meta, deepseek.", metavar="N", check=opt.positive),
+    ] = 1
+    assets: opt.Assets = None
+    trust_assets: Annotated[bool, Option("Believe --assets where other files contradict it.")] = (
+        False
+    )
+    carry: Annotated[
+        Sequence[str],
+        Option(
+            "Copy other files beside the weights, too; repeatable.",
+            metavar="GLOB",
+            check=opt.globs,
+        ),
+    ] = ()
+    like: Annotated[
+        opt.AnyPath | None,
+        Option(
+            "Put the same keys in the same files as here.",
+            metavar="DIR",
+            check=opt.place,
+        ),
+    ] = None
+    untie: Annotated[bool, Option("Write both of two tied tensors.")] = False
+    tied: Annotated[
+        Literal["drop", "copy"] | None,
+        Option("Tensors that share memory: drop all but one, or copy each in full.", metavar="HOW"),
+    ] = None
+    vocab_size: Annotated[
+        int | None,
+        Option(
+            "Pad the vocabulary with zeros, or cut it, to so many rows.",
+            metavar="N",
+            check=opt.positive,
+        ),
+    ] = None
+    lora_alpha: Annotated[
+        float | None,
+        Option(
+            "Strength of an adapter, where no adapter_config.json says so.",
+            metavar="NUMBER",
+            check=opt.factor,
+        ),
+    ] = None
+    allow_overflow: opt.AllowOverflow = False
+    allow_missing: Annotated[
+        bool,
+        Option(
+            "Write what is there, list what is missing, exit with 7.",
+            python="Write what is there; ``missing`` of plan and result says what is not.",
+        ),
+    ] = False
+    verify_replicas: Annotated[bool, Option("Compare all copies of the same elements first.")] = (
+        False
+    )
+    overwrite: Annotated[
+        bool,
+        Option("Replace the destination if it is a checkpoint."),
+    ] = False
+    resume: Annotated[bool, Option("Go on with an interrupted run.")] = False
+    verify: Annotated[
+        bool,
+        Option("Read the result again and compare its checksums."),
+    ] = False
+    checksum: Annotated[
+        bool,
+        Option(
+            "Compute no checksums; may be faster.",
+            flags="--no-checksum",
+            python="Compute checksums on the way.",
+        ),
+    ] = True
+    jobs: opt.Jobs = None
+    memory: Annotated[
+        int | str | None,
+        Option("Budget for buffers, as in 256MiB; else 64MiB.", metavar="SIZE", check=parse_bytes),
+    ] = None
+
+    def to_format(self, to: str, **changed: Any) -> ConversionOptions:
+        """Return the options of a conversion to a format, otherwise alike."""
+        same = {one.name: getattr(self, one.name) for one in fields(WriteOptions)}
+        return ConversionOptions(**{**same, **changed}, to=to)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Return how many bytes of tensors go into a file."""
+        return parse_bytes(self.max_shard_size)
 
     def execution(self) -> ExecutionOptions:
         """Return how the plan is to be carried out."""
+        from ckptctl.storage.execution.options import ExecutionOptions
+
         default = ExecutionOptions()
         return ExecutionOptions(
             jobs=self.jobs or default.jobs,
-            memory=self.memory or default.memory,
+            memory=parse_bytes(self.memory) if self.memory else default.memory,
             checksum=self.checksum,
             resume=self.resume,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionOptions(WriteOptions, _To):
+    """What a conversion is asked to do; see ``ckptctl convert --help``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MergedTo(Options):
+    """What is written, and how strongly the adapter counts."""
+
+    to: Annotated[
+        str | None, opt.target_format(f"Format to write, if not that of BASE: {opt.FORMATS}.")
+    ] = None
+    scaling: Annotated[
+        float | None,
+        Option(
+            "Factor of the change itself, instead of alpha / rank.",
+            metavar="FACTOR",
+            check=opt.factor,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(WriteOptions, _MergedTo):
+    """What a merge is asked to do; see ``ckptctl merge --help``."""

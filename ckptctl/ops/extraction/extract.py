@@ -15,10 +15,10 @@ from ckptctl.ops.conversion.documents import gather, unquantised
 from ckptctl.ops.conversion.leaves import Strings, strings
 from ckptctl.ops.conversion.output_tensors import cast_to, in_checkpoint
 from ckptctl.ops.destinations import require_destination
-from ckptctl.ops.extraction.options import ExtractOptions, Taken
+from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.extraction.result import Extracted, Extraction
 from ckptctl.ops.extraction.slices import preview, split_name, take
-from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, plan_file, write_file
+from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, Taken, plan_file, write_file
 from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
@@ -38,16 +38,13 @@ FEW = 8
 """Tensors of which values are shown."""
 
 
-def extract(
-    path: str | Path, tensor: str, output: Path | None, options: ExtractOptions
-) -> Extraction:
+def extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extraction:
     """Take tensors out of a checkpoint.
 
     Args:
         path: The checkpoint.
         tensor: A name or a glob, and perhaps a slice.
-        output: The file to write; None: none, values are shown.
-        options: How.
+        options: How, and where to; without a file, values are shown.
 
     Raises:
         UsageError: The slice or the output makes no sense.
@@ -55,6 +52,11 @@ def extract(
         RefusedError: The output exists, or cannot hold the dtype.
         CkptError: The checkpoint is missing, not recognised or damaged.
     """
+    with families.using(options.converter):
+        return _extract(path, tensor, options)
+
+
+def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extraction:
     source = formats.existing(path)
     catalog = formats.open_checkpoint(
         source,
@@ -70,16 +72,17 @@ def extract(
     taken = _taken(mapping, tensor, options)
     mapping = replace(mapping, notes=(*mapping.notes, *_short(taken)))
     reading = _reading(mapping, taken)
-    if output is None:
+    if options.output is None:
         return _shown(shown(path), reading, taken)
-    target = require_destination(source, output, options.overwrite, OVERWRITABLE).path
+    wanted = Path(options.output)
+    target = require_destination(source, wanted, options.overwrite, OVERWRITABLE).path
     said = _strings(catalog, taken, target)
     plan = plan_file(reading, taken, target, said.kept)
     done = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
     return Extraction(
         shown(path),
-        str(output),
+        str(options.output),
         found,
         plan.nbytes,
         done.bytes_read,
@@ -110,7 +113,7 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
         options.layout,
         catalog.path,
         source_layout=formats.get(catalog.format).layout,
-        given=options.sizes,
+        given=options.sizes or {},
         whole=tuple(tensors),
         documents=assets.described,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Box
@@ -14,7 +14,8 @@ from ckptctl.formats.hf import SafetensorsWriter
 from ckptctl.formats.torch_file import FORMAT as TORCH
 from ckptctl.ops.conversion.transfers import sources_of, transfers
 from ckptctl.ops.destinations import replaceable
-from ckptctl.ops.extraction.options import ExtractOptions, Taken
+from ckptctl.ops.extraction.options import ExtractOptions
+from ckptctl.ops.extraction.slices import Slice
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.planner.plan import OutputFile, Plan, Record
 from ckptctl.storage.destinations import Replaceable, require_space
@@ -129,6 +130,28 @@ def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output
 KINDS: dict[str, LayOut] = {".safetensors": _safetensors, ".pt": _torch, ".npy": _npy}
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One tensor that is wanted.
+
+    Attributes:
+        name: Its name.
+        dtype: What it becomes.
+        whole: Its shape.
+        part: What of it.
+    """
+
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    part: Slice
+
+    @property
+    def output(self) -> OutputTensor:
+        """Return what is laid out."""
+        return OutputTensor(self.name, self.dtype, self.part.shape, (self.name,))
+
+
 def plan_file(
     reading: Reading, taken: Sequence[Taken], target: Path, metadata: Mapping[str, str]
 ) -> Plan:
@@ -180,7 +203,7 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
         ChangedError: The checkpoint was written to meanwhile.
         StorageError: A read or a write failed.
     """
-    how = ExecutionOptions(jobs=options.jobs)
+    how = ExecutionOptions(jobs=options.jobs or 0)
     with staging(
         target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE
     ) as stage:

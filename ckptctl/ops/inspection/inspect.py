@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl import formats
+from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding, Severity, TensorEntry, is_computed
 from ckptctl.errors import (
     CkptError,
@@ -24,6 +24,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.shared.findings import UNUSABLE, severity_of
+from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.recognition.quantised import quantised, understood
@@ -34,21 +35,12 @@ from ckptctl.storage.remote.writing import UnfinishedError
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
-    from ckptctl.formats.base import Weights
     from ckptctl.ops.recognition.recognise import Recognition
     from ckptctl.storage.statistics import Statistics
 
 
 def inspect(
-    path: str | Path,
-    format: str | None = None,
-    stats: bool = False,
-    include: Sequence[str] = (),
-    progress: Watch = unwatched,
-    model_type: str | None = None,
-    rules: Path | None = None,
-    weights: Weights | None = None,
-    tag: str | None = None,
+    path: str | Path, options: InspectOptions | None = None, progress: Watch = unwatched
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
@@ -57,14 +49,8 @@ def inspect(
 
     Args:
         path: A directory or a file.
-        format: Its format, where it cannot be detected.
-        stats: Read every value and add :class:`~ckptctl.storage.statistics.Statistics`.
-        include: Globs; with *stats*, only tensors that match one are read.
-        progress: Called with the bytes that *stats* is going to read; see :data:`Watch`.
-        model_type: Its family, where it cannot be detected.
-        rules: See :class:`~ckptctl.formats.base.ReadOptions`.
-        weights: See there.
-        tag: See there.
+        options: What to say of it.
+        progress: Called with the bytes that statistics are going to read; see :data:`Watch`.
 
     Raises:
         SourceNotFoundError: There is no such path.
@@ -72,27 +58,33 @@ def inspect(
         DamagedError: Its index cannot be read.
         StorageError: What is behind a URL did not answer.
     """
+    options = options or InspectOptions()
+    with families.using(options.converter):
+        return _inspect(path, options, progress)
+
+
+def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Inspection:
     # Checksums are not shown, so they are not worth a request.
     read = partial(
         formats.open_checkpoint,
         path,
-        format,
-        model_type,
-        weights=weights,
-        tag=tag,
-        rules=rules,
+        options.format,
+        options.model_type,
+        weights=options.weights,
+        tag=options.tag,
+        rules=options.rules,
         manifest=None,
     )
     try:
         catalog = _readable(read)
     except FormatError:
-        chosen = format or weights or tag
+        chosen = options.format or options.weights or options.tag
         members = [] if chosen else formats.list_run(formats.existing(path))
         if not members:
             raise
         return _run(shown(path), tuple(_member(member, path) for member in members))
-    measured = _measure(catalog, include, progress) if stats else {}
-    found = describe(shown(path), catalog, measured, model_type)
+    measured = _measure(catalog, options.include, progress) if options.stats else {}
+    found = describe(shown(path), catalog, measured, options.model_type)
     return replace(found, values=leaf_values(catalog))
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats import open_checkpoint
-from ckptctl.formats.base import Weights
+from ckptctl.ops import options as opt
 from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.options import Options
 from ckptctl.storage.out_of_range import OutOfRange, require_in_range
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(Options):
     """How a checkpoint is read into a state dict.
 
     Attributes:
@@ -46,13 +47,13 @@ class LoadOptions:
     from_layout: str | None = None
     root: str | None = None
     prefix: str | None = None
-    weights: Weights | None = None
+    weights: opt.Weights = None
     tag: str | None = None
-    rules: Path | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    assets: Path | None = None
+    rules: opt.Rules = None
+    sizes: opt.Sizes = None
+    assets: opt.Assets = None
     trust_assets: bool = False
-    dequantize: str | None = None
+    dequantize: opt.Dequantize = None
     strict: bool = True
     cast: bool = False
     allow_overflow: bool = False

@@ -6,14 +6,14 @@ and rounded once, so that everything else is an ordinary conversion.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.errors import UsageError
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.conversion.convert import plan_changed, run_conversion
-from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.options import MergeOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.merging.tensors import Merging
@@ -59,8 +59,7 @@ def plan_merge(
     base: str | Path,
     adapter: str | Path,
     dst: str | Path,
-    options: ConversionOptions,
-    scaling: float | None = None,
+    options: MergeOptions,
 ) -> MergePlan:
     """Decide everything about a merge; writes nothing.
 
@@ -68,18 +67,17 @@ def plan_merge(
         base: The model's checkpoint.
         adapter: The adapter: PEFT's directory, torchtune's file, ...
         dst: Where the merged model will appear.
-        options: As for a conversion; an empty ``to`` keeps the model's format.
-        scaling: The factor of B A, where it does not follow from a configuration.
+        options: As for a conversion; without ``to`` the model's format is kept.
 
     Raises:
         CkptError: One of the two is not whole or not understood, or they do not belong together.
     """
     with families.using(options.converter):
-        options = options if options.to else replace(options, to=_same_format(base, options))
+        asked = options.to_format(options.to or _same_format(base, options))
         origin = formats.existing(adapter)
         require_destination(origin, named(dst), options.overwrite, replaceable)
-        merging = Merging(origin, options, scaling)
-        plan = plan_changed(base, dst, options, merging.change)
+        merging = Merging(origin, asked, options.scaling)
+        plan = plan_changed(base, dst, asked, merging.change)
     return MergePlan(
         plan,
         merging.adapter.path,
@@ -104,7 +102,7 @@ def run_merge(plan: MergePlan, progress: Advance | None = None) -> ConversionRes
     return run_conversion(plan.conversion, progress)
 
 
-def _same_format(base: str | Path, options: ConversionOptions) -> str:
+def _same_format(base: str | Path, options: MergeOptions) -> str:
     found = formats.get(options.from_format) if options.from_format else formats.detect(base)
     if not isinstance(found, WritableFormat):
         raise UsageError(f"`{found.name}` can only be read", hint="`--to` says what to write")

@@ -125,7 +125,7 @@ class Merging:
                 {name: entry.shape for name, entry in held.items()},
                 {name: entry.shape for name, entry in inside.items()},
             ),
-            read_sizes(family, known.config, known.params, self.options.sizes),
+            read_sizes(family, known.config, known.params, self.options.sizes or {}),
             read_lists(family, known.config),
         )
 

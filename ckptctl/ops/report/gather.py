@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl import formats
+from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.ops.destinations import require_destination
@@ -35,13 +35,7 @@ if TYPE_CHECKING:
 MAX_FINDINGS = 1_000
 
 
-def report(
-    path: str | Path,
-    output: Path | None,
-    other: str | Path | None,
-    options: ReportOptions,
-    progress: Watch = unwatched,
-) -> Report:
+def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched) -> Report:
     """Gather what is known of a checkpoint and write a page about it.
 
     A checkpoint that is not whole has a page, too; of one whose index cannot be read the page says
@@ -49,9 +43,7 @@ def report(
 
     Args:
         path: A directory or a file.
-        output: The page; None: write none.
-        other: A second checkpoint to compare it with.
-        options: What goes into it.
+        options: What goes into it, where to, and what it is compared with.
         progress: Called with the bytes that are going to be read; see :data:`Watch`.
 
     Raises:
@@ -61,9 +53,15 @@ def report(
         RefusedError: The page exists, or lies inside a checkpoint.
         MappingError: No tensor matches the globs.
     """
+    output = Path(options.output) if options.output else None
+    other = options.other
     if other is None:
         _require_no_comparison(options)
-    with written(output, [one for one in (path, other) if one], options.overwrite) as write:
+    sources = [one for one in (path, other) if one]
+    with (
+        families.using(options.converter),
+        written(output, sources, options.overwrite) as write,
+    ):
         found = _gathered(path, options, progress, paired=other is not None)
         if other is not None:
             found = compared(found, str(other), options, progress)
@@ -116,7 +114,7 @@ def _examined(
 ) -> tuple[Verification, Catalog | None]:
     """Verify a checkpoint; rules that it has no use for may be meant for the other one."""
     asked = VerifyOptions(
-        options.format,
+        format=options.format,
         model_type=options.model_type,
         weights=options.weights,
         tag=options.tag,

@@ -2,53 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import Annotated
 
-if TYPE_CHECKING:
-    from ckptctl.formats.base import Weights
-    from ckptctl.storage.errors_between import Tolerance
+from ckptctl.ops import options as opt
+from ckptctl.ops.comparison.options import ComparisonOptions
+from ckptctl.options import Argument, Option
 
 MAX_TENSORS = 20_000
+STDOUT = "-"
 
 
-@dataclass(frozen=True, slots=True)
-class ReportOptions:
-    """What goes into a report; see ``ckptctl report --help``.
+def _page(value: opt.AnyPath) -> opt.AnyPath:
+    return value if value == STDOUT else opt.output_file(value)
 
-    Attributes:
-        stats: Whether to read all values.
-        structure: Whether to compare names, shapes and dtypes alone with another checkpoint.
-        tolerance: Which values of the two count as equal; None: equal bits.
-        ignore_dtype: Whether equal numbers of another dtype are the same.
-        include: Globs of names; none: all tensors.
-        only: ``model``, or ``all`` that the two hold: what is compared.
-        max_tensors: How many tensors are listed at most.
-        format: Format of the checkpoint; None: detect.
-        format_other: Format of the other one; None: detect.
-        weights: See :class:`~ckptctl.formats.base.ReadOptions`.
-        weights_other: Likewise, of the other one.
-        tag: See :class:`~ckptctl.formats.base.ReadOptions`.
-        tag_other: Likewise, of the other one.
-        model_type: Family of both; None: detect.
-        rules: See :class:`~ckptctl.formats.base.ReadOptions`; for whichever of the two needs it.
-        overwrite: Whether to replace an earlier report.
-    """
 
-    stats: bool = False
-    structure: bool = False
-    tolerance: Tolerance | None = None
-    ignore_dtype: bool = False
-    include: tuple[str, ...] = ()
-    only: Literal["model", "all"] = "all"
-    max_tensors: int = MAX_TENSORS
-    format: str | None = None
-    format_other: str | None = None
-    weights: Weights | None = None
-    weights_other: Weights | None = None
-    tag: str | None = None
-    tag_other: str | None = None
-    model_type: str | None = None
-    rules: Path | None = None
-    overwrite: bool = False
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
+    """What goes into a report; see ``ckptctl report --help``."""
+
+    output: Annotated[
+        opt.AnyPath | None,
+        Option(
+            "The page to write; - is standard output.",
+            python="The page to write; None: none.",
+            flags="-o --output",
+            metavar="FILE",
+            check=_page,
+        ),
+    ] = field(default=None, kw_only=False)
+    other: Annotated[
+        opt.AnyPath | None,
+        Argument("Show where it differs from this one.", metavar="OTHER", check=opt.place),
+    ] = None
+    stats: Annotated[bool, Option("Read the data: statistics and histograms.")] = False
+    max_tensors: Annotated[
+        int,
+        Option(
+            "List so many at most: those with findings, then the largest.",
+            metavar="N",
+            check=opt.positive,
+        ),
+    ] = MAX_TENSORS
+    format_other: Annotated[
+        str | None, opt.source_format("Format of the other, if not detected.", "--from-other")
+    ] = None
+    weights_other: Annotated[
+        opt.WeightsOf | None, Option("Likewise of the other.", metavar="KIND")
+    ] = None
+    tag_other: Annotated[str | None, Option("Likewise of the other.", metavar="NAME")] = None
+    overwrite: Annotated[
+        bool,
+        Option("Replace the file if it is such a page."),
+    ] = False

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry, is_computed
 from ckptctl.errors import CkptError, FormatError, SourceNotFoundError, UnsupportedError, UsageError
 from ckptctl.ops.inspection.measuring import measured
-from ckptctl.ops.option_names import renaming
 from ckptctl.ops.report.data import Chunk, ChunkMap, Report
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.verification.items import resolved
 from ckptctl.ops.verification.result import of_error
 from ckptctl.ops.verification.structure import DISTCP, root_of
 from ckptctl.ops.watch import Watch
+from ckptctl.options import renaming
 from ckptctl.planner.boxes import coverage, intersect
 from ckptctl.storage.paths import path_at
 
@@ -142,11 +142,13 @@ def compared(found: Report, other: str, options: ReportOptions, progress: Watch)
         SourceNotFoundError: There is no such path.
         FormatError: It is not a checkpoint that ckptctl reads.
     """
-    from ckptctl.ops.comparison.diff import DiffOptions, diff
+    from ckptctl.ops.comparison.diff import diff
+    from ckptctl.ops.comparison.options import DiffOptions
 
     asked = DiffOptions(
         structure=options.structure,
-        tolerance=options.tolerance,
+        atol=options.atol,
+        rtol=options.rtol,
         ignore_dtype=options.ignore_dtype,
         include=options.include,
         only=options.only,

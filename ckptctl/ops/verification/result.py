@@ -9,10 +9,9 @@ from typing import Literal
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.findings import of_error as of_error
+from ckptctl.ops.verification.options import Level
 
-Level = Literal["fast", "headers", "full"]
 Verdict = Literal["whole", "torn", "not understood"]
-LEVELS: tuple[Level, ...] = ("fast", "headers", "full")
 
 
 @dataclass(frozen=True, slots=True)

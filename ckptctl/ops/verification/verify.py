@@ -10,14 +10,14 @@ import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from ckptctl import formats
+from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding
-from ckptctl.errors import CkptError, UsageError, listed
+from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.findings import UNUSABLE
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
 from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.ops.verification.result import LEVELS, Verification, of_error, unsaid
+from ckptctl.ops.verification.result import Verification, of_error, unsaid
 from ckptctl.ops.verification.structure import root_of, structure
 from ckptctl.ops.verification.surroundings import surroundings
 from ckptctl.ops.watch import Watch, unwatched
@@ -88,8 +88,14 @@ def examine(
         StorageError: What is behind a URL did not answer.
         CkptError: See :func:`verify`.
     """
+    with families.using(options.converter):
+        return _examine(path, options, progress, ranks or Alone())
+
+
+def _examine(
+    path: str | Path, options: VerifyOptions, progress: Watch, ranks: Coordinator
+) -> tuple[Verification, Catalog | None]:
     start = time.monotonic()
-    ranks = ranks or Alone()
     state = together(ranks, lambda: _begun(path, options))
     _require_same(state, options, ranks)
     if state.catalog is not None:
@@ -127,8 +133,6 @@ def _require_same(state: _State, options: VerifyOptions, ranks: Coordinator) -> 
 
 
 def _require_sense(options: VerifyOptions) -> None:
-    if options.level not in LEVELS:
-        raise UsageError(f"unknown level `{options.level}`", why=f"there are {listed(LEVELS)}")
     if options.manifest and options.level != "full":
         raise UsageError("--manifest goes with --level full", hint="add `--level full`")
 

@@ -241,7 +241,8 @@ def test_completion_of_formats(run, fake):
 
 
 def test_module_name_is_not_shadowed():
-    assert command.register.__module__ == "ckptctl.cli.inspect"
+    assert command.__name__ == "ckptctl.cli.inspect"
+    assert command.inspect.run.__module__ == "ckptctl.cli.inspect"
 
 
 def test_ctrl_c_at_a_question(run, monkeypatch):

@@ -80,15 +80,15 @@ def test_nothing_missing_exits_with_0(run, ranks, tmp_path):
 def test_options_arrive(run, ranks, tmp_path, monkeypatch):
     seen = []
 
-    def planned(src, dst, **options):
+    def planned(src, dst, options):
         seen.append(options)
         raise UsageError("enough")
 
-    monkeypatch.setattr("ckptctl.api.plan_conversion", planned)
+    monkeypatch.setattr("ckptctl.ops.conversion.convert.plan_conversion", planned)
     flags = ("--allow-missing", "--verify-replicas", "--tied", "copy")
     assert run("consolidate", str(ranks), str(tmp_path / "out"), *flags).exit_code == 2
     assert run("consolidate", str(ranks), str(tmp_path / "out")).exit_code == 2
-    chosen = [(o["allow_missing"], o["verify_replicas"], o["tied"]) for o in seen]
+    chosen = [(o.allow_missing, o.verify_replicas, o.tied) for o in seen]
     assert chosen == [(True, True, "copy"), (False, False, None)]
 
 
@@ -110,8 +110,8 @@ def test_metadata_only(run, ranks):
         ([str(ZERO), "out", "--metadata-only"], "takes no DST"),
         ([str(RANKS), "--metadata-only", "-n", "--optimizer"], "--optimizer has no meaning"),
         ([str(RANKS), "--metadata-only", "-n", "--max-shard-size", "5GB"], "no meaning"),
-        ([str(ZERO), "out", "--weights", "both"], "neither"),
-        ([str(ZERO), "out", "--tied", "both"], "neither"),
+        ([str(ZERO), "out", "--weights", "both"], "known: master, module"),
+        ([str(ZERO), "out", "--tied", "both"], "known: drop, copy"),
         ([str(RANKS), "out", "--weights", "master"], "no meaning"),
     ],
 )

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.cli import checks, choices
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, UsageError
+from ckptctl.ops import options as opt
 
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
 
@@ -38,6 +37,8 @@ class Plan:
     free_bytes = 400 << 30
     memory_bytes = 64 << 20
     arithmetic = True
+    upload = False
+    plan = SimpleNamespace(target="/b")
     options = SimpleNamespace(resume=False, verify=False)
 
     def to_json(self):
@@ -70,11 +71,7 @@ def calls(monkeypatch):
         found.run.append(progress)
         return Result()
 
-    module = SimpleNamespace(
-        ConversionOptions=lambda **options: SimpleNamespace(**options),
-        plan_conversion=plan,
-        run_conversion=run,
-    )
+    module = SimpleNamespace(plan_conversion=plan, run_conversion=run)
     monkeypatch.setitem(sys.modules, "ckptctl.ops.conversion.convert", module)
     monkeypatch.setattr(formats, "names", lambda: ("dcp", "deepspeed", "hf"))
     monkeypatch.setattr(formats, "writable", lambda: ("dcp", "hf"))
@@ -115,7 +112,7 @@ def test_defaults_are_those_of_python(run, calls):
     run("convert", "a", "b", "--to", "hf")
     ckptctl.api.convert("a", "b", to="hf")
     command, function = (vars(options) for _, _, options in calls.plan)
-    assert command == function
+    assert command | {"progress": None} == function
     assert command["max_shard_size"] == 5 * 10**9
 
 
@@ -202,7 +199,9 @@ def test_a_dry_run_says_that_the_disk_is_too_small(run, calls, monkeypatch):
     monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes - 1)
     said = "warning: there is not enough space for the output: it would be refused"
     assert said in run("convert", "a", "b", "--to", "hf", "-n").stderr
+    monkeypatch.setattr(Plan, "upload", True)
     assert said not in run("convert", "a", "s3://b/c", "--to", "hf", "-n").stderr
+    monkeypatch.setattr(Plan, "upload", False)
     monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes)
     assert said not in run("convert", "a", "b", "--to", "hf", "-n").stderr
 
@@ -249,19 +248,23 @@ def test_refusal(run, calls, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--to", "hff"], "unknown format 'hff'. Known: dcp, hf. Did you mean 'hf'?"),
-        (["--to", "deepspeed"], "format 'deepspeed' is read, not written. Written: dcp, hf."),
-        (["--to", "vLLM"], "unknown format 'vLLM'. Known: dcp, hf. Did you mean 'hf'?"),
-        (["--to", "FSDP2"], "Did you mean 'dcp'?"),
-        (["--to", "lora"], "unknown format 'lora'. Known: dcp, hf."),
-        (["--to", "hf", "--from", "deepsped"], "Did you mean 'deepspeed'?"),
-        (["--to", "hf", "-m", "lama3"], "unknown model type `lama3`"),
-        (["--to", "hf", "--dtype", "bf61"], "Did you mean 'bf16'?"),
-        (["--to", "hf", "--dtype", "int8"], "unknown floating dtype 'int8'"),
-        (["--to", "hf", "--dequantize", "fp16"], "unknown dtype 'fp16'. Known: bf16, fp32."),
+        (
+            ["--to", "hff"],
+            "unknown format `hff` where: --to why: known: dcp, hf hint: did you mean `hf`?",
+        ),
+        (["--to", "deepspeed"], "`deepspeed` is read, not written where: --to why: written: dcp"),
+        (["--to", "vLLM"], "unknown format `vLLM` where: --to why: known: dcp, hf hint: did you"),
+        (["--to", "FSDP2"], "did you mean `dcp`?"),
+        (["--to", "lora"], "unknown format `lora` where: --to why: known: dcp, hf"),
+        (["--to", "hf", "--from", "deepsped"], "did you mean `deepspeed`?"),
+        (["--to", "hf", "--dtype", "bf61"], "did you mean `bf16`?"),
+        (["--to", "hf", "--dtype", "int8"], "unknown floating dtype `int8` where: --dtype"),
+        (["--to", "hf", "--dequantize", "fp16"], "unknown dtype `fp16` where: --dequantize"),
         (["--to", "hf", "--max-shard-size", "5XB"], "`5XB` is not a size"),
-        (["--to", "hf", "--mp", "0"], "0 is not a positive number"),
-        (["--to", "hf", "--only", "some"], "Known: model, all."),
+        (["--to", "hf", "--mp", "0"], "0 is not a positive number where: --mp"),
+        (["--to", "hf", "--mp", "two"], "`two` is not a whole number where: --mp"),
+        (["--to", "hf", "--lora-alpha", "1e"], "`1e` is not a number where: --lora-alpha"),
+        (["--to", "hf", "--only", "some"], "unknown value `some` where: --only why: known: model"),
         ([], "Missing option '--to'"),
     ],
 )
@@ -275,20 +278,26 @@ def test_bad_options(run, calls, args, said):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("gguf", "unknown format 'gguf'."),
-        ("Torchtitan", "unknown format 'Torchtitan'. Did you mean 'dcp'?"),
+        ("gguf", ""),
+        ("Torchtitan", "did you mean `dcp`?; "),
     ],
 )
 def test_more_formats_than_a_message_lists(value, said):
-    with pytest.raises(typer.BadParameter) as caught:
-        checks.readable(value)
-    count = len(choices.readable_formats())
-    assert str(caught.value) == f"{said} `ckptctl formats` lists all {count}."
+    with pytest.raises(UsageError, match=f"unknown format `{value}`") as caught:
+        opt.readable(value)
+    count = len(opt.readable_formats())
+    assert caught.value.hint == f"{said}`ckptctl formats` lists all {count}"
+    assert caught.value.why is None
+
+
+def test_an_unknown_model_type(run, tiny_llama3_hf, tmp_path):
+    result = run("convert", tiny_llama3_hf, tmp_path / "out", "--to", "hf", "-m", "lama3")
+    assert result.exit_code == 2 and "unknown model type `lama3`" in result.stderr
 
 
 def test_what_formats_are_called_elsewhere():
-    assert set(choices.FORMATS_ELSEWHERE.values()) <= set(formats.names())
-    assert not set(choices.FORMATS_ELSEWHERE) & set(formats.names())
+    assert set(opt.FORMATS_ELSEWHERE.values()) <= set(formats.names())
+    assert not set(opt.FORMATS_ELSEWHERE) & set(formats.names())
 
 
 def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):

@@ -97,7 +97,7 @@ def test_options_arrive(run, tmp_path, options):
         (["--weights-a", "module", "--weights-b", "module"], 0, ""),
         (["--weights-a", "module"], 1, ""),
         (["--weights-b", "module"], 1, ""),
-        (["--weights-a", "both"], 2, "neither `master` nor `module`"),
+        (["--weights-a", "both"], 2, "known: master, module"),
         (["--tag-a", "global_step2"], 0, ""),
         (["--tag-a", "nowhere"], 2, "there is no save `nowhere`"),
         (["--tag-b", "nowhere"], 2, "there is no save `nowhere`"),

@@ -10,12 +10,10 @@ import shlex
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ckptctl.cli.app import RAW_ARGUMENTS
-from ckptctl.cli.retyped import retyped
+from ckptctl.cli.commands import Typed
 from tests.contract.test_docs import documented_fields, fields_of
 from tests.runs import START, age, save_step, tear
 from tests.unit.cli.conftest import environment, program
@@ -56,9 +54,9 @@ def test_the_plan_for_a_pipe(run, root):
 def test_the_hint_is_what_to_type_next(flags):
     """The plan alone is not asked for again."""
     more = [] if flags == ["-n"] else ["-y"]
-    context = SimpleNamespace(meta={RAW_ARGUMENTS: ["prune", "a b", *flags, "--keep", "x-n"]})
+    typed = Typed(("prune", "a b", *flags, "--keep", "x-n"), frozenset())
     said = shlex.join(["ckptctl", "prune", "a b", *more, "--keep", "x-n", "--json"])
-    assert retyped(context, "--json") == said
+    assert typed.again("--json") == said
 
 
 def test_nobody_can_be_asked(run, root):

@@ -6,6 +6,7 @@ import torch
 from ckptctl import formats
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError
 from ckptctl.ops.inspection.inspect import inspect, select
+from ckptctl.ops.inspection.options import InspectOptions
 from tests.fakes import DATA, FakeFormat
 
 
@@ -44,7 +45,9 @@ def test_json_is_plain_data(fake, tmp_path):
     import json
 
     fake.save(tmp_path / "c", some())
-    body = json.loads(json.dumps(inspect(tmp_path / "c", stats=True).to_json(), allow_nan=False))
+    body = json.loads(
+        json.dumps(inspect(tmp_path / "c", InspectOptions(stats=True)).to_json(), allow_nan=False)
+    )
     assert body["tensors"][0] == {
         "name": "w",
         "dtype": "float32",
@@ -120,7 +123,7 @@ def test_errors(fake, tmp_path):
 
 def test_statistics_only_of_what_is_included(fake, tmp_path):
     fake.save(tmp_path / "c", some(), aliases={"tied": "w"})
-    found = inspect(tmp_path / "c", stats=True, include=["ti*", "h"])
+    found = inspect(tmp_path / "c", InspectOptions(stats=True, include=["ti*", "h"]))
     measured = {t.name for t in found.tensors if t.statistics}
     assert measured == {"tied", "w", "h"}
     assert [t.name for t in select(found.tensors, ["*exp_avg", "w"])] == [

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from ckptctl.errors import DamagedError
 from ckptctl.ops.inspection.inspect import inspect
+from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from ckptctl.ops.watch import one_of_many
@@ -35,7 +36,7 @@ def test_a_large_tensor_is_told_of_in_parts(tmp_path, passes):
     if passes == 1:
         verify(path, VerifyOptions(level="headers", nan=True), told)
     else:
-        inspect(path, stats=True, progress=told)
+        inspect(path, InspectOptions(stats=True), told)
     assert told.total == sum(told.steps) == passes * 16 * MIB
     assert max(told.steps) <= 4 * MIB
 

@@ -381,7 +381,7 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
         return replace(catalog, replicas={n: t.extents for n, t in catalog.tensors.items()})
 
     merging = Merging(
-        save_peft(tmp_path / "adapter", random_adapter(STATE)), ConversionOptions("hf"), None
+        save_peft(tmp_path / "adapter", random_adapter(STATE)), ConversionOptions(to="hf"), None
     )
     merging.adapter = doubled(merging.adapter)
     catalog = doubled(formats.open_checkpoint(base))

@@ -1,0 +1,216 @@
+"""The public Python functions: the same operations as the commands, with typed results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from ckptctl.ops.comparison.options import DiffOptions
+from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
+from ckptctl.ops.extraction.options import ExtractOptions
+from ckptctl.ops.inspection.options import InspectOptions
+from ckptctl.ops.options import AnyPath
+from ckptctl.ops.report.options import ReportOptions
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.options import Option, keywords
+
+if TYPE_CHECKING:
+    from ckptctl.ops.comparison.result import Difference
+    from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
+    from ckptctl.ops.extraction.result import Extraction
+    from ckptctl.ops.inspection.result import Inspection
+    from ckptctl.ops.merging.merge import MergePlan
+    from ckptctl.ops.report.data import Report
+    from ckptctl.ops.verification.result import Verification
+
+Progress = Annotated[
+    Callable[[int], None] | None,
+    Option("Called with the bytes done since the last call, from this thread."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conversion(ConversionOptions):
+    progress: Progress = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Merge(MergeOptions):
+    progress: Progress = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report(ReportOptions):
+    progress: Annotated[
+        Watch | None,
+        Option(
+            "Called with the bytes that are going to be read; its context yields what is called "
+            "with bytes done."
+        ),
+    ] = None
+
+
+@keywords(ConversionOptions)
+def plan_conversion(src: AnyPath, dst: AnyPath, options: ConversionOptions) -> ConversionPlan:
+    """Decide everything about a conversion without writing a byte.
+
+    Args:
+        src: The checkpoint.
+        dst: Where the result would appear.
+        options: All others.
+
+    Raises:
+        CkptError: The conversion would fail or would not be safe.
+    """
+    from ckptctl.ops.conversion.convert import plan_conversion
+
+    return plan_conversion(src, dst, options)
+
+
+@keywords(_Conversion)
+def convert(src: AnyPath, dst: AnyPath, options: _Conversion) -> ConversionResult:
+    """Convert *src* and publish the result as *dst*, whole or not at all.
+
+    Args:
+        src: The checkpoint; it is never changed.
+        dst: Must not exist, unless ``overwrite=True`` and it is a checkpoint.
+        options: All others.
+
+    Raises:
+        CkptError: Nothing was published, unless ``verify`` is what failed; the source is unchanged.
+    """
+    from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+    from ckptctl.storage.publish import sweeping
+
+    with sweeping(dst):
+        plan = plan_conversion(src, dst, options)
+    return run_conversion(plan, options.progress)
+
+
+@keywords(MergeOptions)
+def plan_merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: MergeOptions) -> MergePlan:
+    """Decide everything about merging an adapter into its model, without writing a byte.
+
+    Args:
+        base: The model's checkpoint.
+        adapter: The adapter: PEFT's directory, torchtune's or Mistral's file, ...
+        dst: Where the merged model would appear.
+        options: All others.
+
+    Raises:
+        CkptError: The merge would fail or would not be safe.
+    """
+    from ckptctl.ops.merging.merge import plan_merge
+
+    return plan_merge(base, adapter, dst, options)
+
+
+@keywords(_Merge)
+def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> ConversionResult:
+    """Merge a LoRA or DoRA adapter into its model and publish the result as *dst*.
+
+    Args:
+        base: The model's checkpoint; it is never changed.
+        adapter: The adapter: PEFT's directory, torchtune's or Mistral's file, ...
+        dst: Must not exist, unless ``overwrite=True`` and it is a checkpoint.
+        options: All others.
+
+    Raises:
+        CkptError: Nothing was published, unless ``verify`` is what failed.
+    """
+    from ckptctl.ops.merging.merge import plan_merge, run_merge
+    from ckptctl.storage.publish import sweeping
+
+    with sweeping(dst):
+        plan = plan_merge(base, adapter, dst, options)
+    return run_merge(plan, options.progress)
+
+
+@keywords(DiffOptions)
+def diff(a: AnyPath, b: AnyPath, options: DiffOptions) -> Difference:
+    """Say how the checkpoints *a* and *b* differ, across formats and layouts.
+
+    Elements are equal when their bits are, NaN included; with a tolerance also when
+    ``|a - b| <= atol + rtol * |b|``. torch is imported only where numbers have to be compared.
+
+    Args:
+        a: The first checkpoint; the result has its names.
+        b: The second one.
+        options: All others.
+
+    Raises:
+        CkptError: One is missing, not recognised or damaged, or named layouts do not fit.
+    """
+    from ckptctl.ops.comparison.diff import diff
+
+    return diff(a, b, options)
+
+
+@keywords(ExtractOptions)
+def extract(path: AnyPath, tensor: str, options: ExtractOptions) -> Extraction:
+    """Take tensors, or slices of them, out of the checkpoint at *path*; read nothing else.
+
+    Args:
+        path: The checkpoint; it is never changed.
+        tensor: A name, or a glob; a slice such as ``[0:128]`` may follow.
+        options: All others.
+
+    Raises:
+        CkptError: Nothing was written.
+    """
+    from ckptctl.ops.extraction.extract import extract
+
+    return extract(path, tensor, options)
+
+
+@keywords(InspectOptions)
+def inspect(path: AnyPath, options: InspectOptions) -> Inspection:
+    """Say what the checkpoint at *path* holds and whether it is whole.
+
+    Args:
+        path: A directory or a file; a folder of checkpoints lists its members.
+        options: All others.
+
+    Raises:
+        CkptError: It is missing, not recognised, or its index is damaged.
+    """
+    from ckptctl.ops.inspection.inspect import inspect
+
+    return inspect(path, options)
+
+
+@keywords(_Report)
+def report(path: AnyPath, options: _Report) -> Report:
+    """Write one HTML page about the checkpoint at *path*, and return what is in it.
+
+    A checkpoint that is not whole has a page, too: see
+    :attr:`~ckptctl.ops.report.data.Report.readable`.
+
+    Args:
+        path: A directory or a file; it is never changed.
+        options: All others.
+
+    Raises:
+        CkptError: One of them is missing or not recognised, or the page exists; none was written.
+    """
+    from ckptctl.ops.report.gather import report
+
+    return report(path, options, options.progress or unwatched)
+
+
+@keywords(VerifyOptions)
+def verify(path: AnyPath, options: VerifyOptions) -> Verification:
+    """Say whether the checkpoint at *path* is whole, and list everything that is wrong with it.
+
+    Args:
+        path: A directory or a file; it is never changed.
+        options: All others.
+
+    Raises:
+        CkptError: It does not exist or is not recognised. What is damaged is a finding.
+    """
+    from ckptctl.ops.verification.verify import verify
+
+    return verify(path, options)

@@ -1,0 +1,302 @@
+"""Commands: Typer's, made from what their functions and dataclasses of options declare.
+
+Every parameter is text to Typer, or a flag: what text means says its declaration
+(:mod:`ckptctl.options`). So Typer has nothing to convert, for which since 0.29 it imports pydantic
+and builds a model for each parameter: that takes longer than most commands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from ckptctl.options import Argument, Declared, Option, Options, about, declared
+
+if TYPE_CHECKING:
+    Base = TyperCommand
+else:
+    Base = object
+
+RAW_ARGUMENTS = "ckptctl.arguments"
+GIVEN = "ckptctl.given"
+_TYPE = re.compile(r" <\w+>$")
+_JOINED = re.compile(r"-[nqy]+")
+"""Short options without a value, which may be joined."""
+
+Json = Annotated[bool, Option("Print one JSON document.")]
+Quiet = Annotated[bool, Option("Print names or paths alone, one per line.", flags="-q --quiet")]
+DryRun = Annotated[
+    bool, Option("Show the plan; read no weights, write nothing.", flags="-n --dry-run")
+]
+Yes = Annotated[bool, Option("Do not ask before files go to the Hub.", flags="-y --yes")]
+
+
+def only_quiet(text: str) -> Option:
+    """Return the option ``--quiet`` with *text* as its help."""
+    return Option(text, flags="-q --quiet")
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """The command line as it was typed.
+
+    Attributes:
+        words: All that follow the program's name.
+        given: The parameters that it names.
+    """
+
+    words: tuple[str, ...]
+    given: frozenset[str]
+
+    def again(self, *more: str) -> str:
+        """Return the command line without asking for a plan alone, and with *more*."""
+        kept = (_without_dry_run(word) for word in self.words)
+        return shlex.join(["ckptctl", *filter(None, kept), *more])
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of the program.
+
+    Attributes:
+        run: Carries it out. Its docstring is the help; each parameter that is an ``Annotated`` with
+            an :class:`Option` is one, and one that is a dataclass of them stands for all its own.
+        examples: Command lines for the help.
+        bare: Whether it does something without arguments; else that shows its help.
+        without: Fields of dataclasses that it does not offer.
+    """
+
+    run: Callable[..., None]
+    examples: tuple[str, ...]
+    bare: bool = False
+    without: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return what it is called."""
+        return self.run.__name__.strip("_")
+
+    def add_to(self, app: typer.Typer, *, overview: bool = False) -> None:
+        """Make it a command of *app*.
+
+        Args:
+            app: The program.
+            overview: Whether what it is called and is for is enough.
+        """
+        function = _named(self.run) if overview else self.function()
+        how = app.command(
+            self.name, cls=PlainCommand, epilog=epilog(self.examples), no_args_is_help=not self.bare
+        )
+        how(function)
+
+    def parameters(self) -> dict[str, tuple[Declared, ...] | None]:
+        """Return what each parameter of the function declares; None: it is :class:`Typed`."""
+        hints = get_type_hints(self.run)
+        own = {one.name: one for one in declared(self.run)}
+        return {
+            name: (own[name],) if name in own else None if hint is Typed else self._all(hint)
+            for name, hint in hints.items()
+            if name != "return"
+        }
+
+    def _all(self, options: type[Options]) -> tuple[Declared, ...]:
+        return tuple(one for one in declared(options) if one.name not in self.without)
+
+    def function(self) -> Callable[..., None]:
+        """Return what Typer takes for the command."""
+        parameters, hints = self.parameters(), get_type_hints(self.run)
+        every = [one for many in parameters.values() for one in many or ()]
+
+        def run(context: typer.Context, **texts: Any) -> None:
+            values: dict[str, Any] = {}
+            for one in every:
+                with about(one.shown):
+                    values[one.name] = one.read(texts[one.name])
+            arguments: dict[str, Any] = {}
+            for name, many in parameters.items():
+                if many is None:
+                    arguments[name] = typed(context)
+                elif many and many[0].name == name:
+                    arguments[name] = values[name]
+                else:
+                    arguments[name] = hints[name](**{one.name: values[one.name] for one in many})
+            self.run(**arguments)
+
+        run.__name__, run.__doc__ = self.run.__name__, self.run.__doc__
+        return _signed(run, every)
+
+
+def command(
+    *examples: str, bare: bool = False, without: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Command]:
+    """Make a function a command; see :class:`Command`."""
+    return lambda run: Command(run, examples, bare, without)
+
+
+def epilog(examples: tuple[str, ...]) -> str:
+    """Return an epilog that shows *examples* as they are."""
+    return "\n".join(("\b", "Examples:", *(f"  {line}" for line in examples)))
+
+
+def command_of(module: ModuleType) -> Command | None:
+    """Return the command that *module* is, if it is one."""
+    return next((one for one in vars(module).values() if isinstance(one, Command)), None)
+
+
+def typed(context: typer.Context) -> Typed:
+    """Return the command line."""
+    words = context.meta.get(RAW_ARGUMENTS, ())
+    return Typed(tuple(words), frozenset(context.meta.get(GIVEN, ())))
+
+
+def _named(function: Callable[..., Any]) -> Callable[[], None]:
+    def named() -> None:
+        pass
+
+    named.__name__, named.__doc__ = function.__name__, function.__doc__
+    return named
+
+
+def _signed(function: Callable[..., None], every: list[Declared]) -> Callable[..., None]:
+    """Give *function* the signature that Typer makes parameters from."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    context = inspect.Parameter("context", kind, annotation=typer.Context)
+    own = [
+        inspect.Parameter(
+            one.name,
+            kind,
+            annotation=Annotated[_text(one), _info(one)],
+            default=_default(one),
+        )
+        for one in every
+    ]
+    function.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
+    function.__annotations__ = {one.name: one.annotation for one in (context, *own)}
+    return function
+
+
+def _default(one: Declared) -> Any:
+    if one.required:
+        return inspect.Parameter.empty
+    return False if one.flag else None if one.repeated else one.default
+
+
+def _text(one: Declared) -> Any:
+    """Return the type that a parameter has for Typer."""
+    if one.flag:
+        return bool
+    several = list[str] | None
+    return several if one.repeated else str if one.required else str | None
+
+
+def _info(one: Declared) -> Any:
+    option = one.option
+    argument = isinstance(option, Argument)
+    more: dict[str, Any] = {
+        "metavar": option.metavar or None,
+        "help": option.help,
+        "autocompletion": _completion(one),
+        "envvar": option.env or None,
+        "show_default": option.show_default and not (argument or one.required),
+    }
+    return typer.Argument(**more) if argument else typer.Option(*one.spellings, **more)
+
+
+def _completion(one: Declared) -> Callable[[typer.Context], list[str]] | None:
+    offers = one.option.offers
+    if offers is None and not one.words:
+        return None
+
+    def offered(context: typer.Context) -> list[str]:
+        if offers is None:
+            return list(one.words)
+        arguments = (p for p in context.command.params if p.param_type_name == "argument")
+        first = next(arguments, None)
+        # Of an option that lacks its value yet, the parser leaves the arguments before it aside.
+        named = (first and context.params.get(str(first.name))) or next(iter(context.args), None)
+        return list(offers({**context.params, "": named}))
+
+    # Typer looks at the parameters' types.
+    offered.__annotations__ = {"context": typer.Context, "return": list[str]}
+    return offered
+
+
+def _without_dry_run(word: str) -> str:
+    if word == "--dry-run":
+        return ""
+    return word.replace("n", "").removesuffix("-") if _JOINED.fullmatch(word) else word
+
+
+class PlainText(Base):
+    """Takes text and flags as they are; Typer is left what else there is, as ``--help``."""
+
+    # Typer's own classes of contexts and parameters are not public, hence Any.
+    _settled: frozenset[str] = frozenset()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the values, and let Typer do the rest."""
+        self._settled = settled = self._settle(ctx, list(args)) if args else frozenset()
+        try:
+            rest = super().parse_args(ctx, args)
+        finally:
+            self._settled = frozenset()
+        # Completion goes by where values come from; the class of that has no public name.
+        sources: Any = type(ctx.get_parameter_source("help"))
+        for name in settled & ctx.meta.get(GIVEN, frozenset()):
+            ctx.set_parameter_source(name, sources.COMMANDLINE)
+        return rest
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Return the parser, which knows all parameters."""
+        settled, self._settled = self._settled, frozenset()
+        try:
+            return super().make_parser(ctx)
+        finally:
+            self._settled = settled
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; while Typer parses, those that are not settled yet."""
+        return [one for one in super().get_params(ctx) if one.name not in self._settled]
+
+    def _settle(self, ctx: Any, args: list[str]) -> frozenset[str]:
+        """Take the values that need nothing else, and return the names of these parameters."""
+        given, _, _ = self.make_parser(ctx).parse_args(args=args)
+        given = {name: value for name, value in given.items() if value is not None}
+        params = self.get_params(ctx)
+        if any(one.name in given for one in params if one.is_eager or not one.expose_value):
+            return frozenset()
+        ctx.meta[GIVEN] = frozenset(given)
+        settled = set()
+        for one in params:
+            value = given.get(one.name, one.resolve_envvar_value(ctx))
+            if value is None:
+                value = one.default
+            missing = one.required and value is None and not ctx.resilient_parsing
+            from_environment = type(one.default) is bool and type(value) is not bool
+            if not (one.is_eager or missing or from_environment):
+                settled.add(one.name)
+                if one.expose_value:
+                    ctx.params[one.name] = value
+        return frozenset(settled)
+
+
+class PlainCommand(PlainText, TyperCommand):
+    """A command whose help names arguments alone, as in ``convert [OPTIONS] SRC DST``."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the usage line without Typer's braces."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options without the Python types of arguments."""
+        write = formatter.write_dl
+        formatter.write_dl = lambda rows: write([(_TYPE.sub("", n), text) for n, text in rows])
+        super().format_options(ctx=ctx, formatter=formatter)

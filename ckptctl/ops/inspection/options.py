@@ -1,0 +1,19 @@
+"""What an inspection is asked to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from ckptctl.ops import options as opt
+from ckptctl.options import Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
+    """What to say of a checkpoint; see ``ckptctl inspect --help``."""
+
+    stats: Annotated[bool, Option("Read the data: min, max, mean, std, NaN, Inf, histogram.")] = (
+        False
+    )
+    include: opt.Include = ()

@@ -1,0 +1,385 @@
+"""The options that several operations share: one spelling, one meaning, one check each."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ckptctl.errors import UsageError
+from ckptctl.options import Argument, Given, Option, Options, among
+
+AnyPath = str | Path
+WeightsOf = Literal["master", "module"]
+Part = Literal["model", "all"]
+
+FORMATS = "dcp, deepseek, hf, meta, mistral, peft or torch"
+LAYOUTS = "hf, hf-v5, meta, mistral, torchtune, torchtitan@0.3, ...; see `ckptctl models`"
+FORMATS_ELSEWHERE = {
+    "fsdp": "dcp",
+    "fsdp2": "dcp",
+    "huggingface": "hf",
+    "llama": "meta",
+    "lora": "peft",
+    "pt": "torch",
+    "pth": "torch",
+    "pytorch": "torch",
+    "safetensors": "hf",
+    "torchtitan": "dcp",
+    "transformers": "hf",
+    "vllm": "hf",
+    "zero": "deepspeed",
+}
+"""Formats by what else they are called, or by the program that reads or writes them."""
+
+
+# ------------------------------------------------------------------------ what may be given
+
+
+def readable_formats(_: Given | None = None) -> list[str]:
+    """Return the formats that can be read, those of installed packages included."""
+    from ckptctl import formats
+
+    return [*formats.names(), *formats.added()]
+
+
+def writable_formats(_: Given | None = None) -> list[str]:
+    """Return the formats that can be written, those of installed packages included."""
+    from ckptctl import formats
+    from ckptctl.formats.base import WritableFormat
+
+    added = formats.added().items()
+    more = (name for name, found in added if isinstance(found, WritableFormat))
+    return [*formats.writable(), *more]
+
+
+def model_types(given: Given) -> list[str]:
+    """Return the names of all families, that of ``converter`` included."""
+    from ckptctl import families
+
+    with families.using(given.get("converter")):
+        return list(families.names())
+
+
+def layouts(given: Given) -> list[str]:
+    """Return the layouts of the model type that is named, or of all."""
+    from ckptctl import families
+
+    named = given.get("model_type") or given.get("family")
+    with families.using(given.get("converter")):
+        if named:
+            return list(families.family(named).layouts)
+        known = families.families().values()
+    return sorted({name for family in known for name in family.layouts})
+
+
+def tensors(given: Given) -> list[str]:
+    """Return the names of the tensors of the checkpoint that is named first."""
+    from ckptctl import formats
+
+    path = given.get("")
+    # The network is not asked on TAB, and names in another layout are not in the checkpoint.
+    if not path or ":/" in str(path) or given.get("layout"):
+        return []
+    chosen = given.get("from_format") or given.get("format")
+    return list(formats.open_checkpoint(Path(path), chosen).tensors)
+
+
+def floating_dtypes(_: Given | None = None) -> list[str]:
+    """Return the dtypes that a cast may go to."""
+    from ckptctl.dtypes import BY_NAME
+
+    short = (dtype.short for dtype in BY_NAME.values() if dtype.floating)
+    return [f"fp{name[1:]}" if name[1:].isdigit() else name for name in short]
+
+
+def dequantized_dtypes(_: Given | None = None) -> list[str]:
+    """Return the dtypes that quantised tensors may be turned into."""
+    return ["bf16", "fp32"]
+
+
+# ---------------------------------------------------------------------------------- checks
+
+
+def place(value: AnyPath) -> Path:
+    """Return the path or URL of a checkpoint, which is not looked at yet.
+
+    Raises:
+        UsageError: It is empty, as of a variable of a script that was not set.
+    """
+    from ckptctl.storage.paths import named
+
+    if not os.fspath(value):
+        raise UsageError("it is empty", hint="`.` is the working directory")
+    return named(value)
+
+
+def output_file(value: AnyPath) -> Path:
+    """Return where a file is written: on this machine, with ``file://`` before it or without.
+
+    Raises:
+        UsageError: It is empty, or a URL of another kind.
+    """
+    from ckptctl.storage.destinations import require_path
+    from ckptctl.storage.paths import named
+
+    if not os.fspath(value):
+        raise UsageError("it is empty", hint="name a file")
+    require_path(value)
+    return named(value)
+
+
+def globs(value: Iterable[str]) -> tuple[str, ...]:
+    """Return globs; one alone is text."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def readable(value: str) -> str:
+    """Refuse a format that cannot be read; packages are searched for one that is not built in."""
+    from ckptctl import formats
+
+    return value if value in formats.names() else _format(value, readable_formats())
+
+
+def writable(value: str) -> str:
+    """Refuse a format that cannot be written; see :func:`readable`."""
+    from ckptctl import formats
+
+    if value in formats.writable():
+        return value
+    known = writable_formats()
+    if value in formats.names() and value not in known:
+        written = ", ".join(known)
+        raise UsageError(f"format `{value}` is read, not written", why=f"written: {written}")
+    return _format(value, known)
+
+
+def _format(value: str, known: Sequence[str]) -> str:
+    return among(value, "format", known, FORMATS_ELSEWHERE, "ckptctl formats")
+
+
+def positive(value: int) -> int:
+    """Refuse anything but whole numbers above 0."""
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{value} is not a positive number")
+    return value
+
+
+def factor(value: float) -> float:
+    """Refuse anything but finite numbers above 0."""
+    if not (type(value) in (int, float) and 0 < value < math.inf):
+        raise UsageError(f"{value} is not a positive number")
+    return value
+
+
+def tolerated(value: float) -> float:
+    """Refuse anything but finite numbers of 0 or more."""
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{value} is not a tolerance")
+    return value
+
+
+def axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
+    """Refuse sizes that are not positive."""
+    for name, size in value.items():
+        if type(size) is not int or size < 1:
+            raise UsageError(f"{size} is not a positive number", where=f"sizes: {name}")
+    return dict(value)
+
+
+def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
+    """Return what ``NAME=VALUE`` say, each name once.
+
+    Raises:
+        UsageError: They are something else.
+    """
+    sizes: dict[str, int] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if not name or not (number.isascii() and number.isdigit()) or int(number[:19]) == 0:
+            raise UsageError(f"`{text}` is not NAME=VALUE, as in num_attention_heads=32")
+        if sizes.setdefault(name, int(number[:19])) != int(number[:19]):
+            raise UsageError(f"`{name}` is given twice")
+    return sizes
+
+
+def floating(value: str) -> str:
+    """Return torch's name of a floating dtype, as ``bfloat16`` of ``bf16``."""
+    from ckptctl import dtypes
+
+    name = dtypes.parse(str(value))
+    if name is None or not dtypes.BY_NAME[name].floating:
+        among(str(value), "floating dtype", floating_dtypes())
+    return str(name)
+
+
+def dequantized(value: str) -> str:
+    """Return torch's name of a dtype that quantised tensors can be turned into."""
+    from ckptctl import dtypes
+
+    known = dequantized_dtypes()
+    if dtypes.parse(str(value)) not in {dtypes.parse(name) for name in known}:
+        among(str(value), "dtype", known)
+    return str(dtypes.parse(str(value)))
+
+
+# ------------------------------------------------------------------------------- arguments
+
+Source = Annotated[
+    Path, Argument("Checkpoint: directory, file or URL.", metavar="SRC", check=place)
+]
+Destination = Annotated[
+    Path, Argument("Where the result appears: path or URL.", metavar="DST", check=place)
+]
+Checkpoint = Annotated[Path, Argument("Checkpoint.", metavar="PATH", check=place)]
+Root = Annotated[Path, Argument("Folder of checkpoints.", metavar="ROOT", check=place)]
+
+
+# --------------------------------------------------------------------------------- options
+
+
+def source_format(text: str, flags: str = "") -> Option:
+    """Return the option for the format of a source, with *text* as its help."""
+    return Option(text, flags=flags, metavar="FORMAT", check=readable, offers=readable_formats)
+
+
+def target_format(text: str) -> Option:
+    """Return the option for the format to write, with *text* as its help."""
+    return Option(text, metavar="FORMAT", check=writable, offers=writable_formats)
+
+
+def weights_of(text: str) -> Option:
+    """Return the option for the kind of weights of a source, with *text* as its help."""
+    return Option(text, metavar="KIND")
+
+
+def layout(text: str) -> Option:
+    """Return an option for a layout, with *text* as its help."""
+    return Option(text, metavar="LAYOUT", offers=layouts)
+
+
+From = Annotated[
+    str | None,
+    source_format("Format of the source, if not detected; `ckptctl formats` lists them.", "--from"),
+]
+To = Annotated[str, target_format(f"Format to write: {FORMATS}.")]
+Weights = Annotated[
+    WeightsOf | None,
+    weights_of("master (fp32 copies of the optimizer) or module, where there are both."),
+]
+Tag = Annotated[
+    str | None,
+    Option(
+        "Which save of several, if not the one that the source names.",
+        metavar="NAME",
+    ),
+]
+Rules = Annotated[
+    AnyPath | None,
+    Option(
+        "TOML that says how ranks divide tensors, or megatron-core, where files do not say.",
+        metavar="FILE",
+        check=Path,
+    ),
+]
+ModelType = Annotated[
+    str | None,
+    Option(
+        "Model type, if not detected; `ckptctl models` lists them.",
+        flags="-m --model-type",
+        metavar="NAME",
+        offers=model_types,
+    ),
+]
+Converter = Annotated[
+    AnyPath | None,
+    Option(
+        "Python file that defines one more model type; it is run.",
+        metavar="FILE.py",
+        check=Path,
+    ),
+]
+Sizes = Annotated[
+    Mapping[str, int] | None,
+    Option(
+        "Size that no configuration states: num_attention_heads=32; repeatable.",
+        python='Sizes that no configuration states: ``{"num_attention_heads": 32}``.',
+        flags="--set",
+        metavar="NAME=VALUE",
+        parse=parse_sizes,
+        check=axis_sizes,
+    ),
+]
+FromLayout = Annotated[str | None, layout("How the source names its tensors, if not detected.")]
+DType = Annotated[
+    str | None,
+    Option(
+        "Cast floating tensors: bf16, fp16, fp32, ...; those pinned to fp32 stay.",
+        metavar="DTYPE",
+        check=floating,
+        offers=floating_dtypes,
+    ),
+]
+Dequantize = Annotated[
+    str | None,
+    Option(
+        "Turn quantised tensors into bf16 or fp32.",
+        metavar="DTYPE",
+        check=dequantized,
+        offers=dequantized_dtypes,
+    ),
+]
+Include = Annotated[
+    Sequence[str],
+    Option("Only tensors that match; repeatable.", metavar="GLOB", check=globs, offers=tensors),
+]
+Exclude = Annotated[
+    Sequence[str],
+    Option("Not the tensors that match; repeatable.", metavar="GLOB", check=globs, offers=tensors),
+]
+Prefix = Annotated[
+    str | None,
+    Option("Prefix of the model's names, if not detected; `.` is none.", metavar="PREFIX"),
+]
+Structure = Annotated[bool, Option("Compare names, shapes and dtypes alone.")]
+ATol = Annotated[float | None, Option("Let |a - b| be up to this.", metavar="X", check=tolerated)]
+RTol = Annotated[
+    float | None, Option("Let |a - b| be up to |b| times this.", metavar="X", check=tolerated)
+]
+IgnoreDType = Annotated[bool, Option("Other dtypes with equal numbers are the same.")]
+Assets = Annotated[
+    AnyPath | None,
+    Option("Where configuration and tokenizer come from.", metavar="DIR", check=place),
+]
+AllowOverflow = Annotated[bool, Option("Accept elements that become infinite, NaN or saturated.")]
+Jobs = Annotated[
+    int | None,
+    Option("Threads; by default as many as cores, up to four.", metavar="N", check=positive),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options):
+    """Which model it is."""
+
+    model_type: ModelType = None
+    converter: Converter = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions(Options):
+    """What a checkpoint is."""
+
+    format: From = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(Options):
+    """Which of several answers a checkpoint gives."""
+
+    weights: Weights = None
+    tag: Tag = None
+    rules: Rules = None

@@ -1,0 +1,365 @@
+"""Options, declared once: as the fields of a dataclass, for the command line and for Python.
+
+::
+
+    @dataclass(frozen=True, kw_only=True)
+    class CopyOptions(Options):
+        jobs: Annotated[int | None, Option("Threads.", metavar="N", check=positive)] = None
+
+From this follow ``--jobs N`` of a command (:mod:`ckptctl.cli.commands`), the argument ``jobs=`` of
+a function (:func:`keywords`), its name in errors and its row in both references.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from functools import cache, wraps
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+from ckptctl.errors import CkptError, UsageError, nearest
+
+Given = Mapping[str, Any]
+"""What stands on the command line so far, by the names of fields; ``""`` is its first argument."""
+
+FEW = 8
+"""Names that a message lists."""
+_MANY = (Sequence, Mapping)
+_NUMBERS = {
+    int: (re.compile(r"\s*[-+]?[0-9][0-9_]*(\.0*)?\s*"), "a whole number"),
+    float: (
+        re.compile(
+            r"\s*[-+]?(nan|inf(inity)?|([0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(e[-+]?[0-9]+)?)\s*",
+            re.IGNORECASE,
+        ),
+        "a number",
+    ),
+}
+_BOOLEANS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fromkeys(
+    ("0", "false", "f", "no", "n", "off", ""), False
+)
+_SPELLED = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What stands in ``Annotated`` beside the type of an option.
+
+    A ``bool`` is a flag, which makes of its default the opposite; a ``Sequence`` or a ``Mapping``
+    may be given several times; the words of a ``Literal`` are all that may be given.
+
+    Attributes:
+        help: What it is for.
+        flags: How it is spelled on the command line, as ``-m --model-type``; empty: its name with
+            dashes.
+        metavar: What stands for its value in the help.
+        parse: Returns what text on the command line, or all texts of a repeatable option, mean.
+        check: Returns a value other than None as the operation takes it, or raises UsageError.
+        offers: Returns what a shell offers.
+        env: The variable that stands in for it.
+        python: What it is for in Python, where that is something else.
+        show_default: Whether the help says what the default is.
+    """
+
+    help: str
+    _: KW_ONLY
+    flags: str = ""
+    metavar: str = ""
+    parse: Callable[[Any], object] | None = None
+    check: Callable[[Any], object] | None = None
+    offers: Callable[[Given], Sequence[str]] | None = None
+    env: str = ""
+    python: str = ""
+    show_default: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Argument(Option):
+    """What stands in ``Annotated`` beside the type of an argument; see :class:`Option`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One option of a command or function.
+
+    Attributes:
+        name: The field or parameter.
+        option: What is declared of it.
+        type: Its type.
+        default: Its default; ``inspect.Parameter.empty``: it has to be given.
+    """
+
+    name: str
+    option: Option
+    type: Any
+    default: Any
+
+    @property
+    def required(self) -> bool:
+        """Return whether it has to be given."""
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def flag(self) -> bool:
+        """Return whether it takes no value."""
+        return self.type is bool
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """Return the types that a value may have, but None."""
+        union = get_origin(self.type) in (Union, UnionType)
+        return (
+            tuple(one for one in get_args(self.type) if one is not NoneType)
+            if union
+            else (self.type,)
+        )
+
+    @property
+    def repeated(self) -> bool:
+        """Return whether it may be given several times."""
+        return any(get_origin(one) in _MANY for one in self.kinds)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return all that may be given; empty: that is not a list."""
+        return tuple(w for one in self.kinds if get_origin(one) is Literal for w in get_args(one))
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Return what it is called on the command line, as Typer takes it."""
+        return tuple(self.option.flags.split()) or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def shown(self) -> str:
+        """Return what errors on the command line call it."""
+        argument = isinstance(self.option, Argument)
+        return self.option.metavar if argument else self.spellings[-1]
+
+    def read(self, given: Any) -> Any:
+        """Return what the command line means: a text, several, or whether a flag is set.
+
+        Raises:
+            UsageError: It means nothing.
+        """
+        if given is None:
+            return self.default if self.repeated else None
+        if self.option.parse:
+            return self.checked(self.option.parse(given))
+        if self.flag and isinstance(given, str):
+            if given.strip().lower() not in _BOOLEANS:
+                raise UsageError(f"`{given}` is neither true nor false")
+            given = _BOOLEANS[given.strip().lower()]
+        if self.flag:
+            return given is not self.default
+        kind = next((one for one in self.kinds if one in _NUMBERS), None)
+        if isinstance(given, str) and kind and str not in self.kinds:
+            return self.checked(number(kind, given))
+        return self.checked(tuple(given) if self.repeated else given)
+
+    def checked(self, value: Any) -> Any:
+        """Return *value* as the operation takes it.
+
+        Raises:
+            UsageError: It makes no sense.
+        """
+        if value is not None and self.words:
+            among(value, "value", self.words)
+        return self.option.check(value) if self.option.check and value is not None else value
+
+
+def number(kind: type[int] | type[float], text: str) -> float:
+    """Return the number that *text* says.
+
+    Raises:
+        UsageError: It says none of that kind.
+    """
+    pattern, noun = _NUMBERS[kind]
+    if not pattern.fullmatch(text):
+        raise UsageError(f"`{text}` is not {noun}")
+    return kind(text.partition(".")[0] if kind is int else text)
+
+
+class Options:
+    """What a command or function takes: a base of frozen dataclasses, whose values it checks."""
+
+    def __post_init__(self) -> None:
+        """Check all values.
+
+        Raises:
+            UsageError: One of them makes no sense; it says which.
+        """
+        for one in declared(type(self)):
+            with about(one.name):
+                object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
+
+
+def declared(of: Any) -> tuple[Declared, ...]:
+    """Return what a dataclass or a function declares, in its order."""
+    return _declared(of)
+
+
+@cache
+def _declared(of: Callable[..., Any]) -> tuple[Declared, ...]:
+    hints = get_type_hints(of, include_extras=True)
+    found = []
+    for name, parameter in inspect.signature(of).parameters.items():
+        if get_origin(hints.get(name)) is Annotated:
+            kind, *more = get_args(hints[name])
+            option = next((one for one in more if isinstance(one, Option)), None)
+            if option is not None:
+                found.append(Declared(name, option, kind, parameter.default))
+    return tuple(found)
+
+
+@contextmanager
+def about(name: str) -> Iterator[None]:
+    """Let a UsageError that does not say which option it is about say *name*."""
+    try:
+        yield
+    except UsageError as error:
+        error.where = error.where or name
+        raise
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the options of what is run that has others, as `--format-b` for `--from`.
+
+    Args:
+        names: What options are called, by what errors call them; with their dashes.
+    """
+    try:
+        yield
+    except CkptError as error:
+        error.what = _renamed(error.what, names)
+        error.why = error.why and _renamed(error.why, names)
+        error.hint = error.hint and _renamed(error.hint, names)
+        error.args = (error.what, *error.args[1:])
+        raise
+
+
+def among(
+    value: str,
+    kind: str,
+    known: Sequence[str],
+    elsewhere: Mapping[str, str] | None = None,
+    lists: str | None = None,
+) -> str:
+    """Return *value*, which has to be known.
+
+    Args:
+        value: What was given.
+        kind: What it is, for the message.
+        known: What may be given.
+        elsewhere: Other words for it.
+        lists: The command that lists what is known; it is named where a message cannot.
+
+    Raises:
+        UsageError: It is not known; the message says what is, and the nearest.
+    """
+    if value in known:
+        return value
+    word = str(value).lower()
+    meant = (elsewhere or {}).get(word)
+    close = meant if meant in known else nearest(word, known)
+    many = f"`{lists}` lists all {len(known)}" if lists and len(known) > FEW else None
+    raise UsageError(
+        f"unknown {kind} `{value}`",
+        why=None if many else f"known: {', '.join(known)}",
+        hint="; ".join(filter(None, (close and f"did you mean `{close}`?", many))) or None,
+    )
+
+
+P = ParamSpec("P")
+O_co = TypeVar("O_co", covariant=True)
+R = TypeVar("R")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+
+
+class _Keywords(Protocol[P, O_co]):
+    @overload
+    def __call__(self, function: Callable[[A, O_co], R], /) -> Callable[Concatenate[A, P], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[A, B, O_co], R], /
+    ) -> Callable[Concatenate[A, B, P], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[A, B, C, O_co], R], /
+    ) -> Callable[Concatenate[A, B, C, P], R]: ...
+
+
+def keywords(options: Callable[P, O_co]) -> _Keywords[P, O_co]:
+    """Let the last parameter of a function, a dataclass of options, be its keyword arguments.
+
+    Signature, docstring and static types of the function follow from the dataclass.
+
+    Args:
+        options: The dataclass.
+    """
+    made: Callable[..., O_co] = options
+    types = {one.name: one.type for one in declared(options)}
+
+    def decorated(function: Callable[..., R]) -> Callable[..., R]:
+        *own, last = inspect.signature(function).parameters.values()
+        fields = [
+            one.replace(annotation=types[one.name])
+            for one in inspect.signature(options).parameters.values()
+            if one.name in types
+        ]
+        signature = inspect.signature(function).replace(parameters=[*own, *fields])
+        names = [one.name for one in fields]
+
+        @wraps(function)
+        def called(*args: Any, **given: Any) -> R:
+            for name in given.keys() - signature.parameters.keys():
+                close = nearest(name, names)
+                raise UsageError(
+                    f"unknown option `{name}`", hint=f"did you mean `{close}`?" if close else None
+                )
+            bound = signature.bind(*args, **given).arguments
+            chosen = made(**{name: bound.pop(name) for name in names if name in bound})
+            return function(**bound, **{last.name: chosen})
+
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        called.__doc__ = _documented(function.__doc__ or "", declared(options))
+        return called
+
+    return decorated
+
+
+def _documented(text: str, fields: Sequence[Declared]) -> str:
+    """Return a docstring with *fields* where it has its last parameter."""
+    lines = "".join(f"        {one.name}: {python(one)}\n" for one in fields)
+    return re.sub(r" {8}options: .*\n", lambda _: lines, text)
+
+
+def python(one: Declared) -> str:
+    """Return what is said of an option in Python, where others have other names."""
+    text = one.option.python or one.option.help.replace("; repeatable", "")
+    for word in one.words:
+        text = re.sub(rf"(?<![-`\w]){word}(?![-`\w])", f"``{word}``", text)
+    return _SPELLED.sub(lambda found: f"`{found[0][2:].replace('-', '_')}`", text)
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    return _SPELLED.sub(lambda found: names.get(found[0], found[0]), text)

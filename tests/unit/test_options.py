@@ -1,0 +1,172 @@
+"""Options are declared once; texts, flags and keyword arguments mean what is declared."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+
+from ckptctl.errors import CkptError, UsageError
+from ckptctl.options import Argument, Option, Options, declared, keywords, python, renaming
+
+
+def even(value: int) -> int:
+    if value % 2:
+        raise UsageError("it is odd")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base(Options):
+    jobs: Annotated[int | None, Option("Threads.", metavar="N", check=even)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Some(Base):
+    """What something takes."""
+
+    output: Annotated[str | None, Option("File.", flags="-o --output")] = field(
+        default=None, kw_only=False
+    )
+    to: Annotated[str, Option("Where to; see --jobs and --no-sum; repeatable.")]
+    factor: Annotated[float | None, Option("Factor.")] = None
+    size: Annotated[int | str, Option("Size.")] = "5GB"
+    level: Annotated[Literal["fast", "full"], Option("fast or full.")] = "fast"
+    include: Annotated[Sequence[str], Option("Globs; repeatable.")] = ()
+    sizes: Annotated[Mapping[str, int] | None, Option("Sizes.", parse=lambda t: {t[0]: 1})] = None
+    checksum: Annotated[bool, Option("Leave sums out.", flags="--no-sum", python="Sums.")] = True
+    resume: Annotated[bool, Option("Go on.")] = False
+    inner: str = "not an option"
+
+
+KNOWN = {one.name: one for one in declared(Some)}
+
+
+def test_fields_are_declared_in_their_order():
+    assert list(KNOWN) == [
+        *("output", "jobs", "to", "factor", "size", "level", "include", "sizes"),
+        *("checksum", "resume"),
+    ]
+    assert [name for name, one in KNOWN.items() if one.required] == ["to"]
+    assert [name for name, one in KNOWN.items() if one.repeated] == ["include", "sizes"]
+    assert [name for name, one in KNOWN.items() if one.flag] == ["checksum", "resume"]
+    assert [KNOWN[name].shown for name in ("output", "checksum")] == ["--output", "--no-sum"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("jobs", "4", 4),
+        ("jobs", " +1_0 ", 10),
+        ("jobs", "4.0", 4),
+        ("factor", "1e-3", 0.001),
+        ("factor", ".5", 0.5),
+        ("size", "7", "7"),
+        ("level", "full", "full"),
+        ("include", ["a", "b"], ("a", "b")),
+        ("include", None, ()),
+        ("sizes", ["h"], {"h": 1}),
+        ("jobs", None, None),
+        ("checksum", True, False),
+        ("checksum", False, True),
+        ("resume", True, True),
+        ("resume", "yes", True),
+        ("resume", "0", False),
+    ],
+)
+def test_what_texts_mean(name, text, value):
+    found = KNOWN[name].read(text)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("jobs", "two", "`two` is not a whole number"),
+        ("jobs", "²", "`²` is not a whole number"),
+        ("jobs", "1e3", "`1e3` is not a whole number"),
+        ("jobs", "4.5", "`4.5` is not a whole number"),
+        ("jobs", "3", "it is odd"),
+        ("factor", "abc", "`abc` is not a number"),
+        ("factor", "1e", "`1e` is not a number"),
+        ("factor", "...", "`...` is not a number"),
+        ("level", "ful", "unknown value `ful`"),
+        ("resume", "perhaps", "`perhaps` is neither true nor false"),
+    ],
+)
+def test_what_means_nothing(name, text, said):
+    with pytest.raises(UsageError) as caught:
+        KNOWN[name].read(text)
+    assert caught.value.what == said
+
+
+def test_values_are_checked_and_named():
+    with pytest.raises(UsageError, match="it is odd") as caught:
+        Some(to="x", jobs=3)
+    assert caught.value.where == "jobs"
+    with pytest.raises(UsageError, match="unknown value `ful`") as caught:
+        Some(to="x", level="ful")
+    assert (caught.value.where, caught.value.hint) == ("level", "did you mean `full`?")
+
+
+@keywords(Some)
+def act(src: str, options: Some) -> Some:
+    """Do something.
+
+    Args:
+        src: A source.
+        options: All others.
+
+    Raises:
+        UsageError: No.
+    """
+    return options
+
+
+def test_keywords():
+    assert act("a", "out", to="b", include=["x"]) == Some("out", to="b", include=["x"])
+    assert act(src="a", to="b").output is None
+    found = inspect.signature(act)
+    assert list(found.parameters) == ["src", *KNOWN]
+    assert found.parameters["jobs"].annotation == int | None
+    lines = (act.__doc__ or "").splitlines()
+    assert lines[3:7] == [
+        "        src: A source.",
+        "        output: File.",
+        "        jobs: Threads.",
+        "        to: Where to; see `jobs` and `no_sum`.",
+    ]
+    assert "        level: ``fast`` or ``full``." in lines and "All others" not in lines
+
+
+def test_what_python_says():
+    assert python(KNOWN["checksum"]) == "Sums."
+    assert python(KNOWN["include"]) == "Globs."
+
+
+@pytest.mark.parametrize("given", [{"jbos": 2, "to": "x"}, {"src": "a", "inner": "x"}])
+def test_what_is_no_option(given):
+    with pytest.raises(UsageError, match="unknown option"):
+        act(**{"src": "a", **given})
+
+
+def test_an_argument_that_is_missing():
+    with pytest.raises(TypeError, match="to"):
+        act("a")
+
+
+def test_errors_are_renamed():
+    with pytest.raises(CkptError) as caught, renaming({"--from": "--format-a"}):
+        raise CkptError("--from is odd", why="--from-layout is not", hint="leave `--from` out")
+    error = caught.value
+    assert (error.what, error.why) == ("--format-a is odd", "--from-layout is not")
+    assert error.hint == "leave `--format-a` out"
+
+
+def test_an_argument_is_called_as_in_the_usage():
+    def command(path: Annotated[str, Argument("A path.", metavar="PATH")]) -> None: ...
+
+    assert [one.shown for one in declared(command)] == ["PATH"]
