@@ -11,8 +11,9 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -81,12 +82,14 @@ class Hub:
     """What it has as a CDN, by digest."""
     tokens: list[str | None] = field(default_factory=list)
     """What was sent along with each request."""
-    wait: float = 0.0
-    """Seconds that each answer takes."""
+    gather: int = 0
+    """How many requests for large files there have to be at a time before the first is answered."""
+    patience: float = 10.0
+    """Seconds that a request waits for the others."""
     busy: int = 0
     most: int = 0
-    """How many answers were on their way at a time, at most."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    """How many requests for large files there were at a time, at most."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def add(self, name: str, folder: Path, gated: bool = False) -> str:
         files = {
@@ -110,6 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._note()
+        with self._gathered():
+            self._get()
+
+    def _get(self) -> None:
         path = unquote(urlsplit(self.path).path)
         if path.startswith(self.hub.down):
             self._fail(500)
@@ -163,12 +170,22 @@ class _Handler(BaseHTTPRequestHandler):
     def _note(self) -> None:
         self.hub.requests.append((self.command, self.path))
         self.hub.tokens.append(self.headers.get("Authorization"))
-        with self.hub.lock:
-            self.hub.busy += 1
-            self.hub.most = max(self.hub.most, self.hub.busy)
-        time.sleep(self.hub.wait)
-        with self.hub.lock:
-            self.hub.busy -= 1
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Wait for others, if there are to be some; of a client that asks in turn none come."""
+        hub, counts = self.hub, urlsplit(self.path).path.endswith(LARGE)
+        with hub.changed:
+            hub.busy += counts
+            hub.most = max(hub.most, hub.busy)
+            hub.changed.notify_all()
+            if counts:
+                hub.changed.wait_for(lambda: hub.most >= hub.gather, hub.patience)
+        try:
+            yield
+        finally:
+            with hub.changed:
+                hub.busy -= counts
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -132,12 +132,12 @@ def test_headers_are_read_side_by_side(
     _by_ckptctl(tmp_path / "model", 5_000)
     hub.add("org/model", tmp_path / "model")
     shards = _shards(tmp_path / "model")
-    hub.wait = 0.05
+    hub.gather = 8
     ckptctl.inspect("hf://org/model")
     count = len(_asked(hub))
     assert shards > 10 and count == shards + 2 and hub.most >= 8
     hub.requests.clear()
-    hub.most = 0
+    hub.most, hub.gather, hub.patience = 0, 3, 0.1
     monkeypatch.setattr(read_ahead, "AHEAD", 1)
     ckptctl.inspect("hf://org/model")
     assert len(_asked(hub)) == count and hub.most <= 2
@@ -151,7 +151,7 @@ def test_items_are_read_side_by_side(
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     ckptctl.convert(tmp_path / "model.safetensors", tmp_path / "dcp", to="dcp")
     hub.add("org/dcp", tmp_path / "dcp")
-    hub.wait = 0.05
+    hub.gather = 8
     assert ckptctl.verify("hf://org/dcp").findings == ()
     count = len(_asked(hub))
     assert count > 16 and hub.most >= 8
@@ -164,7 +164,7 @@ def test_items_are_read_side_by_side(
 def test_rank_files_are_read_side_by_side(hub: Hub, tmp_path: Path) -> None:
     ckptctl.convert(TINY, tmp_path / "meta", to="meta", mp=2)
     hub.add("org/meta", tmp_path / "meta")
-    hub.wait = 0.05
+    hub.gather = 2
     assert ckptctl.inspect("hf://org/meta").format == "meta" and hub.most >= 2
 
 
