@@ -196,6 +196,9 @@ class Keeper:
         except (CkptError, OSError) as error:
             _log.warning("nothing was removed from %s: %s", self.root, _said(error))
             return
+        for one in plan.of("skip"):
+            if one.checkpoint.record.problem:
+                _log.warning("%s stays: %s", one.checkpoint.path, "; ".join(one.reasons))
         self._tell(result)
 
     def discard_after(self, step: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = sorted((REPOSITORY / "docs" / "contributing").glob("*.md"))
+PAGES = [REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs/contributing").glob("*.md"))]
 PATH = re.compile(r"`((?:ckptctl|converters|docs|tests)/[\w./-]*)`(?: \(`(\w+)`\))?")
 WORDS = 40
 """The least that the glossary has."""

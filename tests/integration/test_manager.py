@@ -136,6 +136,20 @@ def test_ratings_travel_with_the_checkpoint(tmp_path: Path) -> None:
     assert json.loads(text)["metrics"] == {"acc": 0.95, "loss": 2.0}
 
 
+def test_a_record_that_cannot_be_read_is_kept_and_told_of(tmp_path: Path, log: io.StringIO) -> None:
+    record = tmp_path / "run" / "step-1" / "ckptctl.run.json"
+    with CheckpointManager(tmp_path / "run", keep_last=1, sync=False) as manager:
+        save_steps(manager, 1)
+        record.write_text("{")
+        manager.rate(1, {"acc": 0.5})
+        save_steps(manager, 2, 3)
+        assert "its `ckptctl.run.json` cannot be read" in log.getvalue()
+        assert manager.load_latest({"w": torch.ones(4, 3)}, strict=False)
+    assert record.read_text() == "{"
+    assert names(tmp_path / "run") == ["step-1", "step-3"]
+    assert "`ckptctl.run.json` of `step-1` cannot be read" in log.getvalue()
+
+
 def test_a_step_that_is_not_there_cannot_be_rated(tmp_path: Path, log: io.StringIO) -> None:
     run_on_ranks(rate_missing, (1, 2), tmp_path)
     for world in (1, 2):
