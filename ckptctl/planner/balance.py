@@ -80,23 +80,12 @@ class _Candidates:
 
 
 def piece_limit(nbytes: int, ranks: int) -> int:
-    """Return above how many bytes a replicated chunk is cut so that ranks can share it.
-
-    Args:
-        nbytes: Of everything that is written.
-        ranks: How many write it.
-    """
+    """Return above how many bytes a replicated chunk is cut so that ranks can share it."""
     return max(LEAST_PIECE, nbytes // max(ranks, 1) // PIECES_PER_RANK)
 
 
 def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
-    """Return *box* in pieces of about *limit* bytes, cut where it lies contiguously.
-
-    Args:
-        box: Of a tensor.
-        nbytes: How many it has.
-        limit: See :func:`piece_limit`.
-    """
+    """Return *box* in pieces of about *limit* bytes, cut where it lies contiguously."""
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     count = -(-nbytes // limit)
     if dim is None or count < 2:

@@ -44,12 +44,7 @@ class Lineage(NamedTuple):
     left: int = 0
 
     def going_on(self, step: int, newest: int) -> Lineage:
-        """Return the lineage of a run that goes on from this checkpoint.
-
-        Args:
-            step: Its step.
-            newest: The highest number that there is.
-        """
+        """Return the lineage of a run that goes on from this checkpoint."""
         before = tuple(one for one in self.resumed if one.leaves)
         return Lineage(newest, (*before, Resume(step, self.save, newest)))
 

@@ -155,12 +155,6 @@ def require_saved(config: Json | None, saved: Collection[str]) -> None:
 def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: str = "") -> None:
     """Refuse a checkpoint without low-rank factors.
 
-    Args:
-        catalog: The checkpoint.
-        kind: The error to raise then.
-        what: What is wrong then.
-        hint: What to do about it.
-
     Raises:
         CkptError: There are none.
     """

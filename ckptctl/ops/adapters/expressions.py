@@ -26,10 +26,6 @@ _MOST = 1 << 20
 def check_expressions(patterns: Mapping[str, object], where: str) -> None:
     """Refuse expressions that are malformed, or could keep the matching busy for hours.
 
-    Args:
-        patterns: The expressions are its keys.
-        where: For messages.
-
     Raises:
         UnsupportedError: One of them is malformed.
         RefusedError: There are too many ways to match them.

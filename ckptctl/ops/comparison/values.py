@@ -146,13 +146,7 @@ FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
 
 
 def compare_leaves(a: Catalog, b: Catalog, pairs: Sequence[LeafPair]) -> tuple[LeafDifference, ...]:
-    """Return which of the leaves differ.
-
-    Args:
-        a: A checkpoint whose leaves were read.
-        b: Another one.
-        pairs: The leaves.
-    """
+    """Return which of the leaves differ."""
     found = []
     for name, other in pairs:
         x, y = a.blobs[name].value, b.blobs[other].value

@@ -80,12 +80,6 @@ def require_scaled(
 ) -> None:
     """Refuse to cast weights to float8: without scales most of them leave its range.
 
-    Args:
-        asked: The options.
-        mapped: What becomes what.
-        entries: The source's tensors, located.
-        tensors: The output's.
-
     Raises:
         RefusedError: A tensor that is none becomes float8, and `--allow-overflow` is not given.
     """
@@ -200,13 +194,6 @@ def require_whole_blocks(
     ranks: int,
 ) -> None:
     """Refuse to divide a float8 weight inside of a block.
-
-    Args:
-        catalog: The source.
-        mapped: What becomes what.
-        tensors: The output's tensors.
-        divide: How ranks divide them.
-        ranks: How many there are.
 
     Raises:
         RefusedError: Naming the weights, their blocks and a number of ranks that fits.

@@ -47,15 +47,7 @@ def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
 def inside_model(
     catalog: Catalog, parts: Parts, outside: Collection[str], root: str, keep_root: bool
 ) -> Iterator[tuple[MappedTensor, Path]]:
-    """Yield what becomes of tensors that were taken out of leaves of the model.
-
-    Args:
-        catalog: What :func:`unpacked` returned.
-        parts: Likewise.
-        outside: Names that are not the model's.
-        root: The model's prefix, with its dot.
-        keep_root: Whether the output has it too.
-    """
+    """Yield what becomes of tensors that were taken out of leaves of the model."""
     for name in (part for names in parts.values() for part in names):
         entry = catalog.tensors.get(name)
         if entry is not None and name not in outside and name.startswith(root):
@@ -125,11 +117,6 @@ def strings(catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableF
 
     A string that says something of single tensors, or of their bytes, holds only while names,
     shapes and dtypes are the same and nothing is computed.
-
-    Args:
-        catalog: The source.
-        tensors: What is written.
-        target: The format to write.
     """
     made = {one.name: (one.dtype, one.shape) for one in tensors}
     there = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}

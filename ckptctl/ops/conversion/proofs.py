@@ -91,12 +91,6 @@ def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
 def require_regular(files: Readable, catalog: Catalog, root: str, tiling: Tiling) -> None:
     """Prove that nothing is lost when rows for aspect ratios become a grid.
 
-    Args:
-        files: The checkpoint's.
-        catalog: The checkpoint.
-        root: The model's prefix in it.
-        tiling: What becomes of one embedding.
-
     Raises:
         MappingError: Two rows disagree about a tile, or hold something where none is.
     """

@@ -43,14 +43,7 @@ def with_checks(
     transfers: tuple[Transfer, ...],
     computed: Mapping[str, Computed],
 ) -> tuple[tuple[Transfer, ...], tuple[Check, ...]]:
-    """Return *transfers* with the checksums they take part in, and these.
-
-    Args:
-        root: The directory of the source.
-        entries: The tensors that are converted.
-        transfers: What copies them.
-        computed: The virtual files that transfers read.
-    """
+    """Return *transfers* with the checksums they take part in, and these."""
     recorded = _recorded(root, entries, computed, transfers)
     parts = _parts(root, recorded, transfers)
     checks: list[Check] = []

@@ -38,12 +38,6 @@ class Rest:
 def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
     """Map the leaves called *names* along with the model.
 
-    Args:
-        catalog: The checkpoint.
-        names: Leaves outside the model.
-        root: The model's prefix, with its dot.
-        change: How the model changes.
-
     Raises:
         RefusedError: Optimizer state cannot follow its parameter.
     """

@@ -34,14 +34,7 @@ def transfers(
     output: Output,
     target_dtypes: Mapping[str, str],
 ) -> Iterator[Transfer]:
-    """Yield the transfers of each mapped tensor: one, or one for each copy that ranks repeat.
-
-    Args:
-        tensors: What becomes what.
-        entries: The source's tensors, resolved.
-        output: Where the target's boxes go.
-        target_dtypes: Element type of each target tensor.
-    """
+    """Yield the transfers of each mapped tensor: one, or one for each copy that ranks repeat."""
     for mapped in tensors:
         for copy in _copies(mapped, output):
             for part, boxes in _tiled(mapped, copy):

@@ -150,14 +150,7 @@ def _note(found: list[Pair], dtype: str) -> str:
 def made(
     catalog: Catalog, zeros: Sequence[Zeros], root: str, prefix: str
 ) -> tuple[Catalog, list[MappedTensor]]:
-    """Return *catalog* with such tensors in virtual files, and how they become the target's.
-
-    Args:
-        catalog: The source.
-        zeros: What is to be made.
-        root: The model's prefix in the source.
-        prefix: The model's prefix in the target.
-    """
+    """Return *catalog* with such tensors in virtual files, and how they become the target's."""
     entries, computed = dict(catalog.tensors), dict(catalog.computed)
     mapped: list[MappedTensor] = []
     for item in zeros:

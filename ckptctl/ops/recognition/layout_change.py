@@ -219,11 +219,6 @@ def _with_vocabulary(
 def chosen_family(known: Recognition, target: str | None, where: str) -> Family:
     """Return the family for a change of names; several that say the same are as good as one.
 
-    Args:
-        known: What the checkpoint is.
-        target: The layout that is wanted.
-        where: The checkpoint, for errors.
-
     Raises:
         MappingError: None is known, or several that differ.
     """

@@ -22,12 +22,7 @@ LEFTOVER = re.compile(
 
 
 def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
-    """Yield warnings about what lies in and beside a checkpoint.
-
-    Args:
-        path: What was verified, absolute.
-        catalog: What could be read of it.
-    """
+    """Yield warnings about what lies in and beside a checkpoint."""
     yield from _unfinished(path)
     root = path_at(catalog.root) if catalog else path
     if not path.is_dir():

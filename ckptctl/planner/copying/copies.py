@@ -59,13 +59,7 @@ def has_gaps(operand: Operand, item: int) -> bool:
 
 
 def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work:
-    """Return what :func:`tiled` takes.
-
-    Args:
-        transfer: A transfer.
-        frame: What its axes are.
-        records: See :func:`ckptctl.planner.copying.copies.lower`.
-    """
+    """Return what :func:`tiled` takes."""
     order = tuple(axis for group in frame.target for axis in group)
     other = tuple(axis for group in frame.source for axis in group)
     same = (a == b for a, b in zip(order, other, strict=True))

@@ -198,11 +198,7 @@ def _weights(group: Ints, sizes: Ints) -> Ints:
 
 
 class Index:
-    """Finds the pieces that meet a box without looking at all of them.
-
-    Args:
-        found: The pieces of one side.
-    """
+    """Finds the pieces that meet a box without looking at all of them."""
 
     def __init__(self, found: Sequence[Piece]) -> None:
         rank = len(found[0].lo) if found else 0

@@ -72,12 +72,7 @@ class Share:
 
 
 def lanes(plan: Plan, checks: bool) -> list[list[int]]:
-    """Return the numbers of what is done to each file, in the order in which files are begun.
-
-    Args:
-        plan: The plan.
-        checks: Whether checksums of sources are wanted.
-    """
+    """Return the numbers of what is done to each file, in the order in which files are begun."""
     found: dict[str, list[int]] = {}
     for index, transfer in enumerate(plan.transfers):
         if transfer.target.operands:
@@ -90,14 +85,7 @@ def lanes(plan: Plan, checks: bool) -> list[list[int]]:
 
 
 def share_of(plan: Plan, checks: bool, rank: int, ranks: int) -> Share:
-    """Return what *rank* does of *plan*; the shares of all ranks together are all of it.
-
-    Args:
-        plan: The plan.
-        checks: Whether checksums of sources are wanted.
-        rank: Of the process.
-        ranks: How many there are.
-    """
+    """Return what *rank* does of *plan*; the shares of all ranks together are all of it."""
     numbers = [number for lane in lanes(plan, checks) for number in lane]
     sizes = [_nbytes(plan, number) for number in numbers]
     total = sum(sizes)

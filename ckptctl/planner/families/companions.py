@@ -57,12 +57,7 @@ class Companion:
 
 
 def with_companions(tensors: Iterable[Tensor], kinds: Iterable[Companion]) -> Iterator[Tensor]:
-    """Yield *tensors*, each followed by its scales.
-
-    Args:
-        tensors: Those of a family's tables.
-        kinds: The scales that they may have.
-    """
+    """Yield *tensors*, each followed by its scales."""
     known = list(kinds)
     for tensor in tensors:
         yield tensor

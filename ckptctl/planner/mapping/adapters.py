@@ -98,10 +98,6 @@ def adapters_apart(base: Family, layout: str) -> Family:
 def scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
     """Return the biases that DoRA scales in an adapter's *layout*, by their weights.
 
-    Args:
-        base: The model type.
-        layout: The adapter's.
-
     Returns:
         Names in the tables, without indices.
     """

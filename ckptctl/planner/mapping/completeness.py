@@ -246,14 +246,7 @@ class _Expected:
 
 
 def begins_only(family: Family, layout: Layout, matched: Matched, absent: Collection[str]) -> bool:
-    """Return whether a model has its beginning and its first layers, and nothing after them.
-
-    Args:
-        family: The model type.
-        layout: That of the keys.
-        matched: What was found.
-        absent: The keys that it lacks.
-    """
+    """Return whether a model has its beginning and its first layers, and nothing after them."""
     blocks = [tensor.block for tensor in family.tensors.values() if tensor.indices]
     if not blocks:
         return False

@@ -67,12 +67,7 @@ class Range:
 
 
 class Extents:
-    """Sizes and places by a family's tables alone.
-
-    Args:
-        family: The model type.
-        sizes: What is known of axis sizes.
-    """
+    """Sizes and places by a family's tables alone."""
 
     def __init__(self, family: Family, sizes: Mapping[str, int]) -> None:
         self.family = family

@@ -43,10 +43,6 @@ class Origins:
     def of(self, tensor: Tensor, values: tuple[int, ...]) -> Origin | None:
         """Return the keys that a logical tensor is read from and what is stored there.
 
-        Args:
-            tensor: The logical tensor.
-            values: Its indices.
-
         Returns:
             None where it is not there, or the target does without it.
         """
@@ -91,12 +87,6 @@ class Fusing:
 
     What that is follows from the tables and from the number of entries that the whole model has,
     never from what was chosen or found.
-
-    Args:
-        source: What is there.
-        target: The layout to produce.
-        numbering: How that numbers its layers.
-        missing: Keys that may be missing.
     """
 
     def __init__(

@@ -185,12 +185,6 @@ def observed(family: Family, layout: str, shapes: Shapes, ranks: int) -> Iterato
     """Yield one tensor of each kind as it would be if *ranks* such shards were put together.
 
     Heads that ranks repeat count as often as they are stored.
-
-    Args:
-        family: The model type.
-        layout: Layout of the keys.
-        shapes: Shapes on one rank, by key.
-        ranks: Number of ranks.
     """
     seen: set[str] = set()
     for key, shape in shapes.items():
@@ -238,12 +232,6 @@ def ranks_fit(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
 
     Llama 2 divides the embedding by columns, Llama 3 by rows; with the undivided norms the hidden
     size is known, and only one of the two agrees.
-
-    Args:
-        family: The model type.
-        layout: Layout of the keys.
-        shapes: Shapes on one rank, by key.
-        ranks: Number of ranks.
     """
     try:
         solve(family, observed(family, layout, shapes, ranks), {})

@@ -43,11 +43,7 @@ SCRIPTS = (
 
 
 def page(document: Mapping[str, object]) -> str:
-    """Return the page that shows *document*.
-
-    Args:
-        document: What :meth:`~ckptctl.ops.report.data.Report.to_json` returns.
-    """
+    """Return the page that shows *document*."""
     style = f"\n{_text('page.css')}"
     script = "\n".join(['\n"use strict";', *map(_text, SCRIPTS)])
     data = {"schema": SCHEMA, "ckptctl": __version__, **document}
