@@ -13,8 +13,9 @@ from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.formats.assets import documents
 from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.peft import CONFIG
-from ckptctl.ops.adapters.config import Settings, described, settings
-from ckptctl.ops.conversion.documents import Assets, Papers, dumped
+from ckptctl.ops.adapters import Settings, described, settings
+from ckptctl.ops.conversion.assets import Assets
+from ckptctl.ops.conversion.config_files import ConfigFiles, dumped
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.families.templates import skeleton
@@ -38,9 +39,9 @@ def beside(catalog: Catalog, assets: Assets) -> Assets:
     return replace(assets, documents=documents(path_at(catalog.root)))
 
 
-def adapter_papers(
+def adapter_config_files(
     catalog: Catalog, assets: Assets, change: Change, target: WritableFormat, alpha: float | None
-) -> Papers:
+) -> ConfigFiles:
     """Decide which files an adapter gets beside its tensors.
 
     Args:
@@ -69,7 +70,7 @@ def adapter_papers(
             hint="`ckptctl merge BASE ADAPTER DST` merges it into its model",
         )
     if target.single_file:
-        return Papers((), (), {}, (_advice(known, ranks),))
+        return ConfigFiles((), (), {}, (_advice(known, ranks),))
     content = config
     if peft and (config is None or change.source_layout not in (None, *PEFT.values())):
         content = _written(change, known, config, ranks)
@@ -131,14 +132,14 @@ def _advice(known: Settings, ranks: dict[str, int]) -> str:
     )
 
 
-def _files(catalog: Catalog, assets: Assets, config: Json | None) -> Papers:
+def _files(catalog: Catalog, assets: Assets, config: Json | None) -> ConfigFiles:
     new = {} if config is None else {CONFIG: dumped(config)}
     own = {
         name: size
         for name, size in assets.sizes.items()
         if assets.roots[name] == catalog.root and name not in (CONFIG, "config.json")
     }
-    return Papers(
+    return ConfigFiles(
         tuple(document(name, content) for name, content in new.items())
         + tuple(copied(name, size) for name, size in own.items()),
         tuple(RawCopy(name, 0, size, name, root=catalog.root) for name, size in own.items()),

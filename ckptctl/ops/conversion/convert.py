@@ -16,17 +16,18 @@ from pathlib import Path
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.ops.adapters.config import factors_only, require_adapter
+from ckptctl.formats.base import WritableFormat
+from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion import proofs
 from ckptctl.ops.conversion.adapter_files import beside
+from ckptctl.ops.conversion.assets import Assets, gather, stated_in, unquantised
 from ckptctl.ops.conversion.checks import require_sense
-from ckptctl.ops.conversion.documents import gather, stated_in, unquantised
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.missing import Missing, find_missing
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.conversion.proofs import require_published
-from ckptctl.ops.destinations import replaceable, require_destination
+from ckptctl.ops.destinations import Destination, replaceable, require_destination
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.dequantise import dequantised
@@ -83,10 +84,36 @@ def plan_changed(
         CkptError: See :func:`plan_conversion`.
     """
     target = formats.target(options.to)
+    source, destination = _preflight(src, dst, options, target)
+    opened = _catalog(source, options)
+    catalog, assets = _with_assets(opened, options, target)
+    recognition = recognise(
+        catalog, options.model_type, options.from_layout, options.root, assets.documents
+    )
+    with advised(catalog, recognition.root):
+        changed = change(catalog, recognition, assets.documents)
+        missing = find_missing(opened) if options.allow_missing else Missing()
+        draft = Draft(changed, recognition, options, target, destination, assets, missing)
+        plan = draft.plan()
+    if not options.verify_replicas:
+        return plan
+    written = opened.replicas.keys() - plan.missing.keys() - plan.left_out.keys()
+    return replace(plan, replicated=replicated(opened, written))
+
+
+def _preflight(
+    src: str | Path, dst: str | Path, options: ConversionOptions, target: WritableFormat
+) -> tuple[Path, Destination]:
+    """Refuse options that make no sense together, and a destination that must not be touched."""
     require_sense(options, target)
     source = formats.existing(src)
     kind = Replaceable(replaceable, file=target.single_file)
-    destination = require_destination(source, named(dst), options.overwrite, kind)
+    return source, require_destination(source, named(dst), options.overwrite, kind)
+
+
+def _catalog(source: Path, options: ConversionOptions) -> Catalog:
+    """Read the index of the source."""
+    trusted = options.assets if options.trust_assets else None
     catalog = formats.open_checkpoint(
         source,
         options.from_format,
@@ -96,29 +123,22 @@ def plan_changed(
         rules=options.rules,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
-        documents=stated_in(options.assets) if options.assets and options.trust_assets else None,
+        documents=stated_in(trusted) if trusted else None,
     )
-    if options.only == "model":
-        catalog = unwrapped(catalog)
-    missing = find_missing(catalog) if options.allow_missing else Missing()
-    opened = catalog
+    return unwrapped(catalog) if options.only == "model" else catalog
+
+
+def _with_assets(
+    catalog: Catalog, options: ConversionOptions, target: WritableFormat
+) -> tuple[Catalog, Assets]:
+    """Return what is converted of the source, and its config files, nothing of it quantised."""
     if target.adapters:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
     assets = beside(catalog, gather(catalog, options.assets, options.carry))
     if options.dequantize:
-        catalog = dequantised(catalog, options.dequantize)
-        assets = unquantised(assets)
-    known = recognise(
-        catalog, options.model_type, options.from_layout, options.root, assets.documents
-    )
-    with advised(catalog, known.root):
-        changed = change(catalog, known, assets.documents)
-        plan = Draft(changed, known, options, target, destination, assets, missing).plan()
-    if not options.verify_replicas:
-        return plan
-    wanted = opened.replicas.keys() - plan.missing.keys() - plan.left_out.keys()
-    return replace(plan, replicated=replicated(opened, wanted))
+        return dequantised(catalog, options.dequantize), unquantised(assets)
+    return catalog, assets
 
 
 def run_conversion(

@@ -12,7 +12,8 @@ from ckptctl.errors import DamagedError, MappingError, RefusedError, command
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.unknown_classes import require_known
-from ckptctl.ops.conversion.adapter_files import adapter_papers
+from ckptctl.ops.conversion.adapter_files import adapter_config_files
+from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.checks import (
     Divide,
     reference,
@@ -20,7 +21,7 @@ from ckptctl.ops.conversion.checks import (
     require_scaled,
     require_whole_blocks,
 )
-from ckptctl.ops.conversion.documents import Assets, Papers, papers
+from ckptctl.ops.conversion.config_files import ConfigFiles, config_files
 from ckptctl.ops.conversion.executable import LaidOut, executable, provenance
 from ckptctl.ops.conversion.leaves import (
     Parts,
@@ -126,7 +127,7 @@ class Draft:
             said = said.without_hashes()
             output = self.target.lay_out(replace(request, metadata=said.kept))
         self.left_out |= said.left_out
-        beside = self._papers(change, tensors)
+        beside = self._config_files(change, tensors)
         _require_apart(output, beside)
         single_file = self.target.single_file
         laid = LaidOut(read, tensors, output, beside, self.destination.path, single_file, said.kept)
@@ -393,12 +394,12 @@ class Draft:
             return len(self.like.files)
         return self.options.mp
 
-    def _papers(self, change: Change, tensors: tuple[OutputTensor, ...]) -> Papers:
+    def _config_files(self, change: Change, tensors: tuple[OutputTensor, ...]) -> ConfigFiles:
         if is_adapter(self.catalog.tensors):
-            return adapter_papers(
+            return adapter_config_files(
                 self.catalog, self.assets, change, self.target, self.options.lora_alpha
             )
-        return papers(
+        return config_files(
             self.assets,
             self.options.to,
             change,
@@ -408,7 +409,7 @@ class Draft:
         )
 
 
-def _require_apart(output: Output, beside: Papers) -> None:
+def _require_apart(output: Output, beside: ConfigFiles) -> None:
     """Refuse a file that is carried along under the name of one that is written."""
     written = {MANIFEST, *(file.path for file in output.files)}
     twice = [file.path for file in beside.files if file.path in written]

@@ -21,7 +21,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import kind_of
 from ckptctl.formats.base import Output, OutputTensor, Place
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
-from ckptctl.ops.conversion.documents import Papers
+from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.source_checks import with_checks
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.ops.recognition.recognise import Recognition
@@ -46,7 +46,7 @@ class LaidOut:
     mapped: Sequence[MappedTensor]
     tensors: tuple[OutputTensor, ...]
     output: Output
-    beside: Papers
+    beside: ConfigFiles
     destination: Path
     single_file: bool
     metadata: Mapping[str, str]

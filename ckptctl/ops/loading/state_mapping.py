@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, RefusedError, UsageError
-from ckptctl.ops.conversion.documents import gather, unquantised
+from ckptctl.ops.conversion.assets import gather, unquantised
 from ckptctl.ops.conversion.leaves import keep_together
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions

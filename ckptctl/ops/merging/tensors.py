@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError
-from ckptctl.ops.adapters.config import (
+from ckptctl.ops.adapters import (
     Settings,
     check_magnitudes,
     described,

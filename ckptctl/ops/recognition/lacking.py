@@ -5,10 +5,11 @@ What it lacks are tensors that its family's table and its configuration say it h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptctl import families
+from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import (
     ALTERNATIVES,
     HomelessError,
@@ -20,7 +21,9 @@ from ckptctl.errors import (
     possible,
 )
 from ckptctl.ops.recognition.quantised import plain_names
-from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.roots import unwrapped
+from ckptctl.ops.recognition.selection import select
 from ckptctl.planner.configs.stated import does_without, is_tied, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.adapters import is_adapter
@@ -306,3 +309,24 @@ def _possible(found: Recognition) -> str:
         return either(found.evidence, "and")
     described = "tensors and configuration" if found.config or found.params else "the tensors"
     return f"{described} fit {listed(found.candidates, SHOWN_CANDIDATES)}"
+
+
+def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[Finding]:
+    """Yield the tensors that the model lacks, and those that its configuration does not count.
+
+    Args:
+        catalog: A checkpoint whose index is whole.
+        model_type: Its family, where the user named it.
+    """
+    catalog = unwrapped(catalog)
+    try:
+        known = recognise(catalog, model_type)
+    except MappingError:  # several models: there is none to compare
+        return
+    found = described(known, select(catalog, known.root).tensors)
+    for name, why in found.missing.items():
+        yield Finding("the model lacks a tensor", why, "unknown", tensor=name)
+    if found.surplus:
+        yield Finding("the configuration and the tensors disagree", found.surplus, "unknown")
+    for doubt in found.doubts:
+        yield Finding("what the model lacks is not known", doubt, "warning")

@@ -102,9 +102,9 @@ def _examine(
         _verify(state, state.catalog, options, progress, ranks)
     state.findings += surroundings(state.path, state.catalog)
     if options.model and state.catalog is not None and _whole(state):
-        from ckptctl.ops.verification.model import lacking
+        from ckptctl.ops.recognition.lacking import model_findings
 
-        state.findings += lacking(state.catalog, options.model_type)
+        state.findings += model_findings(state.catalog, options.model_type)
     require_answers(state.path)
     opened = state.catalog.opened if state.catalog else None
     together(ranks, lambda: require_unreplaced(opened))

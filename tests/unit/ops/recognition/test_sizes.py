@@ -6,7 +6,7 @@ import pytest
 
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
-from ckptctl.ops.conversion.documents import resized
+from ckptctl.ops.conversion.config_files import resized
 from ckptctl.ops.recognition.agreement import Description, agree
 from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.stated import axis_called, read_sizes

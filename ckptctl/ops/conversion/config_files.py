@@ -1,37 +1,25 @@
-"""Configuration and side files of an output: what is written, what is carried along."""
+"""The config files of an output: what is written, and which side files are copied."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, SourceNotFoundError, UsageError
+from ckptctl.errors import MappingError
 from ckptctl.formats.assets import (
-    DOCUMENTS,
-    QUANTISATION,
     amended,
-    beside,
-    documents,
-    left_behind,
 )
-from ckptctl.formats.base import WritableFormat, copied, document
-from ckptctl.formats.rank_states import CONFIGURATION
-from ckptctl.ops.conversion.carrying import carried
-from ckptctl.ops.recognition.agreement import Description, of_training
+from ckptctl.formats.base import copied, document
+from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.ops.recognition.layout_change import Change
-from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.stated import Json, plain
 from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.plan import OutputFile, RawCopy
-from ckptctl.storage.paths import path_at, path_hint
 
-CONFIG, PARAMS = "config.json", "params.json"
 NO_CONFIG = (
     "there is no config.json: transformers cannot load this without one; `--assets DIR` takes it,"
     " and the tokenizer, from the model that was trained"
@@ -39,39 +27,7 @@ NO_CONFIG = (
 
 
 @dataclass(frozen=True, slots=True)
-class Assets:
-    """Where configuration and side files come from.
-
-    Attributes:
-        roots: For each side file the directory that it lies in.
-        sizes: Their sizes in bytes.
-        documents: Parsed ``config.json`` and ``params.json``, those of ``--assets`` alone where it
-            has any.
-        others: Names of what lies in the same directories and does not travel; and why.
-        changed: Documents that no longer say what their files say.
-        described: All of them, those that ``--assets`` replaces, too.
-    """
-
-    roots: Mapping[str, str]
-    sizes: Mapping[str, int]
-    documents: Mapping[str, Json]
-    others: Mapping[str, str] = field(default_factory=dict)
-    changed: frozenset[str] = frozenset()
-    described: tuple[Description, ...] = ()
-
-    def not_carried(self, target: WritableFormat) -> dict[str, str]:
-        """Return the names of what an output of *target* does not get, and why."""
-        alone = f"a {target.name} file carries no side files"
-        own = dict.fromkeys({**self.sizes, **self.documents}, alone) if target.single_file else {}
-        return {**own, **self.others}
-
-    def notes(self, target: WritableFormat) -> list[str]:
-        """Return what the user should know of what *target* could carry and does not get."""
-        return [] if target.single_file else [*left_behind(self.others)]
-
-
-@dataclass(frozen=True, slots=True)
-class Papers:
+class ConfigFiles:
     """The files of an output beside its weights.
 
     Attributes:
@@ -87,93 +43,7 @@ class Papers:
     notes: tuple[str, ...] = ()
 
 
-def stated_in(directory: str | Path) -> dict[str, Json]:
-    """Return the configuration that ``--assets`` holds.
-
-    Raises:
-        SourceNotFoundError: There is no such directory.
-    """
-    root = Path(directory).expanduser().absolute()
-    if not root.is_dir():
-        raise SourceNotFoundError(
-            "no such directory",
-            where=str(root),
-            why=f"--assets names a folder with {CONFIG} or {PARAMS}",
-            hint=path_hint(root),
-        )
-    return documents(root)
-
-
-def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] = ()) -> Assets:
-    """Return the checkpoint's side files, those of ``--assets`` instead where it has them.
-
-    Args:
-        catalog: The checkpoint.
-        directory: That of ``--assets``.
-        globs: Those of ``--carry``: what travels beside the files of known kinds.
-
-    Raises:
-        SourceNotFoundError: ``--assets`` names no directory.
-        UsageError: It holds nothing to take, or a glob matches nothing.
-    """
-    found, roots = _own(catalog), [path_at(catalog.root)]
-    if directory is not None:
-        roots.append(Path(directory).expanduser().absolute())
-        found = _with_directory(catalog, found, roots[1])
-    return carried(found, roots, globs) if globs else found
-
-
-def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
-    """Return *own* with the files of ``--assets``, which is *root*."""
-    stated, found = stated_in(root), beside(root, documented=False)
-    if not found.assets and not stated:
-        raise UsageError("there is no configuration or tokenizer here", where=str(root))
-    described = own.documents if str(root) == catalog.root else stated
-    theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
-    return Assets(
-        {**own.roots, **dict.fromkeys(found.assets, str(root))},
-        {**own.sizes, **found.assets},
-        {**({} if described else own.documents), **described},
-        {**own.others, **found.others},
-        described=(*(own.described if str(root) != catalog.root else ()), *theirs),
-    )
-
-
-def _own(catalog: Catalog) -> Assets:
-    """Return the checkpoint's side files; those of verl's folder come to lie beside the others."""
-    root, inner = path_at(catalog.root), f"{CONFIGURATION}/"
-    roots: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
-        short = name.removeprefix(inner)
-        roots[short] = str(root if short == name else root / CONFIGURATION)
-        sizes[short] = size
-    described = (
-        Description(name, str(path_at(roots.get(name, catalog.root)) / name), content)
-        for name, content in catalog.documents.items()
-        if name in DOCUMENTS
-    )
-    files = (*described, *of_training(catalog))
-    return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
-
-
-def unquantised(assets: Assets) -> Assets:
-    """Return *assets* as they hold once nothing is quantised any more."""
-    described = tuple(replace(one, content=_plain(one.content)) for one in assets.described)
-    config = assets.documents.get(CONFIG, {})
-    if QUANTIZATION not in config:
-        return replace(assets, described=described)
-    documents = {**assets.documents, CONFIG: _plain(config)}
-    changed = assets.changed | {CONFIG}
-    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTISATION}
-    return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)
-
-
-def _plain(config: Json) -> Json:
-    return {key: value for key, value in config.items() if key != QUANTIZATION}
-
-
-def papers(
+def config_files(
     assets: Assets,
     to_format: str,
     change: Change,
@@ -181,7 +51,7 @@ def papers(
     ranks: int,
     dtype: str | None,
     cast: bool,
-) -> Papers:
+) -> ConfigFiles:
     """Decide which side files an output gets.
 
     Args:
@@ -198,7 +68,7 @@ def papers(
     if to_format == "torch":
         names = sorted({*assets.sizes, *assets.documents})
         note = f"a torch file carries no side files; {len(names)} stay behind: {', '.join(names)}"
-        return Papers((), (), {}, (note,) if names else ())
+        return ConfigFiles((), (), {}, (note,) if names else ())
     written = _written(assets, to_format, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()
     if to_format == "hf" and CONFIG not in assets.documents:
@@ -209,7 +79,7 @@ def papers(
     if formats.target(to_format).described and PARAMS not in written:
         raise _no_params(to_format, change)
     kept = {name: size for name, size in assets.sizes.items() if name not in written}
-    return Papers(
+    return ConfigFiles(
         tuple(document(name, content) for name, content in written.items())
         + tuple(copied(name, size) for name, size in kept.items()),
         tuple(RawCopy(name, 0, size, name, root=assets.roots[name]) for name, size in kept.items()),

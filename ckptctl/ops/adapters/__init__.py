@@ -1,1 +1,0 @@
-"""What an adapter's configuration says."""

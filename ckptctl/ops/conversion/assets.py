@@ -1,0 +1,198 @@
+"""What lies beside the weights, and what ``--assets`` and ``--carry`` add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import SourceNotFoundError, UsageError, listed
+from ckptctl.formats.assets import (
+    DOCUMENTS,
+    QUANTISATION,
+    beside,
+    documents,
+    left_behind,
+)
+from ckptctl.formats.base import WritableFormat
+from ckptctl.formats.rank_states import CONFIGURATION
+from ckptctl.ops.recognition.agreement import Description, of_training
+from ckptctl.ops.recognition.quantised import QUANTIZATION
+from ckptctl.planner.configs.stated import Json
+from ckptctl.storage.files import leads_outside
+from ckptctl.storage.paths import path_at, path_hint
+from ckptctl.units import natural
+
+CONFIG, PARAMS = "config.json", "params.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """Where configuration and side files come from.
+
+    Attributes:
+        roots: For each side file the directory that it lies in.
+        sizes: Their sizes in bytes.
+        documents: Parsed ``config.json`` and ``params.json``, those of ``--assets`` alone where it
+            has any.
+        others: Names of what lies in the same directories and does not travel; and why.
+        changed: Documents that no longer say what their files say.
+        described: All of them, those that ``--assets`` replaces, too.
+    """
+
+    roots: Mapping[str, str]
+    sizes: Mapping[str, int]
+    documents: Mapping[str, Json]
+    others: Mapping[str, str] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
+    described: tuple[Description, ...] = ()
+
+    def not_carried(self, target: WritableFormat) -> dict[str, str]:
+        """Return the names of what an output of *target* does not get, and why."""
+        alone = f"a {target.name} file carries no side files"
+        own = dict.fromkeys({**self.sizes, **self.documents}, alone) if target.single_file else {}
+        return {**own, **self.others}
+
+    def notes(self, target: WritableFormat) -> list[str]:
+        """Return what the user should know of what *target* could carry and does not get."""
+        return [] if target.single_file else [*left_behind(self.others)]
+
+
+def stated_in(directory: str | Path) -> dict[str, Json]:
+    """Return the configuration that ``--assets`` holds.
+
+    Raises:
+        SourceNotFoundError: There is no such directory.
+    """
+    root = Path(directory).expanduser().absolute()
+    if not root.is_dir():
+        raise SourceNotFoundError(
+            "no such directory",
+            where=str(root),
+            why=f"--assets names a folder with {CONFIG} or {PARAMS}",
+            hint=path_hint(root),
+        )
+    return documents(root)
+
+
+def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] = ()) -> Assets:
+    """Return the checkpoint's side files, those of ``--assets`` instead where it has them.
+
+    Args:
+        catalog: The checkpoint.
+        directory: That of ``--assets``.
+        globs: Those of ``--carry``: what travels beside the files of known kinds.
+
+    Raises:
+        SourceNotFoundError: ``--assets`` names no directory.
+        UsageError: It holds nothing to take, or a glob matches nothing.
+    """
+    found, roots = _own(catalog), [path_at(catalog.root)]
+    if directory is not None:
+        roots.append(Path(directory).expanduser().absolute())
+        found = _with_directory(catalog, found, roots[1])
+    return carried(found, roots, globs) if globs else found
+
+
+def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
+    """Return *own* with the files of ``--assets``, which is *root*."""
+    stated, found = stated_in(root), beside(root, documented=False)
+    if not found.assets and not stated:
+        raise UsageError("there is no configuration or tokenizer here", where=str(root))
+    described = own.documents if str(root) == catalog.root else stated
+    theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
+    return Assets(
+        {**own.roots, **dict.fromkeys(found.assets, str(root))},
+        {**own.sizes, **found.assets},
+        {**({} if described else own.documents), **described},
+        {**own.others, **found.others},
+        described=(*(own.described if str(root) != catalog.root else ()), *theirs),
+    )
+
+
+def _own(catalog: Catalog) -> Assets:
+    """Return the checkpoint's side files; those of verl's folder come to lie beside the others."""
+    root, inner = path_at(catalog.root), f"{CONFIGURATION}/"
+    roots: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
+        short = name.removeprefix(inner)
+        roots[short] = str(root if short == name else root / CONFIGURATION)
+        sizes[short] = size
+    described = (
+        Description(name, str(path_at(roots.get(name, catalog.root)) / name), content)
+        for name, content in catalog.documents.items()
+        if name in DOCUMENTS
+    )
+    files = (*described, *of_training(catalog))
+    return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
+
+
+def unquantised(assets: Assets) -> Assets:
+    """Return *assets* as they hold once nothing is quantised any more."""
+    described = tuple(replace(one, content=_plain(one.content)) for one in assets.described)
+    config = assets.documents.get(CONFIG, {})
+    if QUANTIZATION not in config:
+        return replace(assets, described=described)
+    documents = {**assets.documents, CONFIG: _plain(config)}
+    changed = assets.changed | {CONFIG}
+    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTISATION}
+    return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)
+
+
+def _plain(config: Json) -> Json:
+    return {key: value for key, value in config.items() if key != QUANTIZATION}
+
+
+def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Assets:
+    """Return *assets* with those of the others that one of *globs* matches.
+
+    Args:
+        assets: What travels, and what does not.
+        roots: The directories that the others lie in; the last that has one counts.
+        globs: Of paths relative to them. ``*`` matches slashes, too, and nothing hidden: a name
+            that begins with a dot is matched by a glob that says the dot.
+
+    Raises:
+        UsageError: One of them matches nothing.
+    """
+    found = {name: root for root in roots for name in _files(root, assets.others)}
+    for glob in globs:
+        if not any(_matches(name, glob) for name in (*found, *assets.sizes)):
+            raise UsageError(
+                f"`--carry {glob}` matches nothing",
+                where=", ".join(map(str, roots)),
+                why=f"not carried along without it: {listed(natural(assets.others))}"
+                if assets.others
+                else "all that lies there is carried along without it",
+            )
+    wanted = {n: root for n, root in found.items() if any(_matches(n, glob) for glob in globs)}
+    folders = {f"{name.partition('/')[0]}/" for name in wanted}
+    stay = tuple(name for name in found if name not in wanted)
+    return replace(
+        assets,
+        roots={**assets.roots, **{name: str(root) for name, root in wanted.items()}},
+        sizes={**assets.sizes, **{n: (root / n).stat().st_size for n, root in wanted.items()}},
+        others={
+            name: why
+            for name, why in assets.others.items()
+            if name not in wanted and (name not in folders or any(n.startswith(name) for n in stay))
+        },
+    )
+
+
+def _files(root: Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield the files among *names*, and those in the folders among them, but no links outwards."""
+    for name in names:
+        item = root / name
+        found = item.rglob("*") if name.endswith("/") and item.is_dir() else (item,)
+        for one in found:
+            if one.is_file() and not leads_outside(one, root):
+                yield str(one.relative_to(root))
+
+
+def _matches(name: str, glob: str) -> bool:
+    """Return whether *glob* matches a path, with the dots of hidden files said."""
+    return fnmatchcase(name, glob) and f"/{name}".count("/.") <= f"/{glob}".count("/.")
