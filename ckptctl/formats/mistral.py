@@ -135,7 +135,7 @@ class MistralFormat(hf.HfFormat):
 
     def _read(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
         if names == [INDEX]:
-            return self._read_index(files, path, INDEX)
+            return self._read_index(files, path, INDEX, partial=False)
         if names[0].endswith(".safetensors"):
             hf_files.require_whole(path, names, f"download the missing shards, and {INDEX}")
             return self._read_safetensors(files, path, names)

@@ -43,15 +43,12 @@ from ckptctl.formats.hf.files import (
 from ckptctl.formats.hf.shards import (
     HeaderStrings,
     checked_index,
-    keys_by_file,
     merge,
     read_bin,
     read_shard,
-    unnamed,
+    read_shards,
     unnamed_note,
-    usable,
 )
-from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
@@ -107,9 +104,7 @@ class HfFormat(WritableFormat):
         main = chosen(path)
         with source_files(root) as files:
             if main.endswith("index.json"):
-                if asked.partial:
-                    return self._read_part(files, path, main)
-                return self._read_index(files, path, main)
+                return self._read_index(files, path, main, partial=asked.partial)
             if main.endswith(".bin"):
                 whole = read_bin(files, main)
                 return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
@@ -127,43 +122,16 @@ class HfFormat(WritableFormat):
         notes = (*loose, *metadata.notes)
         return self._catalog(files, path, tensors, metadata.agreed, names, notes, None)
 
-    def _read_index(self, files: SourceFiles, path: Path, main: str) -> Catalog:
-        known = shards_of(files, main)
+    def _read_index(self, files: SourceFiles, path: Path, main: str, *, partial: bool) -> Catalog:
+        known = {} if partial else shards_of(files, main)
         index = proven(files, main, known) or read_json(files, main)
         weight_map, strings = checked_index(index, str(files.root / main))
-        tensors: dict[str, TensorEntry] = {}
-        metadata = HeaderStrings(strings)
-        shards = keys_by_file(weight_map)
-        notes: dict[str, None] = {}
-        extra: dict[str, TensorEntry] = {}
-        sizes_of(files, shards, "shards", str(files.root / main), "download them again")
-        for name in heads_ahead(files, shards):
-            if name in known:
-                found, more = known[name]
-            elif name.endswith(".safetensors"):
-                found, more = read_shard(files, name)
-            else:
-                contents = read_bin(files, name)
-                found, more = contents.tensors, {}
-                notes |= dict.fromkeys(contents.notes)
-            extra |= unnamed(weight_map, found, name, str(files.root / main))
-            tensors |= found
-            metadata.add({key: text for key, text in more.items() if key != "format"})
-        ordered = {name: tensors[name] for name in weight_map} | extra
-        said = (*notes, *metadata.notes, *unnamed_note(extra))
-        return self._catalog(files, path, ordered, metadata.agreed, list(shards), said, main)
-
-    def _read_part(self, files: SourceFiles, path: Path, main: str) -> Catalog:
-        where = str(files.root / main)
-        weight_map, strings = checked_index(read_json(files, main), where)
-        found = usable(files, weight_map, strings, where)
+        found = read_shards(files, weight_map, strings, main, known, partial=partial)
         ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
-        extra = {name: found.tensors[name] for name in found.tensors.keys() - weight_map.keys()}
-        ordered |= extra
+        extra = {name: t for name, t in found.tensors.items() if name not in weight_map}
         notes = (*found.notes, *found.metadata.notes, *unnamed_note(extra))
-        catalog = self._catalog(
-            files, path, ordered, found.metadata.agreed, list(found.sizes), notes, main
-        )
+        agreed, names = found.metadata.agreed, list(found.sizes)
+        catalog = self._catalog(files, path, ordered | extra, agreed, names, notes, main)
         return replace(catalog, findings=tuple(found.findings), lost=found.lost)
 
     def _catalog(

@@ -9,6 +9,7 @@ from ckptctl.catalog import Box, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError, listed
 from ckptctl.formats import torch_file
 from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
@@ -124,7 +125,7 @@ def keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
     return found
 
 
-def unnamed(
+def _unnamed(
     weight_map: Mapping[str, str], found: Mapping[str, TensorEntry], name: str, where: str
 ) -> dict[str, TensorEntry]:
     """Return the tensors of a shard that its index does not name.
@@ -182,31 +183,57 @@ class UsableShards:
     findings: list[Finding] = field(default_factory=list)
     lost: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
 
+    def take(
+        self, files: SourceFiles, name: str, known: ReadShard | None
+    ) -> Mapping[str, TensorEntry]:
+        """Return the tensors of one shard, and note what else it says."""
+        if known is None and not name.endswith(".safetensors"):
+            contents = read_bin(files, name)
+            self.notes |= dict.fromkeys(contents.notes)
+            return contents.tensors
+        tensors, strings = known or read_shard(files, name)
+        self.metadata.add({key: text for key, text in strings.items() if key != "format"})
+        return tensors
 
-def usable(
-    files: SourceFiles, weight_map: Mapping[str, str], strings: Mapping[str, str], where: str
+
+def read_shards(
+    files: SourceFiles,
+    weight_map: Mapping[str, str],
+    strings: Mapping[str, str],
+    main: str,
+    known: Mapping[str, ReadShard],
+    *,
+    partial: bool,
 ) -> UsableShards:
-    """Read one shard after the other, and name all that is missing.
+    """Read one shard after the other.
 
     Args:
         files: The model's files.
         weight_map: The file of each tensor, by the index.
         strings: Those of the index's metadata.
-        where: Path of the index, for errors.
+        main: The index.
+        known: Shards that were read already.
+        partial: Whether to name what is missing, instead of refusing it.
+
+    Raises:
+        DamagedError: A shard is missing or damaged, or lacks what the index places in it.
+        UnsupportedError: One holds what the index places elsewhere.
     """
     found = UsableShards(metadata=HeaderStrings(strings))
-    shards = keys_by_file(weight_map)
+    shards, where = keys_by_file(weight_map), str(files.root / main)
+    if not partial:
+        sizes_of(files, shards, "shards", where, "download them again")
     for name in heads_ahead(files, shards):
         expected = shards[name]
         kept: dict[str, TensorEntry] = {}
         try:
             found.sizes[name] = files.size(name)
-            shard = _read(found, files, name)
+            shard = found.take(files, name, known.get(name))
             kept = {key: entry for key, entry in shard.items() if key in expected}
-            kept |= unnamed(weight_map, shard, name, where)
-        except UnsafePickleError:
-            raise
+            kept |= _unnamed(weight_map, shard, name, where)
         except CkptError as error:
+            if not partial or isinstance(error, UnsafePickleError):
+                raise
             found.findings.append(of_error(error, files.root, file=name))
             found.findings += _missing(expected - kept.keys(), name)
             found.lost |= {key: ((Box.whole(t.shape), name),) for key, t in kept.items()}
@@ -219,16 +246,6 @@ def usable(
                 Finding("a tensor is missing", why, "error", weight_map[original], dropped)
             )
     return found
-
-
-def _read(found: UsableShards, files: SourceFiles, name: str) -> Mapping[str, TensorEntry]:
-    if name.endswith(".safetensors"):
-        tensors, strings = read_shard(files, name)
-        found.metadata.add({key: text for key, text in strings.items() if key != "format"})
-        return tensors
-    contents = read_bin(files, name)
-    found.notes |= dict.fromkeys(contents.notes)
-    return contents.tensors
 
 
 def _missing(keys: set[str], file: str) -> Iterator[Finding]:

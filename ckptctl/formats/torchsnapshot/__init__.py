@@ -7,21 +7,21 @@ replicated or sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsafePickleError
+from ckptctl.errors import FormatError, UnsafePickleError
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded
-from ckptctl.formats.shared.findings import UNUSABLE
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.structure import flatten, join
-from ckptctl.formats.shared.tiled_files import UNCHECKED, ByteRange, require_tiled
+from ckptctl.formats.shared.tiled_files import UNCHECKED
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.formats.torchsnapshot.manifest import (
     METADATA,
@@ -30,11 +30,11 @@ from ckptctl.formats.torchsnapshot.manifest import (
     ManifestEntry,
     StoredRange,
     Unreadable,
+    examined,
     located,
     primitive,
     read_manifest,
     shards_of,
-    unfit,
 )
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor, read_archive, read_item_tensor
@@ -47,12 +47,10 @@ class _Reader:
     Attributes:
         files: The snapshot's files.
         sizes: Sizes of those that entries lie in.
-        ranges: Where plain elements lie.
     """
 
     files: SourceFiles
-    sizes: dict[str, int] = field(default_factory=dict)
-    ranges: list[ByteRange] = field(default_factory=list)
+    sizes: Mapping[str, int]
 
 
 class TorchSnapshotFormat(Format):
@@ -80,31 +78,31 @@ class TorchSnapshotFormat(Format):
         """See :meth:`Format.read`."""
         where = str(path / METADATA)
         with source_files(path) as files:
-            reader, merger = _Reader(files), RankMerger(files)
-            lost = Unreadable({})
+            merger = RankMerger(files)
             with malformed("this is not the metadata of torchsnapshot", where):
                 entries = read_manifest(files)
-                if asked.partial:
-                    lost = Unreadable(unfit(files, entries, where))
+                sizes, wrong = examined(files, entries, where)
+                if wrong and not asked.partial:
+                    raise next(iter(wrong.values()))
+                lost = Unreadable(wrong)
+                lost.findings += (of_error(e, path, file=file) for file, e in wrong.items())
+                reader = _Reader(files, sizes)
                 for entry in entries:
                     _add(reader, merger, entry, lost if asked.partial else None)
-            plain = {one.file for one in reader.ranges}
-            sizes = {file: size for file, size in reader.sizes.items() if file in plain}
-            require_tiled(reader.ranges, sizes, where)
             joined = merger.finish()
-        around = beside(path, reader.sizes)
+        around = beside(path, sizes)
         return Catalog(
             root=str(path),
             path=str(path),
             format=self.name,
-            files=reader.sizes,
+            files={file: size for file, size in sizes.items() if file not in wrong},
             tensors=joined.tensors,
             blobs=joined.blobs,
             assets=around.assets,
             others=around.others,
             documents=around.documents,
             notes=(UNCHECKED, *joined.notes),
-            findings=(*lost.unfit.values(), *lost.findings),
+            findings=tuple(lost.findings),
             lost=lost.boxes,
         )
 
@@ -156,14 +154,8 @@ def _leaves(reader: _Reader, entry: ManifestEntry) -> Iterator[tuple[str, KeyPat
 
 
 def _tensor(reader: _Reader, stored: StoredRange, entry: ManifestEntry) -> StoredTensor:
-    size, name = _size(reader, stored.file), join(entry.path)
-    first, last = stored.span or (0, size)
-    if last > size:
-        raise DamagedError(
-            f"`{stored.file}` is truncated",
-            where=f"{reader.files.root / stored.file}, `{name}`",
-            why=f"{last:,} bytes are needed, the file has {size:,}",
-        )
+    name = join(entry.path)
+    first, last = stored.span or (0, reader.sizes[stored.file])
     if stored.serializer == "torch_save":
         return read_item_tensor(reader.files, stored.file, first, last - first)
     if stored.serializer != "buffer_protocol":
@@ -173,7 +165,6 @@ def _tensor(reader: _Reader, stored: StoredRange, entry: ManifestEntry) -> Store
     nbytes = stored.nbytes
     if nbytes != last - first:
         raise ValueError(f"`{name}` needs {nbytes:,} bytes and has {last - first:,}")
-    reader.ranges.append(ByteRange(stored.file, first, nbytes, name))
     place = f"{stored.file}:{first}"
     return StoredTensor(stored.dtype, stored.shape, None, first, nbytes, None, place, False)
 
@@ -181,27 +172,13 @@ def _tensor(reader: _Reader, stored: StoredRange, entry: ManifestEntry) -> Store
 def _object(
     reader: _Reader, stored: StoredRange, entry: ManifestEntry
 ) -> Iterator[tuple[str, KeyPath, object]]:
-    size, where = _size(reader, stored.file), str(reader.files.root / stored.file)
+    size, where = reader.sizes[stored.file], str(reader.files.root / stored.file)
     first, last = stored.span or (0, size)
     archive = read_archive(reader.files, stored.file, first, last - first)
     for path, leaf in flatten(archive.root, is_stored):
         if not is_stored(leaf):
             refuse_hidden_tensors(leaf, join((*entry.path, *path)), where)
         yield stored.file, (*entry.path, *path), leaf
-
-
-def _size(reader: _Reader, file: str) -> int:
-    if file not in reader.sizes:
-        try:
-            reader.sizes[file] = reader.files.size(file)
-        except SourceNotFoundError as error:
-            raise DamagedError(
-                "a data file is missing",
-                where=str(reader.files.root),
-                why=f"`{file}`, which {METADATA} names",
-                hint="copy the missing file; every rank writes its own",
-            ) from error
-    return reader.sizes[file]
 
 
 FORMAT = TorchSnapshotFormat()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -247,12 +247,12 @@ class Unreadable:
     """What cannot be read.
 
     Attributes:
-        unfit: Files that cannot be used, and what is wrong with them.
-        findings: The leaves that are lost with them.
+        unfit: Files that cannot be used.
+        findings: What is wrong with them, and the leaves that are lost with them.
         boxes: For each tensor of which something is left the boxes that are not, and their files.
     """
 
-    unfit: Mapping[str, Finding]
+    unfit: Collection[str]
     findings: list[Finding] = field(default_factory=list)
     boxes: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
 
@@ -301,8 +301,10 @@ def _replace_fields(entry: ManifestEntry, fields: Mapping[str, object]) -> Manif
     return entry._replace(fields={**entry.fields, **fields})
 
 
-def unfit(files: SourceFiles, entries: Sequence[ManifestEntry], where: str) -> dict[str, Finding]:
-    """Return the files that are missing, or not what the manifest says, and why.
+def examined(
+    files: SourceFiles, entries: Sequence[ManifestEntry], where: str
+) -> tuple[dict[str, int], dict[str, CkptError]]:
+    """Return the sizes of the files, and why some are not what the manifest says.
 
     Args:
         files: The snapshot's files.
@@ -310,7 +312,7 @@ def unfit(files: SourceFiles, entries: Sequence[ManifestEntry], where: str) -> d
         where: Path of the manifest, for errors.
     """
     sizes: dict[str, int] = {}
-    found: dict[str, Finding] = {}
+    wrong: dict[str, CkptError] = {}
     ranges: dict[str, list[ByteRange]] = {}
     for entry in entries:
         for stored in _stored(entry):
@@ -318,25 +320,30 @@ def unfit(files: SourceFiles, entries: Sequence[ManifestEntry], where: str) -> d
             try:
                 size = sizes[file] = sizes[file] if file in sizes else files.size(file)
             except SourceNotFoundError:
-                found[file] = Finding("a data file is missing", f"{METADATA} names it", file=file)
+                why = f"`{file}`, which {METADATA} names"
+                hint = "copy the missing file; every rank writes its own"
+                what = "a data file is missing"
+                wrong[file] = DamagedError(what, where=str(files.root), why=why, hint=hint)
                 continue
             except CkptError as error:
-                why = f"{METADATA} names it"
-                found[file] = replace(of_error(error, files.root, file=file), why=why)
+                wrong[file] = error
                 continue
             first, last = stored.span or (0, size)
             if last > size:
-                why = f"{last:,} bytes are needed, the file has {size:,}"
-                found[file] = Finding("a data file is truncated", why, file=file)
+                wrong[file] = DamagedError(
+                    f"`{file}` is truncated",
+                    where=f"{files.root / file}, `{join(entry.path)}`",
+                    why=f"{last:,} bytes are needed, the file has {size:,}",
+                )
             elif stored.serializer == "buffer_protocol":
                 one = ByteRange(file, first, last - first, join(entry.path))
                 ranges.setdefault(file, []).append(one)
     for file, places in ranges.items():
         try:
             require_tiled(places, {file: sizes[file]}, where)
-        except DamagedError as error:
-            found.setdefault(file, of_error(error, files.root, file=file))
-    return found
+        except CkptError as error:
+            wrong.setdefault(file, error)
+    return sizes, wrong
 
 
 def _stored(entry: ManifestEntry) -> Iterator[StoredRange]:
