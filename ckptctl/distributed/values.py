@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptctl.catalog import Path as Keys
-from ckptctl.distributed.leaves.random_states import require_positions
+from ckptctl.distributed.leaves.records import require_positions
 from ckptctl.distributed.leaves.safe_reader import read_leaf
 from ckptctl.errors import (
     CkptError,

@@ -22,7 +22,7 @@ from ckptctl.catalog import Box
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, noted
-from ckptctl.distributed.leaves.random_states import PARTS
+from ckptctl.distributed.leaves.records import PARTS
 from ckptctl.distributed.state import LocalShard, State, state_of
 from ckptctl.distributed.values import left_out_note, outside, put, unpickled
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed

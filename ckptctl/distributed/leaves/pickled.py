@@ -24,10 +24,6 @@ _READ_BY_ALL = frozenset({type(None), bool, int, float, str})
 def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
     """Return leaves as ``torch.save`` writes them, as DCP keeps them.
 
-    Args:
-        values: By name.
-        trusted: Whether those are saved, too, that only ``load(trusted=True)`` reads again.
-
     Raises:
         RefusedError: Some cannot be saved, or not be read again; each is named.
     """

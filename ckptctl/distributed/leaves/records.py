@@ -9,7 +9,6 @@ from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.reader import shown
 
 MAX_INT = 1 << 63
-
 Make = Callable[[object], object]
 """Returns the value that a record inside of another one stands for."""
 Maker = Callable[[Inert, Make], object]
@@ -19,15 +18,13 @@ Raises:
     UnsupportedError: The record is none that the class writes.
 """
 Makers = Mapping[Global, Maker]
+POSITIONS = {"pos": "key", "buffer_pos": "buffer"}
+"""What each position counts in."""
+PARTS = frozenset({*POSITIONS, *POSITIONS.values()})
 
 
 def wrong(record: Inert | Global | str, why: str) -> UnsupportedError:
-    """Return the error for a record that its class does not write.
-
-    Args:
-        record: The record, or its class.
-        why: What is wrong with it.
-    """
+    """Return the error for a record that its class does not write."""
     return UnsupportedError(f"a `{class_of(record)}` is not as that class writes it", why=why)
 
 
@@ -45,11 +42,6 @@ def class_of(record: Inert | Global | str) -> str:
 
 def arguments(record: Inert, least: int, most: int | None = None) -> tuple[object, ...]:
     """Return the arguments of a record that holds nothing else.
-
-    Args:
-        record: The record.
-        least: How many there are.
-        most: How many there may be; None: *least*.
 
     Raises:
         UnsupportedError: There are fewer or more, or it has a state, elements or items as well.
@@ -96,3 +88,21 @@ def text(record: Inert, value: object) -> str:
     if type(value) is not str:
         raise wrong(record, "an argument is not a string")
     return value
+
+
+def require_positions(state: Mapping[object, object]) -> None:
+    """Refuse a generator's state whose position lies outside of its numbers.
+
+    numpy takes any position (``numpy/random/_mt19937.pyx``, ``_philox.pyx``) and draws the next
+    number from there, inside of the state or not.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    for name, numbers in POSITIONS.items():
+        at, found = state.get(name), state.get(numbers)
+        if hasattr(found, "dtype") and type(at) is int and not 0 <= at <= len(found):  # type: ignore[arg-type]
+            raise UnsupportedError(
+                "it is no state of a random-number generator",
+                why=f"position {at:,} of {len(found):,} numbers",  # type: ignore[arg-type]
+            )

@@ -16,8 +16,14 @@ from typing import Any
 import torch
 
 from ckptctl.distributed.leaves.numpy_classes import NUMPY
-from ckptctl.distributed.leaves.random_states import require_positions
-from ckptctl.distributed.leaves.records import Makers, class_of, integer, unknown, wrong
+from ckptctl.distributed.leaves.records import (
+    Makers,
+    class_of,
+    integer,
+    require_positions,
+    unknown,
+    wrong,
+)
 from ckptctl.distributed.leaves.standard_classes import STANDARD
 from ckptctl.distributed.leaves.torch_classes import TORCH, Storages, torch_name
 from ckptctl.errors import UnsupportedError
@@ -39,11 +45,7 @@ _FACTORIES: Mapping[Global, Callable[[], object]] = {
 
 
 def read_leaf(content: bytes, where: str) -> object:
-    """Return the value that ``torch.save`` wrote.
-
-    Args:
-        content: What it wrote: a zip.
-        where: For errors.
+    """Return the value that ``torch.save`` wrote into the zip *content*.
 
     Raises:
         UnsafePickleError: It holds an object of a class that is not known to be harmless.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 
 from ckptctl import dtypes
 from ckptctl.catalog import memory_key
-from ckptctl.distributed.leaves.pickled import pickled
+from ckptctl.distributed.leaves.pickled import pickled, written
 from ckptctl.distributed.state import LocalTensor, State, StateDict, memory, state_of
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
@@ -93,9 +92,7 @@ class SmallTensors(Mapping[str, bytes]):
         self.digests = {name: _digest(memory(copy)) for name, copy in self._copies.items()}
 
     def __getitem__(self, name: str) -> bytes:
-        buffer = io.BytesIO()
-        torch.save(self._copies[name], buffer)
-        return buffer.getvalue()
+        return written(self._copies[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._copies)
