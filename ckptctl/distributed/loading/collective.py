@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,11 +29,11 @@ from ckptctl.distributed.loading.broadcast import (
 from ckptctl.distributed.loading.request import (
     LoadCall,
     LoadRequest,
+    RankView,
     WantedLeaves,
     agree,
-    everything,
-    has_objects,
     request,
+    wanted_by_all,
 )
 from ckptctl.distributed.loading.target_memory import (
     Tied,
@@ -60,8 +61,8 @@ from ckptctl.ops.loading.key_comparison import Comparison, compare, inherited, w
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_index, same_places
 from ckptctl.ops.loading.state_mapping import Wanted, map_state
-from ckptctl.ops.ranks.agreement import generation, unchanged
-from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling, together
+from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
+from ckptctl.ops.ranks.coordinator import Coordinator, on_first, sendable, telling, together
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.out_of_range import OutOfRange
@@ -159,11 +160,7 @@ class CollectiveLoad:
             self._look()
         except BaseException as failure:
             error = failure
-        own = None if error else self._asked
-        made = self._kept.generation if self._kept else b""
-        said = agree(
-            self._ranks, self._how, own, self._fingerprint, made, has_objects(state_dict), error
-        )
+        said = agree(self._ranks, self._how, self._view(state_dict, error), error)
         self._hosts = [one.host for one in said]
         statements = [one.statement for one in said]
         plan = self._kept
@@ -182,6 +179,18 @@ class CollectiveLoad:
             self._plans.put(self._asked.key, plan)
         return self._report(plan, values, read, received)
 
+    def _view(self, state_dict: object, error: BaseException | None) -> RankView:
+        """Return what other ranks are told of this one before anything is planned."""
+        objects = isinstance(state_dict, MutableMapping) and any(
+            isinstance(one, Stateful) for one in state_dict.values()
+        )
+        if error is None:
+            made = self._kept.generation if self._kept else b""
+            statement = self._asked.statement(self._how, made)
+        else:
+            statement = RankStatement("", problem=sendable(error))
+        return RankView(statement, socket.gethostname(), objects, self._fingerprint)
+
     # Planning
 
     def _look(self) -> None:
@@ -195,7 +204,7 @@ class CollectiveLoad:
 
     def _planned(self, *, alike: bool) -> LoadPlan:
         own = self._asked.part
-        all_of_it = own if alike else everything(own, self._ranks)
+        all_of_it = own if alike else wanted_by_all(own, self._ranks)
         plan, speeds = telling(self._ranks, lambda: self._own_plan(all_of_it))
         mapping = plan.reading.mapping
         if mapping.must_equal or mapping.must_be_zero or mapping.tilings:

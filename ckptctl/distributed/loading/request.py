@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptctl import formats
 from ckptctl.catalog import Path as Keys
@@ -18,7 +15,7 @@ from ckptctl.errors import MappingError
 from ckptctl.ops.loading.identity import Fingerprint, identity, require_same_checkpoint
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.ranks.agreement import RankStatement, new_nonce, require_agreement
-from ckptctl.ops.ranks.coordinator import Coordinator, sendable
+from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
 
 Broadcast = bool | Literal["auto"]
@@ -54,7 +51,7 @@ def structure_of(state: State, places: Sequence[LocalShard]) -> bytes:
     return digest((state.meta, boxes, state.paths))
 
 
-def everything(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
+def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
     """Return the leaves of all ranks, where they do not want the same.
 
     Raises:
@@ -126,6 +123,11 @@ class LoadRequest:
     structure: bytes | None
     key: bytes | None
 
+    def statement(self, how: LoadCall, generation: bytes) -> RankStatement:
+        """Return what other ranks are told of it, with a digest of the arguments."""
+        options = {"options": digest(how.listed())}
+        return RankStatement(str(self.source), options, new_nonce(), self.part.digest, generation)
+
 
 class RankView(NamedTuple):
     """A request as the other ranks are told of it.
@@ -168,42 +170,22 @@ def request(
     )
 
 
-def statement_of(asked: LoadRequest, how: LoadCall, generation: bytes) -> RankStatement:
-    """Return the statement of a rank on *asked*, with a digest of its options."""
-    options = {"options": digest(how.listed())}
-    return RankStatement(str(asked.source), options, new_nonce(), asked.part.digest, generation)
-
-
 def agree(
-    ranks: Coordinator,
-    how: LoadCall,
-    own: LoadRequest | None,
-    fingerprint: Fingerprint | None,
-    generation: bytes,
-    objects: bool,
-    error: BaseException | None,
+    ranks: Coordinator, how: LoadCall, own: RankView, error: BaseException | None
 ) -> list[RankView]:
-    """Go on only if all ranks do, and mean the same.
+    """Go on only if all ranks do, and mean the same; *error* is why this one cannot.
 
     Raises:
         CkptError: They do not; on every rank.
     """
-    problem = RankStatement("", problem=sendable(error))
-    statement = problem if own is None else statement_of(own, how, generation)
-    said = ranks.all_gather(RankView(statement, socket.gethostname(), objects, fingerprint))
+    said = ranks.all_gather(own)
     if error is not None:
         raise error
     statements = [one.statement for one in said]
     alike = all(one.how == statements[0].how for one in statements)
     if not alike and not any(one.problem for one in statements):
-        statements = ranks.all_gather(statement._replace(how=how.listed()))
+        statements = ranks.all_gather(own.statement._replace(how=how.listed()))
     require_agreement(statements, ranks.rank, "checkpoints")
-    require_same_checkpoint([one.fingerprint for one in said if one.fingerprint], statement.target)
+    seen = [one.fingerprint for one in said if one.fingerprint]
+    require_same_checkpoint(seen, own.statement.target)
     return said
-
-
-def has_objects(state_dict: object) -> bool:
-    """Return whether *state_dict* has objects that take their state themselves."""
-    return isinstance(state_dict, MutableMapping) and any(
-        isinstance(one, Stateful) for one in state_dict.values()
-    )
