@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 ENTRIES = 8
@@ -30,6 +31,10 @@ class PlanCache(Generic[T]):
         self._plans: OrderedDict[bytes, T] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[object, tuple[int, int]]:
+        """Return a cache without plans for another process."""
+        return PlanCache, (self._entries, self._nbytes)
+
     def get(self, key: bytes) -> T | None:
         """Return the plan for *key* and take note that it was used."""
         with self._lock:
@@ -48,6 +53,17 @@ class PlanCache(Generic[T]):
                 or sum(one.nbytes for one in self._plans.values()) > self._nbytes
             ):
                 self._plans.popitem(last=False)
+
+    def keys(self) -> list[bytes]:
+        """Return the keys of all of them, the one used last at the end."""
+        with self._lock:
+            return list(self._plans)
+
+    def keep(self, wanted: Callable[[T], bool]) -> None:
+        """Let all go but those *wanted*."""
+        with self._lock:
+            for key in [key for key, plan in self._plans.items() if not wanted(plan)]:
+                del self._plans[key]
 
     def plans(self) -> list[T]:
         """Return all of them, the one used last first; this does not count as using them."""

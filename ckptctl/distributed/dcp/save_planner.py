@@ -8,7 +8,7 @@ takes them.
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
 
 from ckptctl.catalog import Box
 from ckptctl.distributed.dcp.metadata import chunk_of, metadata_of, noted, properties_of
+from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.state import LocalShard, state_of
 from ckptctl.errors import MappingError, RefusedError, listed
@@ -64,6 +65,11 @@ class HeldPlan(SavePlan):
     names: dict[str, str] = field(default_factory=dict)
     kept: tuple[bytes, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Return about how much memory it takes."""
+        return 1000 * len(self.items)
+
 
 @dataclass(frozen=True, slots=True)
 class _Global:
@@ -73,6 +79,11 @@ class _Global:
     keys: Sequence[bytes]
     written: Sequence[dict[str, str]]
     metadata: Metadata
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how much memory it takes."""
+        return 1000 * len(self.metadata.state_dict_metadata)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -101,8 +112,9 @@ class SavePlanner(DefaultSavePlanner):
         self._trusted = trusted
         self._per_rank = per_rank
         self._limit = plans
-        self._own: OrderedDict[bytes, HeldPlan] = OrderedDict()
-        self._all: OrderedDict[bytes, _Global] = OrderedDict()
+        # What ranks keep and what the coordinator does is told by `kept`, not by how large it is.
+        self._own: PlanCache[HeldPlan] = PlanCache(plans, sys.maxsize)
+        self._all: PlanCache[_Global] = PlanCache(plans, sys.maxsize)
         self._made: tuple[bytes, _Global] | None = None
         self._names: dict[str, str] = {}
 
@@ -187,14 +199,15 @@ class SavePlanner(DefaultSavePlanner):
         """Return this rank's items, of the new plan or of the one that it has."""
         plan, key = self._checked(new_plan), cast(HeldPlan, self.plan).key
         if not plan.usable:
-            own = self._own[key]
+            own = self._own.get(key)
+            assert own
             plan = replace(plan, items=own.items, names=own.names, usable=True)
         elif self._limit:
-            self._own[key] = replace(plan, storage_data=None, planner_data=None)
-        for old in [old for old, one in self._own.items() if one.generation not in plan.kept]:
-            del self._own[old]
-        if self._made:
-            self._remember(*self._made)
+            self._own.put(key, replace(plan, storage_data=None, planner_data=None))
+        self._own.keep(lambda one: one.generation in plan.kept)
+        if self._made and self._limit:
+            self._all.put(*self._made)
+        self._made = None
         self._names, self.plan = plan.names, plan
         return plan
 
@@ -228,7 +241,7 @@ class SavePlanner(DefaultSavePlanner):
     def _packed(self, rank: int, said: HeldPlan) -> Packed:
         if said.packed:
             return said.packed
-        for one in self._all.values():
+        for one in self._all.plans():
             if len(one.keys) > rank and one.keys[rank] == said.key:
                 return replace(one.packed[rank], values=said.values)
         raise RefusedError(
@@ -246,15 +259,8 @@ class SavePlanner(DefaultSavePlanner):
             )
 
     def _kept(self, current: bytes) -> tuple[bytes, ...]:
-        known = [one for one in self._all if one != current]
+        known = [one for one in self._all.keys() if one != current]  # noqa: SIM118
         return (*known, current)[-self._limit :] if self._limit else ()
-
-    def _remember(self, generation: bytes, made: _Global) -> None:
-        self._all[generation] = made
-        self._all.move_to_end(generation)
-        while len(self._all) > self._limit:
-            self._all.popitem(last=False)
-        self._made = None
 
 
 def _alone() -> bool:
