@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -68,7 +69,7 @@ def run_on_ranks(
 
 def _run(folder: str, timeout: float) -> tuple[bool, int]:
     """Have the job in *folder* run; return whether it ended in time, and its exit code."""
-    server = _server()
+    server = _server(threading.get_ident())
     assert server.stdin and server.stdout
     server.stdin.write(f"{folder}\n".encode())
     job = int(server.stdout.readline())
@@ -79,8 +80,8 @@ def _run(folder: str, timeout: float) -> tuple[bool, int]:
 
 
 @cache
-def _server() -> subprocess.Popen[bytes]:
-    """Start the server of this process, which ends when its standard input is closed."""
+def _server(_: int) -> subprocess.Popen[bytes]:
+    """Start the server of a thread, which ends when its standard input is closed."""
     server = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.gloo"],
         cwd=REPOSITORY,
