@@ -191,16 +191,8 @@ class AsyncSaver(Closing):
     ) -> SaveFuture:
         """Copy *state_dict* and save the copy in the background; see :func:`async_save`.
 
-        Args:
-            state_dict: See there, as for all that follow.
-            path: Where the checkpoint will appear.
-            mode: None: the saver's.
-            when_busy: None: the saver's.
-            on_staged: Called with the path.
-            on_published: Called with the path.
-            collectives: See :func:`ckptctl.save`.
-            beside: See :class:`~ckptctl.distributed.saving.destination.SaveOptions`.
-            **options: See :func:`ckptctl.save`.
+        Without *mode* or *when_busy* the saver's count; *beside* is that of
+        :class:`~ckptctl.distributed.saving.destination.SaveOptions`.
 
         Raises:
             CkptError: The last save failed, or this one cannot begin; on every rank.

@@ -77,13 +77,7 @@ class WriterProcess:
     ) -> Execution:
         """Carry out *plan* in the child, as the executor of :mod:`ckptctl.storage.execution` does.
 
-        Args:
-            plan: What to do.
-            root: See there.
-            options: See there.
-            progress: See there; called once.
-            memory: See there; all of it in *regions*.
-            regions: Shared memory.
+        *progress* is called once; all of *memory* lies in *regions*, which are shared memory.
 
         Raises:
             StorageError: A read or write failed, or the child ended or could not be started.

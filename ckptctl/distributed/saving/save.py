@@ -331,14 +331,7 @@ class CollectiveSave:
 
 
 def plan_key(own: LocalState, packed: Packed, ranks: Coordinator, options: SaveOptions) -> bytes:
-    """Return a digest of all that a rank's plan depends on.
-
-    Args:
-        own: What the rank holds.
-        packed: The same, as it is sent.
-        ranks: The group.
-        options: How it saves.
-    """
+    """Return a digest of all that a rank's plan depends on; *packed* is *own* as it is sent."""
     here = (VERSION, ranks.rank, ranks.world, options.files)
     return digest((here, packed.sharding, own.steps))
 
