@@ -28,10 +28,10 @@ DENSE = torch.contiguous_format
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """What a rank holds.
+    """The state of one rank, as it is saved.
 
     Attributes:
-        shards: What it says of it.
+        shards: The description that is sent to other ranks.
         pieces: Memory of each chunk.
         steps: Elements between neighbours in it along each dimension.
         values: Content of each leaf that is no tensor, and of each small tensor that ranks may
