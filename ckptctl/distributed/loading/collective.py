@@ -180,7 +180,7 @@ class CollectiveLoad:
         return self._report(plan, values, read, received)
 
     def _view(self, state_dict: object, error: BaseException | None) -> RankView:
-        """Return what other ranks are told of this one before anything is planned."""
+        """Return the view of this rank for the others, before anything is planned."""
         objects = isinstance(state_dict, MutableMapping) and any(
             isinstance(one, Stateful) for one in state_dict.values()
         )

@@ -124,7 +124,7 @@ class LoadRequest:
     key: bytes | None
 
     def statement(self, how: LoadCall, generation: bytes) -> RankStatement:
-        """Return what other ranks are told of it, with a digest of the arguments."""
+        """Return the statement on it for other ranks, with a digest of the arguments."""
         options = {"options": digest(how.listed())}
         return RankStatement(str(self.source), options, new_nonce(), self.part.digest, generation)
 

@@ -45,7 +45,7 @@ class LocalState:
 
 
 def local_state(state: StateDict | State | LocalState, *, trusted: bool = False) -> LocalState:
-    """Return what this rank holds of a state dict; tensors are not copied.
+    """Return the state of this rank as it is saved; tensors are not copied.
 
     Raises:
         RefusedError: Leaves cannot be saved, or not be loaded again.
