@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 DATA = Path(__file__).parent / "data"
 
@@ -16,6 +17,10 @@ def pytest_configure() -> None:
     """Let Ctrl-C be heard here and in what tests start: a shell's background jobs ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # How fast examples are drawn and run depends on what else the machine does.
+    unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("tests", unhurried)
+    settings.load_profile("tests")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +233,7 @@ def test_a_failure_stops_the_others(sources: Path, tmp_path: Path) -> None:
     faults = [{"rank": 0, "kind": "slow", "after": 0}, {"rank": 1, "kind": "full", "after": 1}]
     found, printed = run_job(tmp_path, 2, commands=asked, faults=faults)
     assert [results[0]["code"] for results in found] == [8, 8], printed
-    assert found[0][0]["seconds"] < 10, "80 writes of 0.2 s are its share"
+    assert found[0][0]["written"] < 50, "80 writes are its share"
     nothing_is_left(out)
 
 
@@ -243,10 +242,8 @@ def test_a_killed_rank(rank: int, sources: Path, tmp_path: Path) -> None:
     """Nothing is published; where rank 0 is killed, the next run removes what it left."""
     out = tmp_path / "out"
     asked = [["convert", str(sources / "big"), str(out), "--to", "torch"]]
-    start = time.monotonic()
     fault = {"rank": rank, "kind": "kill", "after": 1}
     run_job(tmp_path, 3, commands=asked, faults=[fault])
-    assert time.monotonic() - start < 100
     assert not out.exists()
     if rank:
         nothing_is_left(out)

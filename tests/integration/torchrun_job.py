@@ -29,17 +29,18 @@ def main(path: str) -> int:
     rank = os.environ.get("RANK", "0")
     report = Path(f"{job['report']}.{rank}")
     counts = count_reads()
+    writes: list[int] = []
     for fault in job.get("faults", ()):
         if fault["rank"] == int(rank):
-            make_fault(**fault)
+            make_fault(writes, **fault)
     results: list[dict[str, Any]] = []
     code = 0
     for command in job["commands"]:
-        before, start = sum(counts), time.monotonic()
+        before, begun = sum(counts), len(writes)
         arguments = [*command, *job.get("more", {}).get(rank, [])]
         code = app(arguments, prog_name="ckptctl", standalone_mode=False) or 0
-        seconds = time.monotonic() - start
-        results.append({"code": code, "read": sum(counts) - before, "seconds": seconds})
+        done = {"read": sum(counts) - before, "written": len(writes) - begun}
+        results.append({"code": code, **done})
         report.write_text(json.dumps(results))
     return code
 
@@ -61,13 +62,14 @@ def count_reads() -> list[int]:
     return counts
 
 
-def make_fault(rank: int, kind: str, after: int) -> None:
-    """Let the process die, or its disk be full, at a positioned write."""
+def make_fault(writes: list[int], rank: int, kind: str, after: int) -> None:
+    """Let the process die, or its disk be full, at a positioned write; note in *writes* each."""
     real = os.pwrite
     left = [after]
 
     def pwrite(*arguments: Any) -> int:
         left[0] -= 1
+        writes.append(left[0])
         if kind == "slow":
             time.sleep(0.2)
         elif left[0] < 0 and kind == "kill":

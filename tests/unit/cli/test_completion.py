@@ -195,24 +195,24 @@ def test_what_takes_too_long_is_given_up(ask: Ask, monkeypatch: pytest.MonkeyPat
     def wait(*_: object) -> None:
         try:
             time.sleep(30)
+            pytest.fail("nobody waits that long")
         except Exception:
             pytest.fail("no handler of errors is to catch it")
 
     monkeypatch.setattr(completion, "SECONDS", 0.05)
     monkeypatch.setattr(formats, "open_checkpoint", wait)
-    begun = time.monotonic()
     assert ask("extract", "odd.safetensors", "model.") == []
-    assert time.monotonic() - begun < 10
 
 
-def test_a_thousand_tensors_take_no_time(folder: Path) -> None:
-    """The process as a shell starts it; CPU, so that the machine's other work does not count."""
+def test_a_thousand_tensors_are_little_work(folder: Path) -> None:
+    """The process as a shell starts it."""
     names = tuple(f"model.layers.{n // 10}.part.{n % 10}.weight" for n in range(1000))
     write(folder / "many.safetensors", names)
     code = (
-        "import time\nfrom ckptctl.cli.app import main\n"
-        "try: main()\nexcept SystemExit: pass\n"
-        "import sys\nprint(time.process_time(), 'torch' in sys.modules, file=sys.stderr)"
+        "import sys\nfrom tests import effort\nfrom ckptctl.cli.app import main\n"
+        "with effort.counted() as counted:\n"
+        "  try: main()\n  except SystemExit: pass\n"
+        "print(counted.lines, 'torch' in sys.modules, file=sys.stderr)"
     )
     env = environment(
         _CKPTCTL_COMPLETE="complete_bash",
@@ -227,6 +227,6 @@ def test_a_thousand_tensors_take_no_time(folder: Path) -> None:
         text=True,
         timeout=60,
     )
-    seconds, torch = done.stderr.split()
+    lines, torch = done.stderr.split()
     assert done.stdout.split() == list(names) and torch == "False"
-    assert float(seconds) < 1.0
+    assert int(lines) < 2_000_000

@@ -1,7 +1,6 @@
 """Safetensors headers against the reference implementation."""
 
 import json
-import time
 
 import pytest
 import safetensors
@@ -14,7 +13,7 @@ from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, RefusedError, UnsupportedError
 from ckptctl.storage.files import source_files
 from ckptctl.storage.safetensors_header import encode_header, read_header
-from tests import hostile
+from tests import effort, hostile
 
 HELD = [name for name, found in dtypes.BY_NAME.items() if found.safetensors]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -74,7 +73,6 @@ def test_the_reference_reads_what_we_write(tmp_path):
     assert [span[2] for span in found.tensors.values()] == list(offsets)
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         TEXT.filter(lambda name: name != "__metadata__"),
@@ -125,7 +123,7 @@ def test_the_reference_refuses_the_rest(tmp_path, name):
     assert accepted == (name in REFERENCE_ACCEPTS)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_what_the_reference_refuses_we_refuse(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "mutated"
@@ -191,9 +189,10 @@ def test_a_large_sparse_tensor(tmp_path):
     assert read(tmp_path / "a").tensors["b"] == ("int8", (3,), offsets[1], offsets[1] + 3)
 
 
-def test_many_tensors_are_quick(tmp_path):
-    tensors = [(f"model.layers.{i}.weight", "bfloat16", (4, 4)) for i in range(10_000)]
-    started = time.process_time()
-    write(tmp_path / "a", tensors, {"format": "pt"})
-    assert len(read(tmp_path / "a").tensors) == 10_000
-    assert time.process_time() - started < 1.5
+def test_work_grows_with_the_tensors_and_no_faster(tmp_path):
+    def work(count):
+        tensors = [(f"model.layers.{i}.weight", "bfloat16", (4, 4)) for i in range(count)]
+        write(tmp_path / "a", tensors, {"format": "pt"})
+        assert len(read(tmp_path / "a").tensors) == count
+
+    assert effort.growth(work, 1000) < 2.1

@@ -200,7 +200,7 @@ def test_size_classes_waste_little(nbytes: int) -> None:
     assert size_class(size) == size
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.one_of(st.integers(0, 5000), st.integers(BLOCK - 5, BLOCK + 5)), max_size=5),
     jobs=st.integers(1, 4),

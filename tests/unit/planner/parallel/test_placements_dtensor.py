@@ -69,7 +69,7 @@ def _slices(start: Ints, sizes: Ints) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(start, sizes, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases())
 def test_each_rank_holds_what_torch_gives_it(case: tuple[Ints, Ints, Placements]) -> None:
     shape, mesh, placements = case

@@ -5,7 +5,6 @@ import datetime
 import io
 import pickle
 import random
-import time
 import zipfile
 
 import numpy as np
@@ -17,6 +16,7 @@ from ckptctl import dtypes
 from ckptctl.errors import RefusedError
 from ckptctl.storage.pickles.reader import TORCH_TABLE, loads
 from ckptctl.storage.pickles.writer import StorageTensor, dumps
+from tests import effort
 from tests.unit.storage.pickles.test_reader import LEAVES, OBJECTS
 
 
@@ -146,12 +146,12 @@ def test_sets_do_not_depend_on_the_process():
     assert dumps(set(names)) == dumps(set(shuffled))
 
 
-def test_many_tensors_are_quick():
-    state = {
-        f"model.layers.{i}.weight": StorageTensor(str(i), 32, "bfloat16", 0, (4, 4), (4, 1))
-        for i in range(10_000)
-    }
-    started = time.process_time()
-    raw = dumps(state)
-    assert time.process_time() - started < 0.6
-    assert len(raw) < 10_000 * 130
+def test_work_and_bytes_grow_with_the_tensors_and_no_faster():
+    def work(count):
+        state = {
+            f"model.layers.{i}.weight": StorageTensor(str(i), 32, "bfloat16", 0, (4, 4), (4, 1))
+            for i in range(count)
+        }
+        assert len(dumps(state)) < count * 130
+
+    assert effort.growth(work, 1000) < 2.1

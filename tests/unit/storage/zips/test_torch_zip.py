@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import tarfile
-import time
 import zipfile
 import zlib
 
@@ -23,7 +22,7 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.pickles.writer import StorageTensor, dumps
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive, read_item_tensor
 from ckptctl.storage.zips.writer import lay_out
-from tests import hostile
+from tests import effort, hostile
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -211,12 +210,11 @@ class TestWriting:
         assert len(found.root) == count
         assert [t.offset for t in found.root] == list(layout.data_offsets)
 
-    def test_items_are_quick(self):
+    def test_an_item_is_little_work(self):
         pickled = dumps(StorageTensor("0", 256, "float32", 0, (8, 8), (8, 1)))
-        started = time.process_time()
-        for i in range(2000):
-            list(lay_out(pickled, [("0", 256)], base=i * 1500).frame([i + 1]))
-        assert (time.process_time() - started) / 2000 < 100e-6
+        item = lambda: list(lay_out(pickled, [("0", 256)], base=1500).frame([1]))  # noqa: E731
+        item()
+        assert effort.lines(item) < 100
 
 
 class TestReading:
@@ -430,7 +428,7 @@ class TestReading:
             with pytest.raises(DamagedError):
                 read(tmp_path / "b.pth")
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(st.data())
     def test_mutations_raise_only_our_errors(self, tmp_path_factory, data):
         folder = tmp_path_factory.getbasetemp() / "mutations"
@@ -498,11 +496,9 @@ class TestItems:
                 with pytest.raises((DamagedError, UnsupportedError, FormatError)):
                     read_item_tensor(files, "a", offset, nbytes)
 
-    def test_items_are_quick(self, tmp_path):
+    def test_items_are_little_work(self, tmp_path):
         places = self.items(tmp_path / "a", [torch.full((8, 8), float(i)) for i in range(500)])
-        with source_files(tmp_path) as files:
-            started = time.process_time()
+        with source_files(tmp_path) as files, effort.counted() as counted:
             found = [read_item_tensor(files, "a", *place) for place in places]
-            spent = (time.process_time() - started) / len(places)
         assert all(isinstance(tensor, StoredTensor) for tensor in found)
-        assert spent < 150e-6
+        assert counted.lines < 120 * len(places)

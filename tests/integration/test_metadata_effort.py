@@ -1,0 +1,31 @@
+"""The work of consolidating the metadata of many ranks grows with the tensors, and no faster."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.ops.verification.verify import verify
+from tests import effort
+from tests.benchmarks.build_ranks import ranks
+
+
+def test_tensors_of_sixteen_ranks(tmp_path: Path) -> None:
+    """Every item is checked."""
+
+    def work(tensors: int) -> None:
+        folder = tmp_path / str(next(numbers))
+        ranks(folder, 16, tensors, 64)
+        with effort.counted() as counted:
+            plan = plan_metadata(folder)
+            assert (plan.ranks, plan.tensors, plan.chunks) == (16, tensors, 16 * tensors)
+            run_metadata(plan)
+            assert verify(folder, VerifyOptions(level="fast")).whole
+        spent.append(counted.lines)
+
+    numbers, spent = count(), list[int]()
+    for tensors in (10, 40, 80):
+        work(tensors)
+    assert spent[2] < 2.1 * spent[1]
