@@ -22,7 +22,7 @@ from ckptctl.options import Argument, Option
 if TYPE_CHECKING:
     from ckptctl.ops.key_map import KeyMap
     from ckptctl.planner.mapping.formulas import Range
-    from ckptctl.planner.mapping.preview import Arrival, Piece
+    from ckptctl.planner.mapping.preview import Arrival, Contribution
 
 SCHEMA = "ckptctl.map/1"
 
@@ -120,7 +120,7 @@ def _show_arrival(output: Output, arrival: Arrival) -> None:
     output.table([_human(piece) for piece in arrival.pieces])
 
 
-def _human(piece: Piece) -> tuple[str, ...]:
+def _human(piece: Contribution) -> tuple[str, ...]:
     axes = (
         f"{piece.source_axes} → {piece.target_axes}"
         if piece.source_axes != piece.target_axes

@@ -21,7 +21,7 @@ from ckptctl.errors import SHOWN, RefusedError, listed
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 
 if TYPE_CHECKING:
-    from ckptctl.planner.parallel.cuts import Share
+    from ckptctl.planner.parallel.cuts import RankShard
 
 GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024
@@ -89,7 +89,7 @@ class OutputRequest:
     blobs: Sequence[Blob] = ()
     max_shard_size: int = 5 * GB
     mp: int = 1
-    rank_boxes: Callable[[OutputTensor], Sequence[Share | None]] | None = None
+    rank_boxes: Callable[[OutputTensor], Sequence[RankShard | None]] | None = None
     like: Mapping[str, int] | None = None
     like_files: tuple[str, ...] = ()
     checksum: bool = True

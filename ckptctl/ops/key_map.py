@@ -16,7 +16,7 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.formulas import Range
 from ckptctl.planner.mapping.numbering import KeyNumbers
-from ckptctl.planner.mapping.preview import Arrival, Piece, Route, route
+from ckptctl.planner.mapping.preview import Arrival, Contribution, Route, route
 from ckptctl.planner.parallel.division import possible_repeats
 from ckptctl.storage.paths import path_hint
 
@@ -183,7 +183,7 @@ def _target(arrival: Arrival) -> dict[str, object]:
     }
 
 
-def _piece(piece: Piece) -> dict[str, object]:
+def _piece(piece: Contribution) -> dict[str, object]:
     return {
         "key": piece.key,
         "logical": piece.logical,

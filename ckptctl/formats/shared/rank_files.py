@@ -13,7 +13,7 @@ from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.compare import row_major
 
 if TYPE_CHECKING:
-    from ckptctl.planner.parallel.cuts import Share
+    from ckptctl.planner.parallel.cuts import RankShard
 
 
 def in_order(
@@ -67,16 +67,16 @@ def lay_out(
     )
 
 
-def _shares_of(tensor: OutputTensor, request: OutputRequest) -> Sequence[Share | None]:
-    from ckptctl.planner.parallel.cuts import Share
+def _shares_of(tensor: OutputTensor, request: OutputRequest) -> Sequence[RankShard | None]:
+    from ckptctl.planner.parallel.cuts import RankShard
 
     if request.rank_boxes is None:
-        return (Share.whole(tensor.shape),) * request.mp
+        return (RankShard.whole(tensor.shape),) * request.mp
     return request.rank_boxes(tensor)
 
 
 def _parts(
-    tensors: Sequence[OutputTensor], held: Mapping[str, Share | None]
+    tensors: Sequence[OutputTensor], held: Mapping[str, RankShard | None]
 ) -> Iterator[OutputTensor]:
     for tensor in tensors:
         share = held[tensor.name]
@@ -84,7 +84,7 @@ def _parts(
             yield replace(tensor, shape=share.shape)
 
 
-def _places(share: Share, record: int) -> Iterator[Place]:
+def _places(share: RankShard, record: int) -> Iterator[Place]:
     strides = row_major(share.shape)
     for piece in share.pieces:
         if piece.box.sizes == share.shape:

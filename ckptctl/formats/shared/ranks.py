@@ -18,7 +18,7 @@ from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs.stated import read_sizes
 from ckptctl.planner.layouts import Family, Stored
 from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.parallel.cuts import Piece, Share, cuts, owned
+from ckptctl.planner.parallel.cuts import RankShard, ShardPiece, cuts, owned
 from ckptctl.planner.parallel.division import (
     divide,
     possible_repeats,
@@ -247,7 +247,7 @@ class JoinedShards:
                         return False
         return True
 
-    def _shares(self, key: str, sizes: Sizes, repeats: int) -> tuple[Share | None, ...]:
+    def _shares(self, key: str, sizes: Sizes, repeats: int) -> tuple[RankShard | None, ...]:
         held, shape = self.first[key].shape, self._whole(key, sizes, repeats)
         shares = divide(self.family, self.layout, key, shape, sizes, self.ranks, repeats)
         for share, name, shard in zip(shares, self.names, self.shards, strict=True):
@@ -317,7 +317,7 @@ class JoinedShards:
         )
 
 
-def _inside(entry: TensorEntry, piece: Piece) -> TensorEntry:
+def _inside(entry: TensorEntry, piece: ShardPiece) -> TensorEntry:
     """Return a piece of a rank's tensor as a tensor of its own."""
     held = entry.extents[0]
     if piece.box.sizes == entry.shape:

@@ -140,7 +140,7 @@ def _unpaired(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Counterpart:
     """What in B becomes of one name in A."""
 
     mapped: tuple[MappedTensor, ...]
@@ -153,7 +153,7 @@ class _Found:
         return Pair(entry, self.mapped, self.real, self.shape, ", ".join(sorted(kinds)))
 
 
-def _by_target(mapping: StateMapping, b: Catalog) -> dict[str, _Found]:
+def _by_target(mapping: StateMapping, b: Catalog) -> dict[str, _Counterpart]:
     becoming: dict[str, list[MappedTensor]] = {}
     for one in mapping.tensors:
         for key in dict.fromkeys(view.key for view in one.targets):
@@ -162,12 +162,14 @@ def _by_target(mapping: StateMapping, b: Catalog) -> dict[str, _Found]:
     return {key: _found(key, shapes[key], mapped, b) for key, mapped in becoming.items()}
 
 
-def _found(key: str, shape: tuple[int, ...], mapped: Sequence[MappedTensor], b: Catalog) -> _Found:
+def _found(
+    key: str, shape: tuple[int, ...], mapped: Sequence[MappedTensor], b: Catalog
+) -> _Counterpart:
     views = [view for one in mapped for view in one.targets if view.key == key]
     filled = sum(math.prod(view.sizes) for view in views)
     read = dict.fromkeys(view.key for one in mapped for view in one.sources)
     real = tuple(name for name in read if name in b.tensors)
-    return _Found(tuple(mapped), shape, filled == math.prod(shape), real)
+    return _Counterpart(tuple(mapped), shape, filled == math.prod(shape), real)
 
 
 def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:

@@ -12,9 +12,9 @@ from ckptctl.catalog import Catalog, TensorEntry, is_computed
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.ops.conversion.options import DEFAULT_SHARD, ConversionOptions
-from ckptctl.ops.recognition.quantised import Pair, pairs
+from ckptctl.ops.recognition.quantised import ScaledWeight, pairs
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.parallel.cuts import Share
+from ckptctl.planner.parallel.cuts import RankShard
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.units import format_bytes
 
@@ -182,7 +182,7 @@ Block = tuple[int, int]
 class Divide(Protocol):
     """How ranks divide tensors."""
 
-    def __call__(self, tensor: OutputTensor, ranks: int) -> Sequence[Share | None]:
+    def __call__(self, tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
         """Return what each of *ranks* ranks holds of *tensor*; None: nothing."""
 
 
@@ -217,7 +217,9 @@ def require_whole_blocks(
 
 
 def _blocks(
-    quantised: Iterable[Pair], mapped: Sequence[MappedTensor], tensors: Sequence[OutputTensor]
+    quantised: Iterable[ScaledWeight],
+    mapped: Sequence[MappedTensor],
+    tensors: Sequence[OutputTensor],
 ) -> Iterable[tuple[OutputTensor, Block]]:
     by_name = {tensor.name: tensor for tensor in tensors}
     targets = {item.sources[0].key: item.targets[0].key for item in mapped}
@@ -227,7 +229,7 @@ def _blocks(
             yield tensor, (pair.parameters["block_rows"], pair.parameters["block_columns"])
 
 
-def _cut(shares: Sequence[Share | None], shape: tuple[int, ...], block: Block) -> bool:
+def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:
     """Return whether a rank's part begins or ends inside of a block of a matrix of *shape*."""
     return any(
         offset % step or ((offset + size) % step and offset + size != whole)

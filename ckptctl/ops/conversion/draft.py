@@ -63,7 +63,7 @@ from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.parallel.cuts import Share
+from ckptctl.planner.parallel.cuts import RankShard
 from ckptctl.planner.parallel.division import divide
 
 KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
@@ -431,7 +431,7 @@ def _divide(change: Change, layout: str | None) -> Divide | None:
     if family is None or layout is None:
         return None
 
-    def shares(tensor: OutputTensor, ranks: int) -> Sequence[Share | None]:
+    def shares(tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
         return divide(family, layout, tensor.name, tensor.shape, sizes, ranks)
 
     return shares

@@ -12,7 +12,7 @@ from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.ops.conversion.output_tensors import unrooted
-from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, Pair, orphans, pairs
+from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, orphans, pairs
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.storage.pickles.reader import walk
 from ckptctl.storage.zips.reader import StoredTensor
@@ -201,7 +201,7 @@ def keep_together(
         orphans(replace(catalog, tensors=kept))
 
 
-def _require_uncast(catalog: Catalog, found: Collection[Pair]) -> None:
+def _require_uncast(catalog: Catalog, found: Collection[ScaledWeight]) -> None:
     cast = [pair.weight for pair in found if catalog.tensors[pair.weight].dtype == FP8]
     if cast:
         raise UsageError(

@@ -202,7 +202,7 @@ def _spread(names: dict[str, str], couples: Iterable[tuple[str, str]], why: str)
                 grown = True
 
 
-class _Item(NamedTuple):
+class _StoredItem(NamedTuple):
     name: str
     file: str
     offset: int
@@ -242,16 +242,16 @@ def names_in(catalog: Catalog, files: dict[str, str]) -> dict[str, str]:
     return {item.name: files[item.file] for item in _items(catalog) if item.file in files}
 
 
-def _items(catalog: Catalog) -> Iterator[_Item]:
+def _items(catalog: Catalog) -> Iterator[_StoredItem]:
     for entry in catalog.tensors.values():
         for extent in entry.extents:
-            yield _Item(entry.name, extent.file, extent.offset, extent.nbytes)
+            yield _StoredItem(entry.name, extent.file, extent.offset, extent.nbytes)
     for blob in catalog.blobs.values():
         if blob.file is not None:
-            yield _Item(blob.name, blob.file, blob.offset, blob.nbytes)
+            yield _StoredItem(blob.name, blob.file, blob.offset, blob.nbytes)
 
 
-def _sound(root: str, item: _Item) -> bool:
+def _sound(root: str, item: _StoredItem) -> bool:
     """Return whether the item can be read, so that not its bytes are wrong but what it is."""
     try:
         with source_files(root) as files:

@@ -19,7 +19,7 @@ from ckptctl.catalog import Computed, Extent, TensorEntry, is_computed, is_memor
 from ckptctl.planner.plan import Check, Operand, Transfer
 
 
-class _Place(NamedTuple):
+class _ByteRange(NamedTuple):
     """A byte range of a file."""
 
     root: str
@@ -28,7 +28,7 @@ class _Place(NamedTuple):
     nbytes: int
 
 
-class _Part(NamedTuple):
+class _CheckedPart(NamedTuple):
     """A source operand that lies in a range with a checksum."""
 
     offset: int
@@ -59,9 +59,9 @@ def with_checks(
     return tuple(marked), tuple(checks)
 
 
-def _apart(place: _Place, parts: Iterable[_Part]) -> list[_Part]:
+def _apart(place: _ByteRange, parts: Iterable[_CheckedPart]) -> list[_CheckedPart]:
     """Return those of *parts* that lie in *place* one after the other, in their order."""
-    taken: list[_Part] = []
+    taken: list[_CheckedPart] = []
     end, last = place.offset, place.offset + place.nbytes
     for part in sorted(parts):
         if end <= part.offset and part.offset + part.nbytes <= last:
@@ -70,7 +70,7 @@ def _apart(place: _Place, parts: Iterable[_Part]) -> list[_Part]:
     return taken
 
 
-def _gaps(place: _Place, taken: Iterable[_Part]) -> Iterator[tuple[int, int]]:
+def _gaps(place: _ByteRange, taken: Iterable[_CheckedPart]) -> Iterator[tuple[int, int]]:
     """Yield what of *place* lies between parts: first byte in it, and bytes."""
     end = place.offset
     for part in taken:
@@ -86,7 +86,7 @@ def _recorded(
     entries: Iterable[TensorEntry],
     computed: Mapping[str, Computed],
     transfers: Iterable[Transfer],
-) -> dict[_Place, tuple[int, str]]:
+) -> dict[_ByteRange, tuple[int, str]]:
     """Return the recorded checksums that no operand has, and a tensor that each is about."""
     taken = {
         (root, operand.file, operand.offset, operand.nbytes)
@@ -94,28 +94,28 @@ def _recorded(
         for operand in transfer.source.operands
         if operand.crc32 is not None
     }
-    found: dict[_Place, tuple[int, str]] = {}
+    found: dict[_ByteRange, tuple[int, str]] = {}
     for directory, name, extent in _read(root, entries, computed):
         known = extent.recorded
         if known is None or not known.nbytes:
             continue
-        place = _Place(directory, extent.file, known.offset, known.nbytes)
+        place = _ByteRange(directory, extent.file, known.offset, known.nbytes)
         if place not in taken:
             found.setdefault(place, (known.crc32, name))
     return found
 
 
 def _parts(
-    root: str, recorded: Iterable[_Place], transfers: Iterable[Transfer]
-) -> dict[_Place, list[_Part]]:
+    root: str, recorded: Iterable[_ByteRange], transfers: Iterable[Transfer]
+) -> dict[_ByteRange, list[_CheckedPart]]:
     """Return the operands in each range that are read from end to end into files."""
-    by_file: dict[str, list[_Place]] = {}
+    by_file: dict[str, list[_ByteRange]] = {}
     for place in recorded:
         if place.root == root:
             by_file.setdefault(place.file, []).append(place)
     for places in by_file.values():
         places.sort()
-    found: dict[_Place, list[_Part]] = {}
+    found: dict[_ByteRange, list[_CheckedPart]] = {}
     for index, transfer in enumerate(transfers if by_file else ()):
         if any(is_memory(target.file) for target in transfer.target.operands):
             continue  # boxes of it, perhaps: not all of an operand is read
@@ -124,7 +124,7 @@ def _parts(
             places = by_file.get(operand.file, [])
             at = bisect_right(places, operand.offset, key=lambda place: place.offset) - 1
             if at >= 0 and operand.crc32 is None and _dense(operand, item):
-                part = _Part(operand.offset, operand.nbytes, index, number)
+                part = _CheckedPart(operand.offset, operand.nbytes, index, number)
                 found.setdefault(places[at], []).append(part)
     return found
 

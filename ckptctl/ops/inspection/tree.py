@@ -19,7 +19,7 @@ MAX_PARTS = 64
 """Names with more parts keep the rest in the last one: recursion stays bounded."""
 
 
-class Leaf(Protocol):
+class ListedTensor(Protocol):
     """What a tree needs to know of a tensor."""
 
     @property
@@ -70,11 +70,13 @@ class Branch:
 
 @dataclass(slots=True)
 class _Node:
-    leaf: Leaf | None = None
+    leaf: ListedTensor | None = None
     children: dict[str, _Node] = field(default_factory=dict)
 
 
-def build(tensors: Iterable[Leaf], sort: Order = "name", depth: int | None = None) -> list[Branch]:
+def build(
+    tensors: Iterable[ListedTensor], sort: Order = "name", depth: int | None = None
+) -> list[Branch]:
     """Return the tree of *tensors*.
 
     Args:
@@ -168,7 +170,7 @@ def _groups(numbered: dict[int, _Node], depth: int | None) -> Iterator[Branch]:
             yield _group(label, len(indices), below[first], hide)
 
 
-def _leaf(label: str, leaf: Leaf, copies: int = 1) -> Branch:
+def _leaf(label: str, leaf: ListedTensor, copies: int = 1) -> Branch:
     nbytes = 0 if leaf.alias_of else leaf.nbytes * copies
     return Branch(label, copies, copies, nbytes, leaf.dtype, leaf.shape, leaf.alias_of)
 

@@ -23,7 +23,7 @@ from ckptctl.catalog import (
 )
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.located import located
-from ckptctl.ops.recognition.quantised import QUANTIZATION, Pair, orphans, pairs, unknown
+from ckptctl.ops.recognition.quantised import QUANTIZATION, ScaledWeight, orphans, pairs, unknown
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.storage.compare import row_major
 
@@ -66,7 +66,7 @@ def dequantised(catalog: Catalog, dtype: str) -> Catalog:
     )
 
 
-def _understood(catalog: Catalog) -> list[Pair]:
+def _understood(catalog: Catalog) -> list[ScaledWeight]:
     strange = unknown(catalog)
     if strange:
         ways = list(dict.fromkeys(strange.values()))
@@ -91,19 +91,19 @@ def _understood(catalog: Catalog) -> list[Pair]:
     return found
 
 
-def _inputs(catalog: Catalog, found: Iterable[Pair]) -> dict[str, Input]:
+def _inputs(catalog: Catalog, found: Iterable[ScaledWeight]) -> dict[str, Input]:
     names = (name for pair in found for name in (pair.weight, pair.scale))
     entries = located(catalog, names).tensors
     return {name: Input(catalog.root, entry) for name, entry in entries.items()}
 
 
-def _computed(pair: Pair, inputs: Mapping[str, Input], dtype: str) -> Computed:
+def _computed(pair: ScaledWeight, inputs: Mapping[str, Input], dtype: str) -> Computed:
     weight, scale = pair.roles
     made_of = {weight: inputs[pair.weight], scale: inputs[pair.scale]}
     return Computed(pair.kind, dtype, pair.shape, made_of, pair.parameters)
 
 
-def _entry(pair: Pair, weight: TensorEntry, dtype: str) -> TensorEntry:
+def _entry(pair: ScaledWeight, weight: TensorEntry, dtype: str) -> TensorEntry:
     shape, strides = pair.shape, row_major(pair.shape)
     if pair.transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
@@ -121,7 +121,7 @@ def _entry(pair: Pair, weight: TensorEntry, dtype: str) -> TensorEntry:
     return replace(entry, extents=(whole,))
 
 
-def _path(path: Path, pair: Pair) -> Path:
+def _path(path: Path, pair: ScaledWeight) -> Path:
     """Return the key path of the plain tensor: without the end that says it is quantised."""
     suffix, last = pair.weight[len(pair.key) :], path[-1]
     if suffix and isinstance(last, str):
@@ -142,7 +142,7 @@ def _documents(
     }
 
 
-def _note(found: list[Pair], dtype: str) -> str:
+def _note(found: list[ScaledWeight], dtype: str) -> str:
     ways = ", ".join(dict.fromkeys(pair.how for pair in found))
     return f"dequantised to {dtype}: {len(found):,} tensors, {ways}"
 

@@ -39,7 +39,7 @@ INTEGERS = {"int8": "int8 weights", "uint32": "MLX", "float4_e2m1fn_x2": "packed
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ScaledWeight:
     """A quantised tensor and its scales.
 
     Attributes:
@@ -111,7 +111,7 @@ def _advice(how: str, known: bool) -> str:
     return f"it is quantised ({how}), which can be neither mapped nor dequantised"
 
 
-def pairs(catalog: Catalog) -> list[Pair]:
+def pairs(catalog: Catalog) -> list[ScaledWeight]:
     """Return the quantised tensors that are understood, in the checkpoint's order.
 
     Raises:
@@ -122,7 +122,7 @@ def pairs(catalog: Catalog) -> list[Pair]:
     return [pair for pair in found if pair]
 
 
-def _pair(catalog: Catalog, name: str) -> Pair | None:
+def _pair(catalog: Catalog, name: str) -> ScaledWeight | None:
     scale = _scale_of(catalog, name)
     if scale is None:
         return None
@@ -205,7 +205,7 @@ def _lone(catalog: Catalog, name: str, used: set[str | None]) -> bool:
     return name not in used and (packed or name.endswith("_scale_inv"))
 
 
-def _fp8(weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]) -> Pair:
+def _fp8(weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]) -> ScaledWeight:
     if len(weight.shape) < 2:
         raise _unfit(weight, scale, "blocks have rows and columns")
     *lead, rows, columns = weight.shape
@@ -214,7 +214,7 @@ def _fp8(weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]) -> Pai
     down, across = (rows, columns) if single else block
     if scale.dtype not in SCALES or (scale.shape != grid and not single):
         raise _unfit(weight, scale, f"blocks of {down}x{across} need floats {list(grid)}")
-    return Pair(
+    return ScaledWeight(
         weight.name,
         weight.name,
         scale.name,
@@ -226,11 +226,11 @@ def _fp8(weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]) -> Pai
     )
 
 
-def _mxfp4(blocks: TensorEntry, scales: TensorEntry) -> Pair:
+def _mxfp4(blocks: TensorEntry, scales: TensorEntry) -> ScaledWeight:
     *lead, count, width = blocks.shape if len(blocks.shape) > 2 else (0, 0)
     if scales.dtype != "uint8" or scales.shape != blocks.shape[:-1] or width != BLOCK // 2:
         raise _unfit(blocks, scales, "uint8 [..., n, 16] and uint8 [..., n] are needed")
-    return Pair(
+    return ScaledWeight(
         blocks.name[: -len("_blocks")],
         blocks.name,
         scales.name,

@@ -46,7 +46,7 @@ class Recorded:
     name: str | None = None
 
 
-class Block(NamedTuple):
+class ReadBlock(NamedTuple):
     """A part of a range, which is read in one go.
 
     Attributes:
@@ -112,7 +112,7 @@ def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]
             yield file, 0, size
 
 
-def blocks(ranges: Sequence[Recorded]) -> list[Block]:
+def blocks(ranges: Sequence[Recorded]) -> list[ReadBlock]:
     """Return what is read at a time, so that threads and ranks can share a large range."""
     return [block for index, one in enumerate(ranges) for block in _blocks(index, one)]
 
@@ -120,10 +120,10 @@ def blocks(ranges: Sequence[Recorded]) -> list[Block]:
 def crcs(
     files: SourceFiles,
     ranges: Sequence[Recorded],
-    some: Sequence[Block],
+    some: Sequence[ReadBlock],
     jobs: int | None,
     advance: Advance | None,
-) -> list[tuple[Block, int | CkptError]]:
+) -> list[tuple[ReadBlock, int | CkptError]]:
     """Read *some* blocks of *ranges*; return the CRC-32 of each, or why it cannot be read.
 
     Args:
@@ -134,13 +134,13 @@ def crcs(
         advance: Called with bytes done, from any thread.
     """
 
-    def sum_of(block: Block) -> int | CkptError:
+    def sum_of(block: ReadBlock) -> int | CkptError:
         try:
             return crc_of(files, ranges[block.number].file, block.offset, block.nbytes, advance)
         except CkptError as error:
             return error
 
-    found: list[tuple[Block, int | CkptError]] = []
+    found: list[tuple[ReadBlock, int | CkptError]] = []
     with ThreadPoolExecutor(threads(jobs)) as pool:
         for first in range(0, len(some), BATCH):
             batch = some[first : first + BATCH]
@@ -149,7 +149,7 @@ def crcs(
 
 
 def compared(
-    root: Path, ranges: Sequence[Recorded], found: Iterable[tuple[Block, int | CkptError]]
+    root: Path, ranges: Sequence[Recorded], found: Iterable[tuple[ReadBlock, int | CkptError]]
 ) -> tuple[list[Finding], list[Recorded]]:
     """Return what is wrong, and with which of *ranges*.
 
@@ -168,9 +168,9 @@ def compared(
     return findings, bad
 
 
-def _blocks(index: int, one: Recorded) -> Iterator[Block]:
+def _blocks(index: int, one: Recorded) -> Iterator[ReadBlock]:
     for start in range(0, one.nbytes, BLOCK):
-        yield Block(index, one.offset + start, min(BLOCK, one.nbytes - start))
+        yield ReadBlock(index, one.offset + start, min(BLOCK, one.nbytes - start))
 
 
 def _wrong(

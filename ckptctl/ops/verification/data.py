@@ -15,7 +15,7 @@ from ckptctl.ops.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification import digest_lists, hub_digests
 from ckptctl.ops.verification.checksums import (
-    Block,
+    ReadBlock,
     Recorded,
     blocks,
     compared,
@@ -121,7 +121,9 @@ def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, n
     return _Todo(ranges, [*lines, *hub], floating, [*bad, *odd, *strange])
 
 
-def _portion(files: SourceFiles, todo: _Todo, ranks: Coordinator) -> tuple[Sequence[Block], _Todo]:
+def _portion(
+    files: SourceFiles, todo: _Todo, ranks: Coordinator
+) -> tuple[Sequence[ReadBlock], _Todo]:
     """Return what this rank reads: blocks of the ranges, and whole files and tensors.
 
     A file that several lists name stays with one rank.
@@ -138,11 +140,11 @@ def _portion(files: SourceFiles, todo: _Todo, ranks: Coordinator) -> tuple[Seque
 def _read(
     files: SourceFiles,
     reader: Readable,
-    some: Sequence[Block],
+    some: Sequence[ReadBlock],
     todo: _Todo,
     jobs: int | None,
     progress: Watch,
-) -> tuple[list[tuple[Block, int | CkptError]], list[Finding], list[str]]:
+) -> tuple[list[tuple[ReadBlock, int | CkptError]], list[Finding], list[str]]:
     """Return the checksums of blocks, what else is wrong, and the files whose digest is right."""
     total = sum(one.nbytes for one in some) + sum(entry.nbytes for entry in todo.floating)
     with progress(total + _sizes(files, [line.file for line in todo.lines])) as advance:

@@ -28,7 +28,7 @@ UNUSED = f"{MANIFEST} describes other tensors"
 
 
 @dataclass(slots=True)
-class _State:
+class _Progress:
     """What is known so far."""
 
     path: Path
@@ -113,7 +113,7 @@ def _examine(
     return _result(shown(path), state, options, time.monotonic() - start), state.catalog
 
 
-def _begun(path: str | Path, options: VerifyOptions) -> _State:
+def _begun(path: str | Path, options: VerifyOptions) -> _Progress:
     _require_sense(options)
     if options.manifest:
         require_local(path, "--manifest adds a file, which nothing does behind a URL")
@@ -125,7 +125,7 @@ def _begun(path: str | Path, options: VerifyOptions) -> _State:
     return state
 
 
-def _require_same(state: _State, options: VerifyOptions, ranks: Coordinator) -> None:
+def _require_same(state: _Progress, options: VerifyOptions, ranks: Coordinator) -> None:
     """Prove that all ranks were asked for the same, of the same checkpoint."""
     asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
     files = state.catalog and dict(state.catalog.files)
@@ -137,11 +137,11 @@ def _require_sense(options: VerifyOptions) -> None:
         raise UsageError("--manifest goes with --level full", hint="add `--level full`")
 
 
-def _opened(path: Path, options: VerifyOptions) -> _State:
+def _opened(path: Path, options: VerifyOptions) -> _Progress:
     """Read the index; what a reader refuses becomes findings, and what is left is read."""
     try:
         catalog = _read(path, options)
-        return _State(path, catalog.format, catalog)
+        return _Progress(path, catalog.format, catalog)
     except UNUSABLE as error:
         inside = None if options.format or formats.sniff(path) else formats.only_inside(path)
         real = inside or path
@@ -151,8 +151,8 @@ def _opened(path: Path, options: VerifyOptions) -> _State:
         except CkptError:
             part = None
         if part is None or not part.findings:
-            return _State(real, name, findings=[of_error(error, root_of(real))])
-        return _State(real, name, part, list(part.findings))
+            return _Progress(real, name, findings=[of_error(error, root_of(real))])
+        return _Progress(real, name, part, list(part.findings))
 
 
 def _read(path: Path, options: VerifyOptions, *, partial: bool = False) -> Catalog:
@@ -169,7 +169,7 @@ def _read(path: Path, options: VerifyOptions, *, partial: bool = False) -> Catal
 
 
 def _verify(
-    state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
+    state: _Progress, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
 ) -> None:
     state.findings += structure(catalog, catalog.lost)
     state.findings += [
@@ -184,7 +184,7 @@ def _verify(
 
 
 def _verify_items(
-    state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
+    state: _Progress, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
 ) -> None:
     """Add what the items say of themselves, and what reading their data says."""
     from ckptctl.ops.verification.data import read_data
@@ -202,7 +202,7 @@ def _verify_items(
         state.proven = data.proven
 
 
-def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
+def _add_list(state: _Progress, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
     """Write the SHA-256 sums if nothing is wrong."""
     from ckptctl.ops.verification import digest_lists
     from ckptctl.ops.verification.data import listable, write_list
@@ -216,16 +216,16 @@ def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinat
         state.manifest = write_list(path, jobs, progress, ranks)
 
 
-def _whole(state: _State) -> bool:
+def _whole(state: _Progress) -> bool:
     return all(found.severity == "warning" for found in state.findings)
 
 
-def _listed_path(state: _State) -> Path:
+def _listed_path(state: _Progress) -> Path:
     """Return what a list of digests is about: the directory, or the one file."""
     return path_at(state.catalog.path) if state.catalog else state.path
 
 
-def _result(path: str, state: _State, options: VerifyOptions, seconds: float) -> Verification:
+def _result(path: str, state: _Progress, options: VerifyOptions, seconds: float) -> Verification:
     catalog = state.catalog
     return Verification(
         path=path,

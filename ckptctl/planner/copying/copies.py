@@ -10,7 +10,7 @@ from itertools import product
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed
 from ckptctl.planner.copying import runs
-from ckptctl.planner.copying.runs import Block, Frame, Index, Ints, Piece
+from ckptctl.planner.copying.runs import Block, Frame, Ints, OperandPart, PartIndex
 from ckptctl.planner.copying.tile import UNCHECKED, Limits, Move, Read, Tile, Write, moves
 from ckptctl.planner.plan import Operand, Record, Transfer
 
@@ -43,8 +43,8 @@ class Work:
     transfer: Transfer
     frame: Frame
     records: Sequence[Record]
-    sources: Index
-    targets: Index
+    sources: PartIndex
+    targets: PartIndex
     order: Ints
     prefix: int
     item: int
@@ -69,8 +69,8 @@ def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work
         transfer,
         frame,
         records,
-        Index(runs.pieces(transfer.source, frame.source, frame.sizes)),
-        Index(targets),
+        PartIndex(runs.pieces(transfer.source, frame.source, frame.sizes)),
+        PartIndex(targets),
         order,
         prefix,
         dtypes.itemsize(transfer.source_dtype),
@@ -79,7 +79,7 @@ def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work
     )
 
 
-def _bounds(targets: Sequence[Piece], sizes: Ints) -> tuple[Ints, Ints]:
+def _bounds(targets: Sequence[OperandPart], sizes: Ints) -> tuple[Ints, Ints]:
     """Return the box that all *targets* lie in: less than the tensor where a part is wanted."""
     if not targets:
         return (0,) * len(sizes), sizes
@@ -116,7 +116,7 @@ def domains(sizes: Ints, order: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]
             yield tuple(lo), tuple(count)
 
 
-def _domains(work: Work, limit: int) -> Iterator[tuple[list[Piece], dict[int, list[Block]]]]:
+def _domains(work: Work, limit: int) -> Iterator[tuple[list[OperandPart], dict[int, list[Block]]]]:
     """Yield what of the targets lies in each domain, and what fills it; nothing is left out."""
     for start, count in domains(work.sizes, work.order, limit):
         lo = tuple(first + offset for first, offset in zip(start, work.lo, strict=True))
@@ -147,14 +147,14 @@ def permuted_in_memory(work: Work, limits: Limits) -> bool:
     return size < SHORT_RUN * total and math.prod(sizes) * item * total > FEW_RUNS * size
 
 
-def _meet(work: Work, lo: Ints, count: Ints) -> tuple[list[Piece], dict[int, list[Block]]]:
+def _meet(work: Work, lo: Ints, count: Ints) -> tuple[list[OperandPart], dict[int, list[Block]]]:
     """Return the target pieces in the box and, by source operand, what fills their places."""
     parts = work.targets.meeting(lo, count)
     blocks: dict[int, list[Block]] = {}
     position = 0
     for part in parts:
         strides = runs.dense(part.sizes, work.order, work.item)
-        place = Piece(part.operand, position, part.lo, part.sizes, strides)
+        place = OperandPart(part.operand, position, part.lo, part.sizes, strides)
         for source in work.sources.meeting(part.lo, part.sizes):
             blocks.setdefault(source.operand, []).append(runs.block(source, place, work.item))
         position += math.prod(part.sizes) * work.item
@@ -213,14 +213,14 @@ def _moves(work: Work, blocks: dict[int, list[Block]], limits: Limits) -> tuple[
     )
 
 
-def _writes(work: Work, parts: list[Piece]) -> tuple[Write, ...]:
+def _writes(work: Work, parts: list[OperandPart]) -> tuple[Write, ...]:
     found: list[Write] = []
     position = 0
     for part in parts:
         target = work.transfer.target.operands[part.operand]
         base = work.records[target.record].offset if work.records else 0
         strides = runs.dense(part.sizes, work.order, work.out)
-        place = Piece(part.operand, position, part.lo, part.sizes, strides)
+        place = OperandPart(part.operand, position, part.lo, part.sizes, strides)
         for offset, start, nbytes in runs.runs(runs.block(part, place, work.out)):
             last = found[-1] if found else None
             if (
@@ -332,7 +332,7 @@ def _ranges(transfer: Transfer, frame: Frame) -> list[tuple[int, int, Operand, i
     item = dtypes.itemsize(transfer.source_dtype)
     if any(o.checked and has_gaps(o, item) for o in transfer.source.operands):
         return None
-    index = Index(runs.pieces(transfer.source, frame.source, frame.sizes))
+    index = PartIndex(runs.pieces(transfer.source, frame.source, frame.sizes))
     found: list[tuple[int, int, Operand, int, int]] = []
     for piece in runs.pieces(transfer.target, frame.target, frame.sizes):
         for part in index.meeting(piece.lo, piece.sizes):

@@ -36,11 +36,11 @@ class Frame(NamedTuple):
     target: Groups
 
 
-class Piece(NamedTuple):
+class OperandPart(NamedTuple):
     """A product box of axes inside one operand.
 
     Attributes:
-        operand: Index of the operand on its side.
+        operand: PartIndex of the operand on its side.
         address: Byte position of its first element.
         lo: First index along each axis.
         sizes: Indices along each axis.
@@ -153,12 +153,12 @@ def _below(index: int, boxes: list[tuple[Ints, Ints]]) -> list[tuple[Ints, Ints]
     return [((index, *lo), (1, *count)) for lo, count in boxes]
 
 
-def pieces(side: Side, groups: Groups, sizes: Ints) -> list[Piece]:
+def pieces(side: Side, groups: Groups, sizes: Ints) -> list[OperandPart]:
     """Return the operands of *side* as product boxes of axes, in the operands' order."""
     weights = [_weights(group, sizes) for group in groups]
     radix = [tuple(sizes[axis] for axis in group) for group in groups]
     order = [axis for group in groups for axis in group]
-    found: list[Piece] = []
+    found: list[OperandPart] = []
     for index, operand in enumerate(side.operands):
         strides = dict(
             zip(
@@ -180,7 +180,7 @@ def pieces(side: Side, groups: Groups, sizes: Ints) -> list[Piece]:
             axes = range(len(sizes))
             address = origin + sum(lo[axis] * strides[axis] for axis in axes)
             found.append(
-                Piece(
+                OperandPart(
                     index,
                     address,
                     tuple(lo[axis] for axis in axes),
@@ -197,10 +197,10 @@ def _weights(group: Ints, sizes: Ints) -> Ints:
     return tuple(reversed([1, *inner])) if group else ()
 
 
-class Index:
+class PartIndex:
     """Finds the pieces that meet a box without looking at all of them."""
 
-    def __init__(self, found: Sequence[Piece]) -> None:
+    def __init__(self, found: Sequence[OperandPart]) -> None:
         rank = len(found[0].lo) if found else 0
         spread = [len({piece.lo[axis] for piece in found}) for axis in range(rank)]
         self._axis = spread.index(max(spread)) if len(found) > LINEAR and rank else None
@@ -213,7 +213,7 @@ class Index:
             self._starts = [piece.lo[axis] for piece in self._pieces]
             self._widest = max(piece.sizes[axis] for piece in self._pieces)
 
-    def meeting(self, lo: Ints, sizes: Ints) -> list[Piece]:
+    def meeting(self, lo: Ints, sizes: Ints) -> list[OperandPart]:
         """Return the parts of the pieces inside the box, in the order they were given."""
         if self._axis is None:
             return [part for piece in self._pieces if (part := clip(piece, lo, sizes))]
@@ -227,7 +227,7 @@ class Index:
         return [part for _, part in sorted(met)]
 
 
-def clip(piece: Piece, lo: Ints, sizes: Ints) -> Piece | None:
+def clip(piece: OperandPart, lo: Ints, sizes: Ints) -> OperandPart | None:
     """Return the part of *piece* inside the box, or None."""
     if piece.lo == lo and piece.sizes == sizes:
         return piece
@@ -244,7 +244,7 @@ def clip(piece: Piece, lo: Ints, sizes: Ints) -> Piece | None:
         starts.append(start)
         counts.append(end - start)
         address += (start - own) * stride
-    return Piece(piece.operand, address, tuple(starts), tuple(counts), piece.strides)
+    return OperandPart(piece.operand, address, tuple(starts), tuple(counts), piece.strides)
 
 
 def dense(sizes: Ints, order: Sequence[int], item: int) -> Ints:
@@ -256,7 +256,7 @@ def dense(sizes: Ints, order: Sequence[int], item: int) -> Ints:
     return tuple(strides)
 
 
-def block(source: Piece, part: Piece, item: int) -> Block:
+def block(source: OperandPart, part: OperandPart, item: int) -> Block:
     """Return the copy of *source* into the buffer positions of *part*.
 
     Args:

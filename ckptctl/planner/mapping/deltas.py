@@ -110,10 +110,10 @@ def deltas(
         adapters_apart(base, layouts[0]), layouts[1], APART, shapes[1], known, partial=True,
         tied=False, lists=lists,
     )  # fmt: skip
-    return _Deltas(base, layouts, model.tensors, adapter.tensors, shapes).result()
+    return _Formulas(base, layouts, model.tensors, adapter.tensors, shapes).result()
 
 
-class _Deltas:
+class _Formulas:
     def __init__(
         self,
         base: Family,

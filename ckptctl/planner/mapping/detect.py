@@ -101,7 +101,7 @@ def detect(
         MappingError: The configuration holds a value of the wrong kind.
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
-    asked = _Asked(shapes, key_kinds(shapes), (config, params), ranks, prefer, root)
+    asked = _Question(shapes, key_kinds(shapes), (config, params), ranks, prefer, root)
     fitting: list[Candidate] = []
     # Only layouts that know every key are exact: the tables of most families need no parsing then.
     for share in dict.fromkeys((1.0, least)):
@@ -120,7 +120,7 @@ def detect(
     return Detection(tuple(fitting), configured)
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """What one call of :func:`detect` is about; see there.
 
     Attributes:
@@ -136,7 +136,7 @@ class _Asked(NamedTuple):
     root: str
 
 
-def _plausible(family: Family, asked: _Asked, share: float) -> list[str]:
+def _plausible(family: Family, asked: _Question, share: float) -> list[str]:
     """Return the layouts that may know a *share* of the keys, judged by their skeletons alone.
 
     The words of the keys come first: the tables of a family that lacks them are never parsed.
@@ -176,7 +176,7 @@ def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple
 def _layouts(
     family: Family,
     plausible: Iterable[str],
-    asked: _Asked,
+    asked: _Question,
     least: float,
     evidence: tuple[str, ...],
 ) -> Iterable[Candidate]:
@@ -219,7 +219,7 @@ def _candidate(
     family: Family,
     name: str,
     matched: Matched,
-    asked: _Asked,
+    asked: _Question,
     tied: bool,
     share: float,
     evidence: tuple[str, ...],

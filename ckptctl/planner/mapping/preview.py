@@ -19,7 +19,7 @@ Values: TypeAlias = Mapping[str, int | str]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Contribution:
     """What one source tensor gives to a target tensor.
 
     Attributes:
@@ -58,7 +58,7 @@ class Arrival:
     key: str
     shape: tuple[Amount, ...]
     each: Mapping[str, Amount]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Contribution, ...]
     variant: str | None = None
 
 
@@ -240,13 +240,13 @@ class _Router:
         axes = show_dims(leaf.dims), show_dims(wanted.dims)
         parts = Range(ZERO, ZERO, among="tile by tile")
         name = tensor.name.partition(".")[0]
-        piece = Piece(leaf.key.text, name, *axes, (parts,), (parts,), True, True)
+        piece = Contribution(leaf.key.text, name, *axes, (parts,), (parts,), True, True)
         shape = self.extents.shape(self.target, wanted, other)
         return Arrival(wanted.key.text, shape, {}, (piece,))
 
     def _pieces(
         self, stored: Stored, followed: Tensor, values: Values, target_lead: Values
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Contribution]:
         """Yield what fills a target tensor; of rows that are the same part of it, one."""
         one: dict[int | None, tuple[Tensor, Leaf, Tensor]] = {}
         for tensor, wanted in stored.parts:
@@ -265,7 +265,7 @@ class _Router:
 
     def _given(
         self, tensor: Tensor, wanted: Leaf, held: Tensor, values: Values, target_lead: Values
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Contribution]:
         """Yield what *held* gives to *tensor*: the entry that was asked for, then all entries."""
         leaf = self.source.leaves[held.name]
         free = [axis for axis in leaf.spread if axis not in wanted.spread]
@@ -277,7 +277,7 @@ class _Router:
             entry = {axis: own.get(axis, _open(axis)) for axis in free}
             into = {axis: _bare(number, axis) for axis, number in entry.items()}
             key = self._source_key(leaf, held, values, {**shared, **entry})
-            yield Piece(
+            yield Contribution(
                 key,
                 held.name.partition(".")[0],
                 show_dims(leaf.dims),

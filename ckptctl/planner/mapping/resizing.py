@@ -150,12 +150,12 @@ def tiling(
             where=f"tensor `{source}`",
             why=f"its shape is {shape}",
         )
-    work = _Tiles(source, target, tiles, kept)
+    work = _TileCopies(source, target, tiles, kept)
     return work.gridded() if grid else work.ready_made()
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
+class _TileCopies:
     source: str
     target: str
     tiles: int

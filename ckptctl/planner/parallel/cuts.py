@@ -44,7 +44,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardPiece:
     """A box of a tensor inside what one rank holds of it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShard:
     """What one rank holds of a tensor.
 
     Attributes:
@@ -68,12 +68,12 @@ class Share:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Share:
+    def whole(cls, shape: tuple[int, ...]) -> RankShard:
         """Return the share of a rank that holds all of a tensor."""
-        return cls(shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
+        return cls(shape, (ShardPiece(Box.whole(shape), (0,) * len(shape)),))
 
 
 @lru_cache(maxsize=1 << 16)

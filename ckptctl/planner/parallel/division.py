@@ -12,8 +12,8 @@ from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.layouts import Family, Stored
 from ckptctl.planner.parallel.cuts import (
     Cut,
-    Piece,
-    Share,
+    RankShard,
+    ShardPiece,
     cuts,
     divided_dim,
     owned,
@@ -31,7 +31,7 @@ def divide(
     sizes: Sizes,
     ranks: int,
     repeats: int | None = None,
-) -> tuple[Share | None, ...]:
+) -> tuple[RankShard | None, ...]:
     """Return what each of *ranks* ranks keeps of a whole tensor; None: nothing.
 
     Args:
@@ -48,14 +48,14 @@ def divide(
         MappingError: The axis cannot be divided, or its size is not known.
     """
     if ranks == 1:
-        return (Share.whole(shape),)
+        return (RankShard.whole(shape),)
     axis = owned(family, layout, key)
     if axis is not None:
         owner = _owner(family, layout, key, axis, sizes, ranks)
-        return tuple(Share.whole(shape) if rank == owner else None for rank in range(ranks))
+        return tuple(RankShard.whole(shape) if rank == owner else None for rank in range(ranks))
     parts = cuts(family, layout, key)
     if all(cut.dim is None for cut in parts):
-        return (Share.whole(shape),) * ranks
+        return (RankShard.whole(shape),) * ranks
     return _Division(family, key, shape, sizes, ranks, repeats).shares(parts)
 
 
@@ -77,7 +77,7 @@ class _Division:
     ranks: int
     repeats: int | None
 
-    def shares(self, parts: Sequence[Cut]) -> tuple[Share, ...]:
+    def shares(self, parts: Sequence[Cut]) -> tuple[RankShard, ...]:
         lengths = part_lengths(self.family, self.key, parts, self.shape, self.sizes)
         steps = [self._steps(cut, length) for cut, length in zip(parts, lengths, strict=True)]
         return tuple(self._share(rank, parts, lengths, steps) for rank in range(self.ranks))
@@ -109,9 +109,9 @@ class _Division:
         parts: Sequence[Cut],
         lengths: Sequence[int],
         steps: Sequence[tuple[int, int, int]],
-    ) -> Share:
+    ) -> RankShard:
         along = parts[0].leaf.along
-        pieces: list[Piece] = []
+        pieces: list[ShardPiece] = []
         shapes: list[tuple[int, ...]] = []
         start = 0
         for cut, length, step in zip(parts, lengths, steps, strict=True):
@@ -127,7 +127,7 @@ class _Division:
                 "the parts of a tensor are not divided alike", where=f"tensor `{self.key}`"
             )
         total = sum(shape[along] for shape in shapes)
-        return Share(_replaced(shapes[0], along, total), tuple(pieces))
+        return RankShard(_replaced(shapes[0], along, total), tuple(pieces))
 
 
 def _part(
@@ -136,15 +136,15 @@ def _part(
     cut: Cut,
     step: tuple[int, int, int],
     which: tuple[int, int],
-) -> tuple[tuple[int, ...], list[Piece]]:
+) -> tuple[tuple[int, ...], list[ShardPiece]]:
     """Return the shape of what a rank keeps of one part, and its boxes."""
     if cut.dim is None:
-        return region.sizes, [Piece(region, put)]
+        return region.sizes, [ShardPiece(region, put)]
     (outer, block, repeats), (rank, ranks), dim = step, which, cut.dim
     share = block * repeats // ranks
     first = rank // repeats * share
     pieces = [
-        Piece(
+        ShardPiece(
             Box(
                 _replaced(region.offsets, dim, region.offsets[dim] + number * block + first),
                 _replaced(region.sizes, dim, share),
