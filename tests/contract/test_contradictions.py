@@ -14,9 +14,8 @@ import ckptctl
 from ckptctl.errors import CkptError, MappingError, RefusedError
 from ckptctl.families import families
 from ckptctl.ops.recognition.agreement import Description, agree
-from ckptctl.planner.configs.compared_keys import IGNORED, NOTED
-from ckptctl.planner.configs.params_facts import PARAMS as FORMULA
-from ckptctl.planner.configs.params_facts import ffn_of
+from ckptctl.planner.configs.fact_names import IGNORED, NOTED, ffn_of
+from ckptctl.planner.configs.fact_names import PARAMS as FORMULA
 from ckptctl.planner.configs.translation import config_to_params
 from ckptctl.planner.families.declarations import spellings
 from tests.checkpoints.golden import Golden, family_of, names

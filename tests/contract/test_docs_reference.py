@@ -8,7 +8,7 @@ import runpy
 from pathlib import Path
 
 import ckptctl
-from ckptctl.planner.configs.compared_keys import IGNORED, NOTED
+from ckptctl.planner.configs.fact_names import IGNORED, NOTED
 from ckptctl.planner.families.declarations import SWITCHES
 
 REPOSITORY = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from ckptctl.planner.configs.agreement import (
     switched,
     unsaid,
 )
-from ckptctl.planner.configs.compared_keys import TOLD
+from ckptctl.planner.configs.fact_names import TOLD
 from ckptctl.planner.configs.stated import Json, facts
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds

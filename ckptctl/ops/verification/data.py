@@ -13,7 +13,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ops.ranks.sharing import portion
-from ckptctl.ops.verification import digest_lists, hub_digests
+from ckptctl.ops.verification import digest_lists, surroundings
 from ckptctl.ops.verification.checksums import (
     ReadBlock,
     Recorded,
@@ -117,7 +117,7 @@ def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, n
         return _Todo([], [], floating)
     ranges, bad = recorded(files, catalog, resolved)
     lines, odd = digest_lists.listed_digests(files)
-    hub, strange = hub_digests.downloaded(files, catalog.files)
+    hub, strange = surroundings.downloaded(files, catalog.files)
     return _Todo(ranges, [*lines, *hub], floating, [*bad, *odd, *strange])
 
 

@@ -13,19 +13,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptctl.errors import listed
-from ckptctl.planner.configs.compared_keys import (
+from ckptctl.planner.configs.fact_names import (
     FULL,
     IGNORED,
+    MODULES,
     NOTED,
     PLACED,
     RENAMED,
     ROPE,
     SAME_WORDS,
-    SILENT,
-)
-from ckptctl.planner.configs.params_facts import (
-    MODULES,
     SCALED,
+    SILENT,
     canonical,
     facts_of,
     ffn_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.params_facts import (
+from ckptctl.planner.configs.fact_names import (
     MODULES,
     SCALED,
     canonical,
