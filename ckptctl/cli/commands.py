@@ -27,7 +27,8 @@ else:
 
 RAW_ARGUMENTS = "ckptctl.arguments"
 GIVEN = "ckptctl.given"
-_TYPE = re.compile(r" <\w+>$")
+_ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
+"""How Typer calls an argument in the help: 0.26 with brackets, 0.29 with its type."""
 _JOINED = re.compile(r"-[nqy]+")
 """Short options without a value, which may be joined."""
 
@@ -298,5 +299,7 @@ class PlainCommand(PlainText, TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options without the Python types of arguments."""
         write = formatter.write_dl
-        formatter.write_dl = lambda rows: write([(_TYPE.sub("", n), text) for n, text in rows])
+        formatter.write_dl = lambda rows: write(
+            [(_ARGUMENT.sub(r"\1", n), text) for n, text in rows]
+        )
         super().format_options(ctx=ctx, formatter=formatter)

@@ -110,7 +110,7 @@ def test_options_arrive(run, calls):
 
 def test_defaults_are_those_of_python(run, calls):
     run("convert", "a", "b", "--to", "hf")
-    ckptctl.api.convert("a", "b", to="hf")
+    ckptctl.convert("a", "b", to="hf")
     command, function = (vars(options) for _, _, options in calls.plan)
     assert command | {"progress": None} == function
     assert command["max_shard_size"] == 5 * 10**9
