@@ -84,13 +84,13 @@ def _model_names(folder: Path) -> list[str]:
     return natural([name for name in names if saved_name(name)])
 
 
-def model_files(root: Path, folder: str, faults: Faults | None = None) -> tuple[str, ...]:
+def model_files(root: Path, folder: str, faults: Faults) -> tuple[str, ...]:
     """Return the files of model states of a universal checkpoint, in natural order.
 
     Args:
         root: The checkpoint's root.
         folder: The tag's folder in it.
-        faults: Takes missing ranks; None: they are refused.
+        faults: Takes missing ranks where a part was asked for.
 
     Raises:
         DamagedError: Ranks are missing.
@@ -103,13 +103,13 @@ def model_files(root: Path, folder: str, faults: Faults | None = None) -> tuple[
     return _complete(root, folder, ranks, "model", None, faults)
 
 
-def rank_files(root: Path, folder: str, faults: Faults | None = None) -> SaveFiles:
+def rank_files(root: Path, folder: str, faults: Faults) -> SaveFiles:
     """Return the files of one save.
 
     Args:
         root: The checkpoint's root.
         folder: The tag's folder in it.
-        faults: Takes missing ranks; None: they are refused.
+        faults: Takes missing ranks where a part was asked for.
 
     Raises:
         FormatError: They are of a kind that cannot be put together.
@@ -178,7 +178,7 @@ def _complete(
     found: Mapping[int, str],
     kind: str,
     world: int | None,
-    faults: Faults | None,
+    faults: Faults,
 ) -> tuple[str, ...]:
     """Return the files of all ranks in order; every rank below *world* must be there.
 
@@ -194,7 +194,7 @@ def _complete(
             "of an earlier save by more",
         )
     count, missing = absent(found.keys(), 0, last, lambda rank: _like(found, rank))
-    if count and faults is not None and last < MAX_PARTIAL:
+    if count and faults.partial and last < MAX_PARTIAL:
         for rank in range(last + 1):
             if rank not in found:
                 faults.missing(prefix + _like(found, rank), _share(rank, last + 1, kind))
@@ -215,7 +215,7 @@ def _share(rank: int, world: int, kind: str) -> str:
 
 
 def require_world(
-    root: Path, names: tuple[str, ...], world: int, kind: str, faults: Faults | None = None
+    root: Path, names: tuple[str, ...], world: int, kind: str, faults: Faults
 ) -> tuple[str, ...]:
     """Check that there is a file of every rank and none of a larger, earlier world.
 
@@ -224,7 +224,7 @@ def require_world(
         names: Files of one kind, ranks 0 to n without a gap.
         world: How many ranks the files themselves say.
         kind: ``model`` or ``optim``.
-        faults: Takes missing files; None: they are refused.
+        faults: Takes missing files where a part was asked for.
 
     Returns:
         The names of all ranks' files, those of *faults* included.

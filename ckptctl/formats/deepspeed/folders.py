@@ -133,13 +133,13 @@ def _blank(tensor: StoredTensor, numel: int) -> StoredTensor:
     )
 
 
-def read_folders(source: SourceFiles, folder: str, faults: Faults | None) -> FolderValues:
+def read_folders(source: SourceFiles, folder: str, faults: Faults) -> FolderValues:
     """Return by parameter and key (``fp32``, ``exp_avg``, ...) what that file holds.
 
     Args:
         source: The checkpoint's files.
         folder: What holds the parameters' folders, relative to the root.
-        faults: Takes files that cannot be read; None: they are refused.
+        faults: Takes files that cannot be read where a part was asked for.
 
     Raises:
         DamagedError: A file is not what it is called.
@@ -151,16 +151,11 @@ def read_folders(source: SourceFiles, folder: str, faults: Faults | None) -> Fol
     }
 
 
-def _values(
-    source: SourceFiles, folder: str, faults: Faults | None
-) -> Iterator[tuple[str, object]]:
+def _values(source: SourceFiles, folder: str, faults: Faults) -> Iterator[tuple[str, object]]:
     for item in sorted((source.root / folder).iterdir()):
         if item.suffix != ".pt":
             continue
         name = f"{folder}/{item.name}"
-        if faults is None:
-            yield item.stem, _value(source, name)
-            continue
         found = faults.read([name], lambda file: (_value(source, file),))[0]
         if found is not None:
             yield item.stem, found[0]
@@ -205,22 +200,20 @@ def lacking(values: FolderValues, groups: Iterable[Sequence[str]]) -> dict[tuple
     return found
 
 
-def require_finished(
-    folder: Path, prefix: str, names: Sequence[str], faults: Faults | None
-) -> None:
+def require_finished(folder: Path, prefix: str, names: Sequence[str], faults: Faults) -> None:
     """Refuse what the converter did not finish, unless *faults* takes that its settings lack.
 
     Args:
         folder: The tag's folder.
         prefix: The same, relative to the checkpoint's root.
         names: Files of model states.
-        faults: Takes what is missing; None: it is refused.
+        faults: Takes what is missing where a part was asked for.
 
     Raises:
         DamagedError: There are no model states, or no settings of the optimizer.
     """
     finished = is_there(folder / ZERO / SETTINGS)
-    if names and not finished and faults is not None:
+    if names and not finished and faults.partial:
         faults.missing(f"{prefix}{ZERO}/{SETTINGS}", "the optimizer's settings")
     elif not names or not finished:
         raise DamagedError(
@@ -232,7 +225,7 @@ def require_finished(
 
 
 def read_models(
-    source: SourceFiles, names: tuple[str, ...], partitioned: bool, faults: Faults | None
+    source: SourceFiles, names: tuple[str, ...], partitioned: bool, faults: Faults
 ) -> tuple[ModelState, ...]:
     """Read the model states of all ranks.
 
@@ -240,14 +233,14 @@ def read_models(
         source: The checkpoint's files.
         names: Files of model states.
         partitioned: Whether there is one of each rank.
-        faults: Takes ranks that cannot be read; None: they are refused.
+        faults: Takes ranks that cannot be read where a part was asked for.
 
     Raises:
         FormatError: They need more than they say.
         DamagedError: A rank's cannot be read, or none can.
     """
     read = partial(read_model, source, whole=False)
-    held = [read(name) for name in names] if faults is None else faults.read(names, read)
+    held = faults.read(names, read)
     first = next((model for model in held if model is not None), None)
     if first is None:
         read(names[0])

@@ -39,7 +39,7 @@ def master(
     found: Mapping[str, TensorEntry],
     partitioned: bool,
     root: Path,
-    faults: Faults | None = None,
+    faults: Faults,
 ) -> Contents:
     """Return the model with the fp32 copies of the optimizer.
 
@@ -51,7 +51,7 @@ def master(
         found: The optimised parameters.
         partitioned: Whether the module has placeholders in place of parameters (stage 3).
         root: The checkpoint's root.
-        faults: Takes what is nowhere; None: it is refused.
+        faults: Takes what is nowhere where a part was asked for.
 
     Raises:
         UnsupportedError: A parameter is nowhere, or is not what another place says of it.
@@ -84,7 +84,7 @@ class _Master:
         found: Mapping[str, TensorEntry],
         partitioned: bool,
         root: Path,
-        faults: Faults | None,
+        faults: Faults,
     ) -> None:
         self.models, self.faults = models, faults
         self.model = next(model for model in models if not model.absent)
@@ -104,7 +104,7 @@ class _Master:
         try:
             return list(self.entries(name))
         except _NowhereError as error:
-            if self.faults is None:
+            if not self.faults.partial:
                 raise
             self.faults.nowhere(_key(name), error.why or error.what)
             return []

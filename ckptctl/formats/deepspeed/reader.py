@@ -30,10 +30,10 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         name: The format's.
     """
     folder = tag_folder(path, asked.tag, LATEST, evidence)
-    faults = Faults()
-    found = rank_files(path, folder, faults if asked.partial else None)
+    faults = Faults(asked.partial)
+    found = rank_files(path, folder, faults)
     with source_files(path) as files:
-        save = read_save(files, found, asked.weights != "module", faults if asked.partial else None)
+        save = read_save(files, found, asked.weights != "module", faults)
         model = _weights(save, path, asked, faults)
         others = surroundings(save, files)
         usable = faults.usable({**model.tensors, **others.tensors})
@@ -78,8 +78,7 @@ def _weights(save: Save, root: Path, asked: ReadOptions, faults: Faults) -> Cont
             hint="`--weights master`",
         )
     if save.optims and asked.weights != "module":
-        partial = faults if asked.partial else None
-        return master(save.models, optimised(save), save.partitioned, root, partial)
+        return master(save.models, optimised(save), save.partitioned, root, faults)
     if save.model.groups is not None and asked.weights != "module":
         return without_partitions(save, root, faults)
     if asked.weights == "master":

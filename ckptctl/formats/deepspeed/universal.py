@@ -60,7 +60,6 @@ class UniversalSave:
         values: By parameter and key (``fp32``, ``exp_avg``, ...) what that file holds.
         shapes: The optimised parameters that the model states name.
         faults: What cannot be used.
-        partial: Whether a part of it was asked for.
     """
 
     source: SourceFiles
@@ -70,7 +69,6 @@ class UniversalSave:
     values: FolderValues
     shapes: Mapping[str, Shape]
     faults: Faults
-    partial: bool = False
 
     @classmethod
     def of(cls, source: SourceFiles, prefix: str, partial: bool = False) -> UniversalSave:
@@ -79,15 +77,14 @@ class UniversalSave:
         Raises:
             DamagedError: Files are missing, or are not what they should be.
         """
-        faults = Faults()
-        asked = faults if partial else None
-        names = model_files(source.root, prefix.rstrip("/"), asked)
-        require_finished(source.root / prefix, prefix, names, asked)
+        faults = Faults(partial)
+        names = model_files(source.root, prefix.rstrip("/"), faults)
+        require_finished(source.root / prefix, prefix, names, faults)
         partitioned = "zero_pp_rank" in names[0]
-        models = read_models(source, names, partitioned, asked)
-        values = read_folders(source, prefix + ZERO, asked)
+        models = read_models(source, names, partitioned, faults)
+        values = read_folders(source, prefix + ZERO, faults)
         shapes = {name: shape for model in models for name, shape in model.shapes.items()}
-        return cls(source, prefix, models, partitioned, values, shapes, faults, partial)
+        return cls(source, prefix, models, partitioned, values, shapes, faults)
 
     @property
     def model(self) -> ModelState:
@@ -130,7 +127,7 @@ class UniversalSave:
             return as_saved(self.model)
         self._require_order()
         missing = [name for name in self.shapes if FP32 not in self.values.get(name, {})]
-        if missing and not self.partial:
+        if missing and not self.faults.partial:
             raise DamagedError(
                 f"{len(missing)} parameters are missing",
                 where=str(root / self.prefix / ZERO),
@@ -138,12 +135,8 @@ class UniversalSave:
             )
         if not self.divided:
             found = self._parameters({*self.model.module, *self.model.frozen})
-            return master(self.models, found, self.partitioned, root, self._asked)
+            return master(self.models, found, self.partitioned, root, self.faults)
         return self._undivided(root)
-
-    @property
-    def _asked(self) -> Faults | None:
-        return self.faults if self.partial else None
 
     def _undivided(self, root: Path) -> Contents:
         """The model where no model states have whole tensors, except for buffers."""
@@ -153,7 +146,7 @@ class UniversalSave:
         module = {name: item for name, item in first.module.items() if name in kept}
         found = self._parameters(kept)
         lost = [*(first.module.keys() - found.keys() - kept - first.shared.keys())]
-        if lost and self.partial:
+        if lost and self.faults.partial:
             for name in lost:
                 why = "it is divided among the model states, and not whole"
                 self.faults.nowhere(name, why, self.file(name, FP32))
@@ -163,7 +156,7 @@ class UniversalSave:
                 where=str(root / self.prefix / ZERO),
                 why=f"model states have {listed(natural(lost))}, divided among ranks",
             )
-        return master((replace(first, module=module),), found, False, root, self._asked)
+        return master((replace(first, module=module),), found, False, root, self.faults)
 
     def _require_order(self) -> None:
         """Refuse what the converter gets wrong: it ignores the order of round robin."""
@@ -200,7 +193,7 @@ class UniversalSave:
         if file not in self.faults.files:
             self.faults.missing(file, f"`{key}` of the parameter `{name}`")
         other = tensor_in(like or next(self._others(key), None))
-        if other is None and not self.partial:
+        if other is None and not self.faults.partial:
             where = str(self.source.root / file)
             raise DamagedError(f"`{key}` of `{name}` is missing", where=where)
         if other is None or (shape is None and other.shape):
@@ -294,7 +287,7 @@ def _add_settings(save: UniversalSave, found: Leaves) -> None:
     file = f"{save.prefix}{ZERO}/{SETTINGS}"
     where = str(save.source.root / file)
     read = partial(read_archive, save.source, unknown="inert")
-    archive = save.faults.read([file], read)[0] if save.partial else read(file)
+    archive = save.faults.read([file], read)[0]
     content = {} if archive is None else archive.root
     if not isinstance(content, dict):
         raise UnsupportedError("the optimizer's settings are not a dict", where=where)

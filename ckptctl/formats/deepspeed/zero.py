@@ -73,49 +73,32 @@ class Save:
         return next(optim for optim in self.optims if not optim.absent)
 
 
-def read_save(
-    files: SourceFiles, found: SaveFiles, partitions: bool = True, faults: Faults | None = None
-) -> Save:
-    """Read the states of all ranks.
+def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Faults) -> Save:
+    """Read the states of all ranks; others stand for those that cannot be read.
 
     Args:
         files: The checkpoint's files.
         found: Their names.
         partitions: Whether optimizer states have to be there where ZeRO made some.
-        faults: Takes ranks that are missing or cannot be read; None: they are refused.
+        faults: Takes ranks that are missing or cannot be read where a part was asked for.
 
     Raises:
         FormatError: They need more than they say.
         DamagedError: Ranks are missing, or do not belong together.
     """
-    if faults is not None:
-        return _read_part(files, found, faults)
-    models = tuple(read_model(files, name) for name in zips_ahead(files, found.models))
-    optims = tuple(read_optim(files, name) for name in zips_ahead(files, found.optims))
-    where = str(files.root / found.models[0])
-    if not optims:
-        _require_none(models[0], found, partitions, where)
-        return Save(models, ())
-    require_world(files.root, found.optims, optims[0].world, "optim")
-    if found.partitioned:
-        require_world(files.root, found.models, optims[0].world, "model")
-    _require_alike(models, optims, found.partitioned, files.root)
-    return _located(models, optims, where)
-
-
-def _read_part(files: SourceFiles, found: SaveFiles, faults: Faults) -> Save:
-    """Read the states of the ranks that can be read; others stand for those that cannot."""
-    models = faults.read(found.models, partial(read_model, files))
-    optims = faults.read(found.optims, partial(read_optim, files))
+    models = faults.read(zips_ahead(files, found.models), partial(read_model, files))
+    optims = faults.read(zips_ahead(files, found.optims), partial(read_optim, files))
     model = next((model for model in models if model is not None), None)
     optim = next((optim for optim in optims if optim is not None), None)
     if model is None:
         raise _error(faults, found.models, files.root)
+    where = str(files.root / model.file)
     if optim is None:
         faults.require_kind(found.optims)
+        if not faults.partial:
+            _require_none(model, found, partitions, where)
         return Save(complete_models(models, found.models), (), partitioned=found.partitioned)
     names = require_world(files.root, found.optims, optim.world, "optim", faults)
-    where = str(files.root / model.file)
     all_models = complete_models(models, found.models)
     if found.partitioned:
         held = require_world(files.root, found.models, optim.world, "model", faults)
@@ -123,8 +106,7 @@ def _read_part(files: SourceFiles, found: SaveFiles, faults: Faults) -> Save:
     left = [one for one in optims if one is not None]
     _require_alike([m for m in models if m is not None], left, found.partitioned, files.root)
     padded = _padded(optims, names)
-    all_optims = complete_optims(padded, names, model.groups or (), where)
-    return _located(all_models, all_optims, where)
+    return _located(all_models, complete_optims(padded, names, model.groups or (), where), where)
 
 
 def _padded(found: list[_State | None], names: Sequence[str]) -> list[_State | None]:

@@ -173,13 +173,13 @@ class Grid(NamedTuple):
         return found
 
 
-def read_grid(files: SourceFiles, folder: str, faults: Faults | None) -> Grid:
+def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
     """Return what all ranks of one save wrote.
 
     Args:
         files: The checkpoint's files.
         folder: The save's folder.
-        faults: Takes what is missing or unreadable; None: that is an error.
+        faults: Takes what is missing or unreadable where a part was asked for.
 
     Raises:
         DamagedError: Files are missing or damaged, or are not those of one save.
@@ -211,16 +211,14 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults | None) -> Grid:
     return grid
 
 
-def _state(files: SourceFiles, name: str, faults: Faults | None) -> RankState | None:
+def _state(files: SourceFiles, name: str, faults: Faults) -> RankState | None:
     try:
         return read_state(files, name)
     except (*UNUSABLE, FormatError) as error:
-        if faults is None and isinstance(error, SourceNotFoundError):
+        if not faults.partial and isinstance(error, SourceNotFoundError):
             raise DamagedError(
                 f"`{name}` is missing", where=str(files.root / name), hint="every rank writes one"
             ) from error
-        if faults is None:
-            raise
         faults.unreadable(name, error)
         return None
 
@@ -234,11 +232,11 @@ def _require_within(placed: Mapping[GridPosition, object], sizes: GridPosition, 
 
 
 def _require_all(
-    placed: Mapping[GridPosition, object], grid: Grid, faults: Faults | None, where: str
+    placed: Mapping[GridPosition, object], grid: Grid, faults: Faults, where: str
 ) -> None:
     order = list(grid.files)
     there = {number for number, place in enumerate(order) if place in placed}
-    if faults is not None:
+    if faults.partial:
         for number in range(len(order)):
             if number not in there:
                 faults.missing(grid.files[order[number]], f"{_shown(grid.sizes)} ranks saved this")

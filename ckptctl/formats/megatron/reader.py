@@ -52,7 +52,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     """
     folder = save_folder(path, asked.tag)
     rules = load(asked.rules) if asked.rules else None
-    faults = Faults() if asked.partial else None
+    faults = Faults(asked.partial)
     with source_files(path) as files:
         grid = read_grid(files, folder, faults)
         model = join_tensors(files, grid, rules, str(path / folder))
@@ -77,7 +77,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
             *unknown_notes(others.blobs.values()),
         ),
         replicas=model.replicas if asked.replicas else {},
-        findings=tuple(faults.findings) if faults else (),
+        findings=tuple(faults.findings),
         lost=model.lost,
     )
 

@@ -86,14 +86,16 @@ def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 @dataclass(slots=True)
 class Faults:
-    """Collects what a reader of whole checkpoints would refuse.
+    """What a reader of whole checkpoints refuses, and one of a part collects.
 
     Attributes:
+        partial: Whether a part was asked for.
         findings: What is wrong.
         files: The files that are missing or cannot be read, relative to the checkpoint's root.
         errors: What was raised about those that are there.
     """
 
+    partial: bool = False
     findings: list[Finding] = field(default_factory=list)
     files: set[str] = field(default_factory=set)
     errors: dict[str, CkptError] = field(default_factory=dict)
@@ -104,7 +106,9 @@ class Faults:
         self.findings.append(Finding("a file of the checkpoint is missing", why, file=file))
 
     def unreadable(self, file: str, error: CkptError) -> None:
-        """Note a file that *error* was raised about."""
+        """Note a file that *error* was raised about, or raise it where all was asked for."""
+        if not self.partial:
+            raise error
         self.files.add(file)
         self.errors[file] = error
         self.findings.append(of_error(error, file=file))
@@ -124,12 +128,15 @@ class Faults:
         severity: Severity = "error" if file else "unknown"
         self.findings.append(Finding("a tensor is missing", why, severity, file, name))
 
-    def read(self, names: Sequence[str], reader: Callable[[str], T]) -> list[T | None]:
+    def read(self, names: Iterable[str], reader: Callable[[str], T]) -> list[T | None]:
         """Return what *reader* makes of each file; None for those that cannot be used.
 
         Args:
             names: Files; those in :attr:`files` are not looked at.
             reader: Raises CkptError for a file that it cannot read.
+
+        Raises:
+            CkptError: One cannot be read, and all was asked for.
         """
         return [None if name in self.files else self._read(name, reader) for name in names]
 
