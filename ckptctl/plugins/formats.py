@@ -2,7 +2,7 @@
 
 ========================  ==========================================================================
 the format                :class:`Format`, :class:`WritableFormat`, :class:`Sniff`
-reading                   :class:`ReadOptions`, :class:`SourceFiles`, :func:`read_json`,
+reading                   :class:`ReadOptions`, :func:`source_files`, :func:`read_json`,
                           :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
                           :func:`beside` (the files that travel with the weights)
 what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
@@ -42,7 +42,7 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.zips.reader import read_archive
 
@@ -81,4 +81,5 @@ __all__ = [
     "document",
     "read_archive",
     "read_json",
+    "source_files",
 ]

@@ -17,7 +17,7 @@ import pytest
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import DamagedError, FormatError
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError
 from tests.checkpoints.readers import differences, load_any_reference
 from tests.contract.sample_changes import Damage, damages
 from tests.contract.sample_damage import Damaged, Outcome
@@ -108,7 +108,7 @@ def test_every_sample_is_exact_or_refused(data: Path, tmp_path: Path, name: str)
     sample, target = SAMPLES[name], tmp_path / "out"
     source = sample.path(data)
     if sample.refused:
-        with pytest.raises((DamagedError, FormatError)) as caught:
+        with pytest.raises((DamagedError, FormatError, UnsupportedError)) as caught:
             ckptctl.convert(source, target, to="hf")
         assert sample.refused in f"{caught.value.what} {caught.value.why}"
         assert not target.exists()
