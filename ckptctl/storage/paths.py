@@ -29,10 +29,10 @@ def named(path: str | os.PathLike[str]) -> Path:
     """
     if not is_url(path):
         return path if isinstance(path, Path) else Path(local_path(path))
-    from ckptctl.storage.remote import mounts
+    from ckptctl.storage.remote import trees
     from ckptctl.storage.remote.path import RemotePath
 
-    return path if isinstance(path, RemotePath) else RemotePath(mounts.remember(os.fspath(path)))
+    return path if isinstance(path, RemotePath) else RemotePath(trees.remember(os.fspath(path)))
 
 
 def source_path(path: str | os.PathLike[str]) -> Path:
@@ -46,11 +46,11 @@ def source_path(path: str | os.PathLike[str]) -> Path:
     found = named(path)
     if not is_url(found):
         return found
-    from ckptctl.storage.remote import mounts
+    from ckptctl.storage.remote import trees
     from ckptctl.storage.remote.path import RemotePath
 
-    is_known = found is path and mounts.place(str(found))[0]
-    return found if is_known else RemotePath(mounts.mount(str(found)))
+    is_known = found is path and trees.tree_at(str(found))[0]
+    return found if is_known else RemotePath(trees.look(str(found)))
 
 
 def path_at(text: str | os.PathLike[str]) -> Path:
@@ -85,11 +85,11 @@ def require_answers(path: Path) -> None:
         StorageError: It has not: nothing that was found out since says what is there.
     """
     if is_url(path):
-        from ckptctl.storage.remote import mounts
+        from ckptctl.storage.remote import trees
 
-        mounted, _ = mounts.place(str(path))
-        if mounted is not None and mounted.failure is not None:
-            raise mounted.failure
+        tree, _ = trees.tree_at(str(path))
+        if tree is not None and tree.failure is not None:
+            raise tree.failure
 
 
 def require_local(

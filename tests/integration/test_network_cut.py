@@ -26,7 +26,7 @@ from ckptctl.ops.conversion import upload
 from ckptctl.ops.runs import listing as runs
 from ckptctl.ops.runs.newest import newest
 from ckptctl.storage.paths import source_path
-from ckptctl.storage.remote import mounts
+from ckptctl.storage.remote import trees
 from tests import s3_server
 from tests.s3_server import Request, Server
 
@@ -108,7 +108,7 @@ def _is_whole(url: str) -> bool:
 
 
 def _is_complete_for_readers(url: str) -> list[bool]:
-    mounts.drop(url.rpartition("/")[0])
+    trees.drop(url.rpartition("/")[0])
     said = []
     run = (
         lambda: str(newest(source_path(url.rpartition("/")[0])).chosen.entry.path) == url,
@@ -231,7 +231,7 @@ def test_without_resume_an_upload_begins_anew(source: Path, server: Server, tmp_
     assert code == 0, text
     assert not any(name.endswith(".distcp") for name in _there(url))
     with contextlib.suppress(FileNotFoundError):
-        mounts.drop(url)
+        trees.drop(url)
     assert _is_whole(url)
 
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage.remote import hub_upload, mounts, retries
+from ckptctl.storage.remote import hub_upload, retries, trees
 from ckptctl.storage.remote.hub import HubStore
-from ckptctl.storage.remote.hub_upload import HubDestination
+from ckptctl.storage.remote.hub_upload import HubUpload
 from tests.hub_server import Hub
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client itself
@@ -258,7 +258,7 @@ def test_a_hub_that_is_down(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], down: str
 ) -> None:
     monkeypatch.setattr(retries, "patience", retries.Patience(first=0.02))
-    mounts.drop("hf://org/tiny")  # what other tests have learnt of another server
+    trees.drop("hf://org/tiny")  # what other tests have learnt of another server
     hub.down = down
     asked = ["--timeout", "0.3", "inspect", "hf://org/tiny", *options]
     found = CliRunner().invoke(app, asked, prog_name="ckptctl")
@@ -279,7 +279,7 @@ def test_a_hub_that_is_down_for_a_moment(hub: Hub, monkeypatch: pytest.MonkeyPat
         hub.down = "-"
 
     monkeypatch.setattr(retries, "patience", retries.Patience(3, first=0.1, tell=back))
-    mounts.drop("hf://org/tiny")
+    trees.drop("hf://org/tiny")
     hub.down = "/"
     assert ckptctl.inspect("hf://org/tiny").tensors
     assert len(said) == 1
@@ -293,13 +293,13 @@ def test_what_gitignore_names_is_not_left_out(hub: Hub) -> None:
 
 
 def test_a_push_beside_another_one(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HubDestination.put
+    original = HubUpload.put
 
-    def put(self: HubDestination, name: str, path: Path) -> None:
+    def put(self: HubUpload, name: str, path: Path) -> None:
         hub.repositories["org/new"].commit({"README.md": name.encode()})
         original(self, name, path)
 
-    monkeypatch.setattr(HubDestination, "put", put)
+    monkeypatch.setattr(HubUpload, "put", put)
     with pytest.raises(StorageError, match="changed meanwhile"):
         _push()
     assert list(hub.repositories["org/new"].files) == ["README.md"]

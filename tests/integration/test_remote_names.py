@@ -21,7 +21,7 @@ from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, StorageError, UsageError
 from ckptctl.ops.runs import listing as runs
 from ckptctl.storage.paths import named
-from ckptctl.storage.remote import mounts, retries
+from ckptctl.storage.remote import retries, trees
 
 TINY = Path("tests/data/tiny-llama3-hf")
 FILE = "model.safetensors"
@@ -77,7 +77,7 @@ class _Guarded(http.server.SimpleHTTPRequestHandler):
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server of two folders, each for one query and for one login."""
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(mounts, "_secrets", {})
+    monkeypatch.setattr(trees, "_secrets", {})
     monkeypatch.setattr(retries, "patience", retries.Patience(0))
     folders = [tmp_path / "one", tmp_path / "two"]
     tensors: dict[str, torch.Tensor] = {}

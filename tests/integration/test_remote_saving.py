@@ -18,7 +18,7 @@ import ckptctl
 from ckptctl.distributed import SavePlanner, Writer
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import processes
-from ckptctl.storage.remote import mounts
+from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import NAME, Writing, parse
@@ -59,7 +59,7 @@ def test_two_groups_to_one_url(server: Server, tmp_path: Path) -> None:
     outcomes = [one.read_text() for one in said]
     assert outcomes.count("written") == 1, outcomes
     assert any(one[0] in "68" and ("another run" in one or "exists" in one) for one in outcomes)
-    mounts.drop(url)
+    trees.drop(url)
     state = {"w": torch.zeros(ranks.ROWS, 8), "b": torch.zeros(9)}
     ckptctl.load(state, url)
     written = outcomes.index("written") + 1.0

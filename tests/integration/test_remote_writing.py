@@ -17,7 +17,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import RefusedError, StorageError, UsageError
-from ckptctl.storage.remote import lock, mounts, objects
+from ckptctl.storage.remote import lock, objects, trees
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import NAME, Sent
 from tests import s3_server
@@ -64,7 +64,7 @@ def _source(folder: Path, value: float) -> Path:
 
 def _value(url: str) -> float:
     """Return what all tensors of the checkpoint are full of."""
-    mounts.drop(url)
+    trees.drop(url)
     state = {f"layers.{n}.w": torch.zeros(5000) for n in range(4)}
     ckptctl.load(state, url)
     values = {one for tensor in state.values() for one in tensor.tolist()}

@@ -25,7 +25,7 @@ from ckptctl.storage.destinations import destination
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.publish import Staging, data_directory, staging
-from ckptctl.storage.remote import mounts
+from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore
@@ -214,7 +214,7 @@ class Url:
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.target = path
         self._options = options
-        self._url = mounts.secret_of(str(path))
+        self._url = trees.secret_of(str(path))
 
     def make_room(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.errors import CkptError, RefusedError, UsageError
+from ckptctl.errors import CkptError, UsageError
 from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import lock, trash
@@ -25,10 +25,15 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.upload_queue import KEPT, WAITING, UploadQueue
 from ckptctl.storage.paths import source_path
-from ckptctl.storage.remote import mounts
-from ckptctl.storage.remote.destination import INDEXES, Asked, Destination, open_destination
-from ckptctl.storage.remote.store import system_of
-from ckptctl.storage.remote.urls import HUB, masked, scheme_of
+from ckptctl.storage.remote import trees
+from ckptctl.storage.remote.upload import (
+    INDEXES,
+    Upload,
+    UploadRequest,
+    begin_upload,
+    is_at_once,
+    require_apart,
+)
 from ckptctl.storage.termination import terminable
 from ckptctl.storage.threads import Advance
 
@@ -41,7 +46,7 @@ NOT_AT_ONCE = (
 
 def notes(plan: Plan) -> tuple[str, ...]:
     """Return what the user should know about the way that *plan* was published behind a URL."""
-    at_once = scheme_of(plan.target) == HUB or len(plan.files) == 1
+    at_once = is_at_once(plan.target) or len(plan.files) == 1
     return () if at_once else (NOT_AT_ONCE,)
 
 
@@ -78,24 +83,27 @@ def upload(
     """
     url, _, single = plan.target.rpartition("/") if plan.single_file else (plan.target, "", None)
     last = _last(plan)
-    asked = Asked(
+    asked = UploadRequest(
         [*(file.path for file in plan.files if file.path not in last), *last],
         single=single,
         overwrite=overwrite,
         resume=options.resume,
         is_checkpoint=lambda: replaceable(source_path(plan.target)),
     )
-    _require_apart(plan)
+    read = {plan.source_root: set(plan.sources)}
+    for folder, name in plan.inputs:
+        read.setdefault(folder, set()).add(name)
+    require_apart(plan.target, read)
     with terminable(), scratch_directory() as root:
         require_space(root, room_needed(plan))
-        target = open_destination(url, asked)
+        target = begin_upload(url, asked)
         try:
             uploads = UploadQueue(target.put, last)
             done = execute(plan, root, options, progress, uploads=uploads)
             written(done)
             uploads.close(root, target.require_whole)
             target.commit()
-            mounts.drop(plan.target)
+            trees.drop(plan.target)
             proven(done.crcs)
         except BaseException as error:
             _abandon(target, error)
@@ -117,34 +125,6 @@ def require_plain(*, ranks: int) -> None:
         )
 
 
-def _require_apart(plan: Plan) -> None:
-    """Refuse a place that holds what is read, by whichever URL of it.
-
-    On the Hub what is read is a commit, which stays.
-
-    Raises:
-        RefusedError: It does.
-        UsageError: What the place is depends on who reads its URL.
-    """
-    if scheme_of(plan.target) == HUB:
-        return
-    if ".." in plan.target.split("/"):
-        raise UsageError("a destination behind a URL has no `..`", where=masked(plan.target))
-    system, target = system_of(mounts.secret_of(plan.target))
-    read = {plan.source_root: set(plan.sources)}
-    for root, name in plan.inputs:
-        read.setdefault(root, set()).add(name)
-    for root, names in read.items():
-        if scheme_of(root) in ("", HUB):
-            continue
-        other, folder = system_of(mounts.secret_of(root))
-        inside = (f"{folder}/{name}/".startswith(f"{target}/") for name in names)
-        if other == system and any(inside):
-            raise RefusedError(
-                "the source lies inside the destination", where=masked(plan.target), why=root
-            )
-
-
 def _last(plan: Plan) -> list[str]:
     """Return the files without tensors, the index as the last of them."""
     full = {record.file for record in plan.records if record.nbytes}
@@ -153,7 +133,7 @@ def _last(plan: Plan) -> list[str]:
     return sorted(names, key=lambda name: name.endswith(INDEXES))
 
 
-def _abandon(target: Destination, error: BaseException) -> None:
+def _abandon(target: Upload, error: BaseException) -> None:
     outcome = target.abandon()
     if isinstance(error, CkptError):
         error.why = "; ".join(filter(None, (error.why, outcome)))

@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.contained import real_path
 from ckptctl.storage.remote.retries import persistent, retried
-from ckptctl.storage.remote.store import ITSELF, Stored
+from ckptctl.storage.remote.store import ITSELF, RemoteEntry
 from ckptctl.storage.remote.urls import masked, normal
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
@@ -103,20 +103,20 @@ class HubStore:
         self._commit, self._files, self._cached = look(self._at, self.url)
         self._places: dict[str, Path | None] = {}
 
-    def members(self, folder: str) -> list[Stored]:
+    def members(self, folder: str) -> list[RemoteEntry]:
         """See :class:`~ckptctl.storage.remote.store.Store`."""
         inner = self._inner(folder)
         if inner in self._files:
             return [replace(self._files[inner], name=ITSELF)]
-        found: dict[str, Stored] = {}
+        found: dict[str, RemoteEntry] = {}
         prefix = f"{inner}/" if inner else ""
         for name, one in self._files.items():
             if name.startswith(prefix):
                 head, deeper, _ = name[len(prefix) :].partition("/")
-                found[head] = Stored(head, True) if deeper else replace(one, name=head)
+                found[head] = RemoteEntry(head, True) if deeper else replace(one, name=head)
         return list(found.values())
 
-    def complete(self, name: str, found: Stored) -> Stored:
+    def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
         """Return *found*: the listing told all."""
         del name
         return found
@@ -163,7 +163,7 @@ class HubStore:
         return self._places[inner]
 
 
-def look(at: HubUrl, url: str) -> tuple[str, dict[str, Stored], Path | None]:
+def look(at: HubUrl, url: str) -> tuple[str, dict[str, RemoteEntry], Path | None]:
     """Return the commit, its files, and the folder of the cache that has them when offline.
 
     Args:
@@ -192,7 +192,7 @@ def look(at: HubUrl, url: str) -> tuple[str, dict[str, Stored], Path | None]:
         return str(found.sha), files, None
 
 
-def _look_offline(at: HubUrl) -> tuple[str, dict[str, Stored], Path | None]:
+def _look_offline(at: HubUrl) -> tuple[str, dict[str, RemoteEntry], Path | None]:
     from huggingface_hub import snapshot_download
 
     folder = Path(
@@ -204,7 +204,9 @@ def _look_offline(at: HubUrl) -> tuple[str, dict[str, Stored], Path | None]:
     files = {}
     for item in names:
         name, status = str(item.relative_to(folder)), item.stat()
-        files[name] = Stored(name, False, status.st_size, real_path(item).name, status.st_mtime_ns)
+        files[name] = RemoteEntry(
+            name, False, status.st_size, real_path(item).name, status.st_mtime_ns
+        )
     return folder.name, files, folder
 
 
@@ -213,10 +215,10 @@ def _inside(name: str) -> bool:
     return not {"", ".", ".."} & set(name.split("/"))
 
 
-def _stored(sibling: Any, time: int) -> Stored:
+def _stored(sibling: Any, time: int) -> RemoteEntry:
     lfs = sibling.lfs
     digest = lfs["sha256"] if lfs else sibling.blob_id
-    return Stored(sibling.rfilename, False, int(sibling.size or 0), str(digest), time, digest)
+    return RemoteEntry(sibling.rfilename, False, int(sibling.size or 0), str(digest), time, digest)
 
 
 def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes | bytearray:

@@ -18,7 +18,7 @@ from ckptctl import __version__
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.remote.hub import LOGIN, HubUrl, hub_errors, look, parse
-from ckptctl.storage.remote.store import Stored
+from ckptctl.storage.remote.store import RemoteEntry
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -30,7 +30,7 @@ WEIGHTS = re.compile(
 """What is part of a checkpoint; other files of a repository stay when one is replaced."""
 
 
-class HubDestination:
+class HubUpload:
     """A repository, or a folder in it, to write to.
 
     Args:
@@ -74,7 +74,7 @@ class HubDestination:
             )
 
     def put(self, name: str, path: Path) -> None:
-        """See :class:`~ckptctl.storage.remote.destination.Destination`."""
+        """See :class:`~ckptctl.storage.remote.upload.Upload`."""
         from huggingface_hub import CommitOperationAdd
 
         with hub_errors(self._url, f"upload `{name}`"), self._quiet:
@@ -96,10 +96,10 @@ class HubDestination:
             self._added[added.path_in_repo] = added
 
     def require_whole(self) -> None:
-        """Trust the hashes that the Hub has; see ``Destination.require_whole``."""
+        """Trust the hashes that the Hub has; see ``Upload.require_whole``."""
 
     def commit(self) -> None:
-        """See :class:`~ckptctl.storage.remote.destination.Destination`."""
+        """See :class:`~ckptctl.storage.remote.upload.Upload`."""
         gone = [name for name in self._old if name not in self._added]
         self._asked = True
         try:
@@ -136,7 +136,7 @@ class HubDestination:
         return commit != self._head and files.keys().isdisjoint(gone) and all(same)
 
     def abandon(self) -> str:
-        """See :class:`~ckptctl.storage.remote.destination.Destination`."""
+        """See :class:`~ckptctl.storage.remote.upload.Upload`."""
         if self._committed:
             return "the commit is there: what it replaced is in the history of the repository"
         if self._asked:
@@ -144,7 +144,7 @@ class HubDestination:
         return "nothing was committed; what was uploaded is not sent again by the next run"
 
     def close(self) -> None:
-        """See :class:`~ckptctl.storage.remote.destination.Destination`."""
+        """See :class:`~ckptctl.storage.remote.upload.Upload`."""
 
     def _inner(self, name: str) -> str:
         return "/".join(filter(None, (self._at.path, name)))
@@ -161,7 +161,7 @@ def _creating(at: HubUrl) -> str:
     return f"make it first: `hf repos create {at.repository}{kind}`; or log in: {LOGIN}"
 
 
-def _is_same(found: Stored, added: CommitOperationAdd) -> bool:
+def _is_same(found: RemoteEntry, added: CommitOperationAdd) -> bool:
     known = added.upload_info
     if found.digest == known.sha256.hex():
         return True

@@ -24,7 +24,7 @@ from math import inf
 
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import processes
-from ckptctl.storage.remote.store import FsspecStore, stored
+from ckptctl.storage.remote.store import FsspecStore, entry_of
 from ckptctl.storage.remote.writing import BUSY, HELD, SILENCE, Sent, Writing, is_dead, parse
 
 BEAT = 60.0
@@ -281,7 +281,7 @@ class LockObject:
 
     def _written(self, path: str) -> int:
         self._system.invalidate_cache()
-        return stored(self._system.info(path), "").mtime_ns
+        return entry_of(self._system.info(path), "").mtime_ns
 
     def _version_there(self) -> str:
         if not self._swaps:

@@ -15,15 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.storage.remote.destination import INDEXES, Asked
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.objects import Found, Objects, OccupiedError
 from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.storage.remote.upload import INDEXES, UploadRequest
 from ckptctl.storage.remote.writing import BUSY, Sent, Writing
 
 
-class ObjectDestination:
-    """A folder, or a file; see :class:`~ckptctl.storage.remote.destination.Destination`.
+class ObjectUpload:
+    """A folder, or a file; see :class:`~ckptctl.storage.remote.upload.Upload`.
 
     Args:
         url: Its URL, with whatever secrets it has.
@@ -33,7 +33,7 @@ class ObjectDestination:
         resumed: Bytes that an earlier run uploaded.
     """
 
-    def __init__(self, url: str, asked: Asked) -> None:
+    def __init__(self, url: str, asked: UploadRequest) -> None:
         self._asked = asked
         store = FsspecStore(url)
         self._shown = f"{store.url}/{asked.single}" if asked.single else store.url
@@ -60,7 +60,7 @@ class ObjectDestination:
         self._doomed = [] if asked.single else [n for n in self._before if n not in self._kept]
 
     def put(self, name: str, path: Path) -> None:
-        """See :class:`~ckptctl.storage.remote.destination.Destination`."""
+        """See :class:`~ckptctl.storage.remote.upload.Upload`."""
         digest = _digest(path) if self._asked.resume else ""
         kept = self._kept.pop(name, None)
         if kept is not None and kept.digest == digest:
@@ -81,7 +81,7 @@ class ObjectDestination:
             self._lock.note(name, sent)
 
     def require_whole(self) -> None:
-        """See :class:`~ckptctl.storage.remote.destination.Destination`."""
+        """See :class:`~ckptctl.storage.remote.upload.Upload`."""
         self._lock.require()
         found = self._objects.look()
         others = found.keys() - self._sent.keys() - self._kept.keys()
@@ -104,7 +104,7 @@ class ObjectDestination:
         self.require_whole()
 
     def abandon(self) -> str:
-        """See :class:`~ckptctl.storage.remote.destination.Destination`."""
+        """See :class:`~ckptctl.storage.remote.upload.Upload`."""
         self._objects.stop()
         try:
             return self._undo()
@@ -114,7 +114,7 @@ class ObjectDestination:
             self._lock.stop()
 
     def close(self) -> None:
-        """See :class:`~ckptctl.storage.remote.destination.Destination`."""
+        """See :class:`~ckptctl.storage.remote.upload.Upload`."""
         with suppress(CkptError):  # all is there: the next run removes a lock that nobody holds
             self._lock.drop()
 

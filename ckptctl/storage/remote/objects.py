@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ckptctl.errors import StorageError
 from ckptctl.storage.remote.lock import is_taken, knows_no_conditions
-from ckptctl.storage.remote.store import FsspecStore, stored
+from ckptctl.storage.remote.store import FsspecStore, entry_of
 from ckptctl.storage.remote.writing import BUSY, NAME
 
 PART = 8 << 20
@@ -237,5 +237,5 @@ def _parameters(system: Any) -> frozenset[str]:
 
 
 def _found(info: Mapping[str, Any]) -> Found:
-    one = stored(info, "")
+    one = entry_of(info, "")
     return Found(one.size, one.version or str(one.mtime_ns))

@@ -19,9 +19,9 @@ from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.remote import mounts
+from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.blocks import SHARED
-from ckptctl.storage.remote.store import Stored
+from ckptctl.storage.remote.store import RemoteEntry
 from ckptctl.storage.remote.urls import masked
 
 READ_ONLY = 0o444
@@ -45,10 +45,10 @@ class RemotePath(PosixPath):
     def __fspath__(self) -> str:
         return str(self)
 
-    def found(self) -> Stored | None:
+    def found(self) -> RemoteEntry | None:
         """Return what is there; None: nothing."""
-        mount, name = mounts.place(str(self))
-        return mount.find(name) if mount else None
+        tree, name = trees.tree_at(str(self))
+        return tree.find(name) if tree else None
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return size, time and version (as the inode) of what is there.
@@ -93,9 +93,9 @@ class RemotePath(PosixPath):
 
     def iterdir(self) -> Generator[Self, None, None]:
         """Yield what is in the folder."""
-        mount, name = mounts.place(str(self))
-        if mount and self.is_dir():
-            for one in mount.members(name):
+        tree, name = trees.tree_at(str(self))
+        if tree and self.is_dir():
+            for one in tree.members(name):
                 yield self / one
 
     def glob(self, pattern: str, **_: Any) -> Generator[Self, None, None]:
@@ -153,9 +153,9 @@ class _Ranges(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        mount, name = mounts.place(str(self._path))
+        tree, name = trees.tree_at(str(self._path))
         try:
-            found = mount.read(name, self._at, len(view)) if mount else b""
+            found = tree.read(name, self._at, len(view)) if tree else b""
         except SourceNotFoundError:
             raise FileNotFoundError(2, os.strerror(2), str(self._path)) from None
         except CkptError as error:
@@ -174,14 +174,14 @@ class RemoteFiles(SourceFiles):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         url = masked(os.fspath(root)).rstrip("/")
-        mount, below = mounts.place(url)
-        if mount is None:
-            url = mounts.mount(os.fspath(root))
-            mount, below = mounts.place(url)
-        if mount is None:
+        tree, below = trees.tree_at(url)
+        if tree is None:
+            url = trees.look(os.fspath(root))
+            tree, below = trees.tree_at(url)
+        if tree is None:
             raise SourceNotFoundError("there is nothing at this URL", where=url)
         self.root = RemotePath(url)
-        self._mount = mount
+        self._tree = tree
         self._below = below
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class RemoteFiles(SourceFiles):
 
     def forget(self) -> None:
         """Look at the place anew from now on."""
-        self._mount.forget()
+        self._tree.forget()
 
     def path(self, name: str) -> Path:
         """See :meth:`~ckptctl.storage.files.SourceFiles.path`."""
@@ -208,7 +208,7 @@ class RemoteFiles(SourceFiles):
 
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
         """See :meth:`~ckptctl.storage.files.SourceFiles.read_some`."""
-        return bytes(self._mount.read(self._inner(name), offset, nbytes))
+        return bytes(self._tree.read(self._inner(name), offset, nbytes))
 
     def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         """See :meth:`~ckptctl.storage.files.SourceFiles.fill`."""
@@ -216,7 +216,7 @@ class RemoteFiles(SourceFiles):
         done = 0
         for some in _grouped(views):
             wanted = sum(map(len, some))
-            found = memoryview(self._mount.read(inner, offset + done, wanted))
+            found = memoryview(self._tree.read(inner, offset + done, wanted))
             at = 0
             for view in some:
                 part = found[at : at + len(view)]
@@ -230,11 +230,11 @@ class RemoteFiles(SourceFiles):
     def prefetch(self, name: str, offset: int) -> None:
         """See :meth:`~ckptctl.storage.files.SourceFiles.prefetch`."""
         inner = self._inner(name)
-        size = self._mount.file(inner).size
-        self._mount.prefetch(inner, offset if offset >= 0 else max(0, size + offset))
+        size = self._tree.file(inner).size
+        self._tree.prefetch(inner, offset if offset >= 0 else max(0, size + offset))
 
-    def _file(self, name: str) -> Stored:
-        return self._mount.file(self._inner(name))
+    def _file(self, name: str) -> RemoteEntry:
+        return self._tree.file(self._inner(name))
 
     def _inner(self, name: str) -> str:
         plain = contained(name, str(self.root))

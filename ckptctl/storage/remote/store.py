@@ -57,7 +57,7 @@ REPLACED = ("PreconditionFailed", "412")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class RemoteEntry:
     """A file or folder behind a URL.
 
     Attributes:
@@ -89,10 +89,10 @@ class Store(Protocol):
     url: str
     """As it may be shown."""
 
-    def members(self, folder: str) -> list[Stored]:
+    def members(self, folder: str) -> list[RemoteEntry]:
         """Return what is directly in *folder*, which is relative to the URL; nothing: no folder."""
 
-    def complete(self, name: str, found: Stored) -> Stored:
+    def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
         """Return *found* with its size, where a listing does not tell."""
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
@@ -128,13 +128,13 @@ class FsspecStore:
         self.is_s3 = not self._web and "s3" in protocols(self.system)
         self.refresh()
 
-    def members(self, folder: str) -> list[Stored]:
+    def members(self, folder: str) -> list[RemoteEntry]:
         """See :class:`Store`."""
         path = self.path(folder)
         with self.errors(folder, "list"):
             try:
                 if self._web and not folder and not self._is_listing(path):
-                    return [stored(self.system.info(path), ITSELF)]
+                    return [entry_of(self.system.info(path), ITSELF)]
                 found = self.system.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
                 _raise_other(error)
@@ -142,10 +142,10 @@ class FsspecStore:
         own = self.root + f"/{folder}" * bool(folder)
         return [one for entry in found if (one := _member(entry, own)) is not None]
 
-    def complete(self, name: str, found: Stored) -> Stored:
+    def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
         """See :class:`Store`."""
         with self.errors(name, "look at"):
-            return stored(self.system.info(self.path(name)), found.name)
+            return entry_of(self.system.info(self.path(name)), found.name)
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`Store`."""
@@ -297,11 +297,11 @@ def protocols(system: Any) -> set[str]:
     return {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
 
 
-def stored(info: Mapping[str, Any], name: str) -> Stored:
+def entry_of(info: Mapping[str, Any], name: str) -> RemoteEntry:
     """Return what fsspec's *info* says."""
     size = info.get("size")
     version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
-    return Stored(
+    return RemoteEntry(
         name,
         info.get("type") == "directory",
         -1 if size is None else int(size),
@@ -373,13 +373,13 @@ def _raise_other(error: OSError) -> None:
         raise cause  # type: ignore[misc]
 
 
-def _member(entry: Mapping[str, Any], folder: str) -> Stored | None:
+def _member(entry: Mapping[str, Any], folder: str) -> RemoteEntry | None:
     """Return what an entry of a listing says; None: it is the folder's own, or a link elsewhere."""
     full = str(entry["name"])
     name = full.rstrip("/").rpartition("/")[2]
     if full.strip("/") == folder.strip("/"):
-        return stored(entry, ITSELF) if entry.get("type") == "file" and full[-1] != "/" else None
-    return None if not name or name in (".", "..") or "?" in name else stored(entry, name)
+        return entry_of(entry, ITSELF) if entry.get("type") == "file" and full[-1] != "/" else None
+    return None if not name or name in (".", "..") or "?" in name else entry_of(entry, name)
 
 
 def _nanoseconds(time: object) -> int:

@@ -21,10 +21,10 @@ from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.storage import processes
 from ckptctl.storage.remote import lock as remote_lock
 from ckptctl.storage.remote import writing
-from ckptctl.storage.remote.destination import Asked
 from ckptctl.storage.remote.lock import RemoteLock
-from ckptctl.storage.remote.object_upload import ObjectDestination
+from ckptctl.storage.remote.object_upload import ObjectUpload
 from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.storage.remote.upload import UploadRequest
 from ckptctl.storage.remote.writing import HELD, NAME, Sent, Writing, parse
 
 MEMORY = fsspec.filesystem("memory")
@@ -269,7 +269,7 @@ def _write(url: str, content: str, folder: Path, outcomes: dict[str, str], **mor
     path.write_text(content)
     names = [*SHARDS, INDEX]
     try:
-        place = ObjectDestination(url, Asked(names, is_checkpoint=lambda: True, **more))
+        place = ObjectUpload(url, UploadRequest(names, is_checkpoint=lambda: True, **more))
     except CkptError as error:
         outcomes[content] = type(error).__name__
         return
@@ -346,6 +346,7 @@ def test_two_writers_that_take_each_other_for_dead(
 ) -> None:
     """As after a pause of minutes at any moment: what lies there in the end is never a mix."""
     monkeypatch.setattr(remote_lock, "is_dead", lambda *_: True)
+    monkeypatch.setattr(RemoteLock, "still", RemoteLock.require)  # after minutes it is proven anew
     for trial in range(TRIALS):
         place = f"{url}/{trial}"
         if overwrite:
@@ -390,7 +391,7 @@ def test_a_sign_of_life_that_comes_late(
     """It was on its way while its machine slept: what another run wrote meanwhile stays."""
     path = tmp_path / "A"
     path.write_text("A")
-    place = ObjectDestination(url, Asked([*SHARDS, INDEX]))
+    place = ObjectUpload(url, UploadRequest([*SHARDS, INDEX]))
     late = Store.store[f"{url.removeprefix('store:/')}/{NAME}"].getvalue()
     for name in SHARDS[:number]:
         place.put(name, path)
@@ -408,13 +409,13 @@ def test_a_sign_of_life_that_comes_late(
 
 def test_what_makes_it_a_checkpoint_goes_with_what_it_names(url: str, tmp_path: Path) -> None:
     """A run that was killed at its very end goes on with other files of the same names."""
-    asked = Asked([*SHARDS, INDEX], resume=True)
-    first = ObjectDestination(url, asked)
+    asked = UploadRequest([*SHARDS, INDEX], resume=True)
+    first = ObjectUpload(url, asked)
     for name in asked.names:
         (tmp_path / name).write_text("A")
         first.put(name, tmp_path / name)
     first._lock.leave()
-    second = ObjectDestination(url, asked)
+    second = ObjectUpload(url, asked)
     (tmp_path / SHARDS[0]).write_text("B")
     second.put(SHARDS[0], tmp_path / SHARDS[0])
     assert INDEX not in _files(url)

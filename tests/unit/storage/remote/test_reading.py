@@ -21,12 +21,12 @@ from ckptctl.errors import (
 )
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import named, path_at, source_path
-from ckptctl.storage.remote import mounts
+from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.blocks import BLOCK, MOST, Blocks
 from ckptctl.storage.remote.hub import parse
-from ckptctl.storage.remote.mounts import Mount
 from ckptctl.storage.remote.path import RemotePath
-from ckptctl.storage.remote.store import FsspecStore, Stored
+from ckptctl.storage.remote.store import FsspecStore, RemoteEntry
+from ckptctl.storage.remote.trees import Tree
 from ckptctl.storage.remote.urls import hide, is_url, local_path, masked
 
 MEMORY = fsspec.filesystem("memory")
@@ -96,11 +96,11 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
     ],
 )
 def test_no_secret_is_shown(url: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "_secrets", {})
+    monkeypatch.setattr(trees, "_secrets", {})
     assert masked(url) == shown
     assert str(named(url)) == shown
-    assert mounts.secret_of(shown) == url
-    assert mounts.secret_of(f"{shown}/sub").replace("/sub", "") == url
+    assert trees.secret_of(shown) == url
+    assert trees.secret_of(f"{shown}/sub").replace("/sub", "") == url
 
 
 def test_a_scheme_in_capitals(url: str) -> None:
@@ -114,20 +114,20 @@ def test_a_scheme_in_capitals(url: str) -> None:
 
 def test_secrets_are_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not those of what is in use."""
-    monkeypatch.setattr(mounts, "SECRETS", 10)
-    monkeypatch.setattr(mounts, "_secrets", {})
-    monkeypatch.setattr(mounts, "_mounts", type(mounts._mounts)())
-    used = mounts.remember("https://host/used?signed=0")
-    mounts._mounts[f"{used}/x"] = Mount(FsspecStore(url))
+    monkeypatch.setattr(trees, "SECRETS", 10)
+    monkeypatch.setattr(trees, "_secrets", {})
+    monkeypatch.setattr(trees, "_trees", type(trees._trees)())
+    used = trees.remember("https://host/used?signed=0")
+    trees._trees[f"{used}/x"] = Tree(FsspecStore(url))
     for number in range(50):
-        last = mounts.remember(f"https://host/{number}?signed={number}")
-    assert len(mounts._secrets) == 10
-    assert mounts.secret_of(used) == "https://host/used?signed=0"
-    assert mounts.secret_of(last) == "https://host/49?signed=49"
+        last = trees.remember(f"https://host/{number}?signed={number}")
+    assert len(trees._secrets) == 10
+    assert trees.secret_of(used) == "https://host/used?signed=0"
+    assert trees.secret_of(last) == "https://host/49?signed=49"
 
 
 def test_names_are_unique(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "_secrets", {})
+    monkeypatch.setattr(trees, "_secrets", {})
     known = {
         "https://host/m?v=1": "https://host/m",
         "https://host/m?v=2": "https://***2@host/m",
@@ -152,14 +152,14 @@ def test_names_are_unique(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         for url, shown in known.items():
             assert str(named(url)) == shown
-            assert mounts.secret_of(shown) == url and masked(shown) == shown
+            assert trees.secret_of(shown) == url and masked(shown) == shown
             assert str(named(RemotePath(shown))) == shown
-    assert {one: mounts.remember(one) for one in known} == known
+    assert {one: trees.remember(one) for one in known} == known
 
 
 def test_a_slash_at_the_end_of_a_signature() -> None:
     for url in ("https://host/end/x/?sig=5eC/", "https://host/end/x?sig=5eC/"):
-        assert mounts.secret_of(str(named(url))) == "https://host/end/x?sig=5eC/"
+        assert trees.secret_of(str(named(url))) == "https://host/end/x?sig=5eC/"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_no_part_of_a_url_is_empty(text: str) -> None:
 
 
 def test_slashes_that_are_not_empty_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "_secrets", {})
+    monkeypatch.setattr(trees, "_secrets", {})
     for text in ("s3://b/q", "s3://b/q/", "s3://b/q///", "https://h/x//?a//b", "s3://k:a//b@b/q"):
         assert "//" not in str(named(text)).partition("://")[2]
     with pytest.raises(UsageError, match="chained"):
@@ -431,7 +431,7 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
             asked.append(stop - start)
             return super().read(name, version, start, stop)
 
-    mounts._mounts[url] = Mount(Counting(url))
+    trees._trees[url] = Tree(Counting(url))
     with source_files(url) as files:
         views = [memoryview(bytearray(size)) for size in (1, 9 << 20, (11 << 20) - 1)]
         files.readv("big", views, 0)
@@ -444,7 +444,7 @@ def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> N
         def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read(name, version, start, stop)[:-1]
 
-    mounts._mounts[url] = Mount(Short(url))
+    trees._trees[url] = Tree(Short(url))
     with source_files(url) as files, pytest.raises(DamagedError, match="truncated"):
         files.read("a.bin", 0, 1024)
 
@@ -454,7 +454,7 @@ def test_a_place_that_sends_everything(url: str) -> None:
         def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read(name, version, 0, 1024) * 2
 
-    mounts._mounts[url] = Mount(Whole(url))
+    trees._trees[url] = Tree(Whole(url))
     with source_files(url) as files, pytest.raises(StorageError, match="ranges"):
         files.read("a.bin", 0, 10)
 
@@ -477,15 +477,15 @@ def test_what_is_asked_of_a_place(url: str) -> None:
     asked: list[str] = []
 
     class Counting(FsspecStore):
-        def members(self, folder: str) -> list[Stored]:
+        def members(self, folder: str) -> list[RemoteEntry]:
             asked.append(folder)
             return super().members(folder)
 
-    mount = Mount(Counting(url))
+    tree = Tree(Counting(url))
     for name in ("a.bin", "empty", "nothing", "sub", "nothing/deep/er", "a.bin/x"):
-        mount.find(name)
+        tree.find(name)
     assert asked == [""]
-    mount.find("sub/b.json")
+    tree.find("sub/b.json")
     assert asked == ["", "sub"]
 
 

@@ -7,20 +7,22 @@ checkpoint is replaced, removed first: who looks for that never sees a part of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckptctl.storage.remote import mounts
-from ckptctl.storage.remote.urls import HUB, scheme_of
+from ckptctl.errors import RefusedError, UsageError
+from ckptctl.storage.remote import trees
+from ckptctl.storage.remote.store import system_of
+from ckptctl.storage.remote.urls import HUB, masked, scheme_of
 
 INDEXES = (".index.json", ".metadata")
 """What the files end with that make others a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class UploadRequest:
     """What is asked of a place.
 
     Attributes:
@@ -39,8 +41,8 @@ class Asked:
     is_checkpoint: Callable[[], bool] = lambda: False
 
 
-class Destination(Protocol):
-    """A folder behind a URL that an output is written to."""
+class Upload(Protocol):
+    """One output on its way to a folder behind a URL."""
 
     resumed: int
     """Bytes that were there already."""
@@ -61,8 +63,8 @@ class Destination(Protocol):
         """Let go of the place: all is done."""
 
 
-def open_destination(url: str, asked: Asked) -> Destination:
-    """Return the place that *url* names.
+def begin_upload(url: str, asked: UploadRequest) -> Upload:
+    """Begin an upload to *url*, where nobody else writes until it ends.
 
     Args:
         url: A folder; of a single file the folder that it is going to be in.
@@ -73,11 +75,44 @@ def open_destination(url: str, asked: Asked) -> Destination:
         UsageError: No file system for it is known or installed.
         StorageError: The place cannot be reached, or does not let us look.
     """
-    url = mounts.secret_of(url)
+    url = trees.secret_of(url)
     if scheme_of(url) == HUB:
-        from ckptctl.storage.remote.hub_upload import HubDestination
+        from ckptctl.storage.remote.hub_upload import HubUpload
 
-        return HubDestination(url, single=asked.single, overwrite=asked.overwrite)
-    from ckptctl.storage.remote.object_upload import ObjectDestination
+        return HubUpload(url, single=asked.single, overwrite=asked.overwrite)
+    from ckptctl.storage.remote.object_upload import ObjectUpload
 
-    return ObjectDestination(url, asked)
+    return ObjectUpload(url, asked)
+
+
+def is_at_once(url: str) -> bool:
+    """Return whether all files of an upload to *url* appear in one step: on the Hub they do."""
+    return scheme_of(url) == HUB
+
+
+def require_apart(target: str, read: Mapping[str, Collection[str]]) -> None:
+    """Refuse a place that holds what is read, by whichever URL of it.
+
+    On the Hub what is read is a commit, which stays.
+
+    Args:
+        target: The URL of the output.
+        read: The names of files, by the folder or URL that they lie in.
+
+    Raises:
+        RefusedError: It does.
+        UsageError: What the place is depends on who reads its URL.
+    """
+    if scheme_of(target) == HUB:
+        return
+    if ".." in target.split("/"):
+        raise UsageError("a destination behind a URL has no `..`", where=masked(target))
+    system, path = system_of(trees.secret_of(target))
+    for root, names in read.items():
+        if scheme_of(root) in ("", HUB):
+            continue
+        other, folder = system_of(trees.secret_of(root))
+        inside = (f"{folder}/{name}/".startswith(f"{path}/") for name in names)
+        if other == system and any(inside):
+            what = "the source lies inside the destination"
+            raise RefusedError(what, where=masked(target), why=root)

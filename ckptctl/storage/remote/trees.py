@@ -17,7 +17,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.storage.remote.blocks import SHARED
-from ckptctl.storage.remote.store import ITSELF, FsspecStore, Store, Stored
+from ckptctl.storage.remote.store import ITSELF, FsspecStore, RemoteEntry, Store
 from ckptctl.storage.remote.urls import (
     HUB,
     WEB,
@@ -35,10 +35,10 @@ KNOWN = 64
 SECRETS = 1024
 """URLs that may have secrets that are known, and all that are in use."""
 _numbers = itertools.count()
-"""What was read of one mount is never taken for what another one has."""
+"""What was read of one tree is never taken for what another one has."""
 
 
-class Mount:
+class Tree:
     """What lies behind one URL.
 
     Args:
@@ -55,8 +55,8 @@ class Mount:
     def __init__(
         self,
         store: Store,
-        known: Mapping[str, Stored] | None = None,
-        listed: Sequence[Stored] = (),
+        known: Mapping[str, RemoteEntry] | None = None,
+        listed: Sequence[RemoteEntry] = (),
         lenient: bool = False,
     ) -> None:
         self.url = store.url
@@ -65,12 +65,12 @@ class Mount:
         self._lenient = lenient or bool(known)
         self._number = next(_numbers)
         self._lock = threading.RLock()
-        self._folders: dict[str, dict[str, Stored]] = {}
+        self._folders: dict[str, dict[str, RemoteEntry]] = {}
         self.failure: StorageError | None = None
         if listed:
             self._folders[""] = {one.name: one for one in listed}
 
-    def members(self, folder: str) -> dict[str, Stored]:
+    def members(self, folder: str) -> dict[str, RemoteEntry]:
         """Return what is directly in *folder*, by name; nothing where there is no such folder.
 
         Args:
@@ -85,7 +85,7 @@ class Mount:
                 found = self._folders[folder] = self._listed(folder)
             return found
 
-    def find(self, name: str) -> Stored | None:
+    def find(self, name: str) -> RemoteEntry | None:
         """Return what is at *name*; None: nothing.
 
         Args:
@@ -94,7 +94,7 @@ class Mount:
         if name in self._known:
             return self._known[name]
         if not name:
-            return Stored(ITSELF, True) if self._known or self.members("") else None
+            return RemoteEntry(ITSELF, True) if self._known or self.members("") else None
         parent, _, last = name.rpartition("/")
         if parent:
             above = self.find(parent)
@@ -106,7 +106,7 @@ class Mount:
                 found = self._folders[parent][last] = self._store.complete(name, found)
         return found
 
-    def file(self, name: str) -> Stored:
+    def file(self, name: str) -> RemoteEntry:
         """Return what is known of the file *name*.
 
         Raises:
@@ -153,10 +153,10 @@ class Mount:
         key = (self._number, name, found.size, found.version, found.mtime_ns)
         return SHARED.read(key, found.size, offset, nbytes, fetch)
 
-    def above(self) -> Mount | None:
+    def above(self) -> Tree | None:
         """Return the folder that it lies in, which need not let us look; None: there is none."""
         store = self._store.above()
-        return None if store is None else Mount(store, lenient=True)
+        return None if store is None else Tree(store, lenient=True)
 
     def forget(self) -> None:
         """Ask again for what is listed, from now on."""
@@ -169,7 +169,7 @@ class Mount:
         if isinstance(error, StorageError) and not isinstance(error, ChangedError):
             self.failure = error
 
-    def _listed(self, folder: str) -> dict[str, Stored]:
+    def _listed(self, folder: str) -> dict[str, RemoteEntry]:
         try:
             listed = self._store.members(folder)
         except (SourceNotFoundError, StorageError) as error:
@@ -196,7 +196,7 @@ class _Remembered:
     number: int
 
 
-def mount(url: str) -> str:
+def look(url: str) -> str:
     """Look behind *url*, anew, and return the URL as it may be shown.
 
     Args:
@@ -216,14 +216,14 @@ def mount(url: str) -> str:
         raise SourceNotFoundError("there is nothing at this URL", where=store.url)
     name = store.url.rpartition("/")[2]
     if listed[0].name == ITSELF:
-        found = Mount(_folder_of(store), {name: replace(listed[0], name=name)})
+        found = Tree(_folder_of(store), {name: replace(listed[0], name=name)})
     else:
-        found = Mount(store, listed=listed)
+        found = Tree(store, listed=listed)
     with _lock:
-        _mounts.pop(found.url, None)
-        _mounts[found.url] = found
-        while len(_mounts) > KNOWN:
-            _mounts.popitem(last=False)
+        _trees.pop(found.url, None)
+        _trees[found.url] = found
+        while len(_trees) > KNOWN:
+            _trees.popitem(last=False)
     return store.url
 
 
@@ -243,7 +243,7 @@ def _folder_of(store: Store) -> Store:
 
 
 def remember(url: str) -> str:
-    """Return *url* as it may be shown; :func:`mount` knows what is secret in it.
+    """Return *url* as it may be shown; :func:`look` knows what is secret in it.
 
     The same URL is always shown the same. No other one is that has other secrets, or none: after
     the first a number says which it is, as in ``https://***2@host/x``.
@@ -263,7 +263,7 @@ def remember(url: str) -> str:
         _secrets.pop(name, None)
         _secrets[name] = _Remembered(url, address(url), number)
         if len(_secrets) > SECRETS:
-            unused = (one for one in _secrets if not any(_beside(m, one) for m in _mounts))
+            unused = (one for one in _secrets if not any(_beside(m, one) for m in _trees))
             del _secrets[next(unused, next(iter(_secrets)))]
     return name
 
@@ -289,8 +289,8 @@ def _alike(one: _Remembered, url: str) -> bool:
 def drop(url: str) -> None:
     """Forget what is known of *url* and of all below and above it, which has changed."""
     with _lock:
-        for one in [one for one in _mounts if _inside(one, url) or _inside(url, one)]:
-            del _mounts[one]
+        for one in [one for one in _trees if _inside(one, url) or _inside(url, one)]:
+            del _trees[one]
 
 
 def secret_of(url: str) -> str:
@@ -304,8 +304,8 @@ def secret_of(url: str) -> str:
     return plain + url[len(found) :] + query
 
 
-def place(url: str) -> tuple[Mount | None, str]:
-    """Return the mount that *url* lies in, and its name there; None: it lies in none.
+def tree_at(url: str) -> tuple[Tree | None, str]:
+    """Return the tree that *url* lies in, and its name there; None: it lies in none.
 
     The folder of a URL in use counts, too: pointers and other saves may be in it.
 
@@ -313,11 +313,11 @@ def place(url: str) -> tuple[Mount | None, str]:
         url: As it may be shown.
     """
     with _lock:
-        found = [one for one in _mounts if _inside(url, one)] or _above(url)
+        found = [one for one in _trees if _inside(url, one)] or _above(url)
         if not found:
             return None, ""
         longest = max(found, key=len)
-        return _mounts[longest], url[len(longest) + 1 :]
+        return _trees[longest], url[len(longest) + 1 :]
 
 
 def _inside(url: str, folder: str) -> bool:
@@ -337,15 +337,15 @@ def _folder(url: str) -> str:
 
 def _above(url: str) -> list[str]:
     """Return the folder of a URL in use if *url* is in it; it is known from then on."""
-    for one in _mounts:
+    for one in _trees:
         if _inside(url, one.rpartition("/")[0]):
-            above = _mounts[one].above()
+            above = _trees[one].above()
             if above is not None and _inside(url, above.url):
-                _mounts[above.url] = above
+                _trees[above.url] = above
                 return [above.url]
     return []
 
 
 _secrets: dict[str, _Remembered] = {}
-_mounts: OrderedDict[str, Mount] = OrderedDict()
+_trees: OrderedDict[str, Tree] = OrderedDict()
 _lock = threading.Lock()
