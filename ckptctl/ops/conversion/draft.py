@@ -74,7 +74,7 @@ class Draft:
 
     Args:
         catalog: The source.
-        known: What it was recognised as.
+        recognition: What it was recognised as.
         options: What is asked for.
         target: The format to write.
         destination: Where the output goes.
@@ -85,7 +85,7 @@ class Draft:
     def __init__(
         self,
         catalog: Catalog,
-        known: Recognition,
+        recognition: Recognition,
         options: ConversionOptions,
         target: WritableFormat,
         destination: Destination,
@@ -93,7 +93,7 @@ class Draft:
         missing: Missing | None = None,
     ) -> None:
         self.source = self.catalog = catalog
-        self.known, self.options = known, options
+        self.recognition, self.options = recognition, options
         self.target, self.destination, self.assets = target, destination, assets
         self.like = reference(options.like, options.to)
         self.whole: tuple[str, ...] = ()
@@ -140,24 +140,24 @@ class Draft:
             self.catalog.path,
             source_layout=formats.get(self.catalog.format).layout,
             described=self.target.parallel or self.target.described,
-            untie=written_in_full(self.options, self.catalog, self.known),
+            untie=written_in_full(self.options, self.catalog, self.recognition),
             partial=bool(self.options.include or self.options.exclude or self.missing),
             given=self.options.sizes or {},
             vocab=self.options.vocab_size,
             whole=self.whole,
-            missing={name.removeprefix(self.known.root) for name in self.missing},
+            missing={name.removeprefix(self.recognition.root) for name in self.missing},
             documents=self.assets.described,
             trust_assets=self.options.trust_assets,
         )
         if self.options.only == "model":
-            require_one_model(self.known, self.catalog.path)
-        change = change_layout(self.known, selection.tensors, asked)
+            require_one_model(self.recognition, self.catalog.path)
+        change = change_layout(self.recognition, selection.tensors, asked)
         self.notes += change.notes
         self.warnings += self._strange(change)
         self.notes += [f"`{fact}`: {why}" for fact, why in change.decided.items()]
         keep_together(
             self.catalog,
-            {self.known.root + name for name in selection.tensors},
+            {self.recognition.root + name for name in selection.tensors},
             renamed=not change.identity,
             dtype=self.options.dtype,
         )
@@ -165,7 +165,7 @@ class Draft:
 
     def _without_parts(self, selection: Selection, change: Change) -> Selection:
         """Return *selection* without what is nothing without what is missing, and note that."""
-        root = self.known.root
+        root = self.recognition.root
         lost = {root + name: why for name, why in change.left_out.items()}
         everything = {root + name for name in (*selection.tensors, *change.left_out)}
         outside = selection.rest if self.keep_root else ()
@@ -175,17 +175,22 @@ class Draft:
 
     def _strange(self, change: Change) -> list[str]:
         """Warn of names that become Hugging Face's only in that they are in its files."""
-        cut = bool(self.known.root) and not self.keep_root
+        cut = bool(self.recognition.root) and not self.keep_root
         new = self.target.layout == "hf" and (
             cut or formats.get(self.catalog.format).layout != "hf"
         )
-        if change.family or self.known.candidates or not new or is_adapter(self.catalog.tensors):
+        if (
+            change.family
+            or self.recognition.candidates
+            or not new
+            or is_adapter(self.catalog.tensors)
+        ):
             return []
-        return [f"the model type is not known, all names are kept: {root_hint(self.known)}"]
+        return [f"the model type is not known, all names are kept: {root_hint(self.recognition)}"]
 
     def _mapped(self, change: Change) -> list[MappedTensor]:
         """Return the model's tensors by their names in both checkpoints; those made up, too."""
-        root = self.known.root
+        root = self.recognition.root
         mapped = in_checkpoint(change.tensors, root, self.keep_root)
         prefix = root if self.keep_root else ""
         self.catalog, zeros = made(self.catalog, change.zeros, root, prefix)
@@ -199,7 +204,7 @@ class Draft:
         self.notes += [*laid.output.notes, *laid.beside.notes]
         return ConversionPlan(
             source=self.catalog,
-            recognition=self.known,
+            recognition=self.recognition,
             options=self.options,
             change=change,
             output=laid.tensors,
@@ -207,7 +212,7 @@ class Draft:
                 self.catalog,
                 laid,
                 checksum=self.options.checksum,
-                provenance=provenance(self.catalog, self.known, self.missing),
+                provenance=provenance(self.catalog, self.recognition, self.missing),
             ),
             must_equal=equal,
             dropped={**change.dropped, **self.tied},
@@ -226,7 +231,7 @@ class Draft:
 
         Transformers reads models without their head under either kind of names.
         """
-        implied = BASE if self.known.layout == BASE and self.target.layout == HF else None
+        implied = BASE if self.recognition.layout == BASE and self.target.layout == HF else None
         return self.options.to_layout or implied or self.target.layout
 
     @property
@@ -235,7 +240,7 @@ class Draft:
         return self.options.only == "all"
 
     def _selected(self) -> Selection:
-        selection = select(self.catalog, self.known.root)
+        selection = select(self.catalog, self.recognition.root)
         self.whole = tuple(selection.tensors)
         if self.options.only == "model":
             reason = (
@@ -244,9 +249,9 @@ class Draft:
             self.left_out |= dict.fromkeys(selection.rest, reason)
         options = self.options
         there = present(self.catalog, selection, self.gone)
-        found = lacks(self.known, there, options.sizes or {}, self.layout)
+        lacking = lacks(self.recognition, there, options.sizes or {}, self.layout)
         selection, unwanted = chosen(
-            selection, options.include, options.exclude, self.keep_root, found.names
+            selection, options.include, options.exclude, self.keep_root, lacking.names
         )
         self.left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
         nothing = not self.catalog.tensors and bool(self.gone)
@@ -258,12 +263,12 @@ class Draft:
                 hint=KEPT if selection.rest else None,
             )
         selection = self._whole(selection) if self.gone else selection
-        found = asked_of(found, self.catalog, options)
+        lacking = asked_of(lacking, self.catalog, options)
         if not options.allow_missing:
-            found.require_whole(self.catalog.path)
-        self.whole += found.names if found.certain else ()
-        self.missing |= found.missing
-        self.notes += found.doubts
+            lacking.require_whole(self.catalog.path)
+        self.whole += lacking.names if lacking.certain else ()
+        self.missing |= lacking.missing
+        self.notes += lacking.doubts
         return selection
 
     def _whole(self, selection: Selection) -> Selection:
@@ -286,7 +291,7 @@ class Draft:
     def _rest(self, selection: Selection, change: Change) -> Rest:
         self._read_values()
         outside = [part for name in selection.rest for part in self.parts.get(name, (name,))]
-        root, kept = self.known.root, self.keep_root
+        root, kept = self.recognition.root, self.keep_root
         rest = follow(self.catalog, outside if kept else (), root, change)
         for item, path in inside_model(self.catalog, self.parts, outside, root, kept):
             if change.identity or kept:
@@ -306,12 +311,12 @@ class Draft:
         if not self.target.verbatim:
             self.catalog, self.parts = unpacked(self.catalog, read.blobs)
         parts = [part for name in read.blobs for part in self.parts.get(name, (name,))]
-        found = (self.catalog.blobs[part] for part in parts if part in self.catalog.blobs)
-        require_known(found, verbatim=self.target.verbatim)
+        leaves = (self.catalog.blobs[part] for part in parts if part in self.catalog.blobs)
+        require_known(leaves, verbatim=self.target.verbatim)
 
     def _equal(self, change: Change, rest: Rest) -> tuple[tuple[str, str], ...]:
         """Names in the checkpoint, kept and left out, that have to hold the same."""
-        root = self.known.root
+        root = self.recognition.root
         pairs = ((root + kept, root + dropped) for kept, dropped in change.must_equal)
         return (*pairs, *rest.must_equal)
 
@@ -319,20 +324,22 @@ class Draft:
         self, mapped: Sequence[MappedTensor], change: Change, equal: Sequence[tuple[str, str]]
     ) -> None:
         """Prove coverage of what is needed, and find its bytes."""
-        root = self.known.root
+        root = self.recognition.root
         needed = {view.key for item in mapped for view in item.sources}
         needed |= {name for pair in equal for name in pair}
         needed |= {root + name for name in change.must_be_zero}
-        found = located(self.catalog, [name for name in self.catalog.tensors if name in needed])
-        self.catalog = replace(self.catalog, tensors=found.tensors)
+        names = [name for name in self.catalog.tensors if name in needed]
+        self.catalog = replace(self.catalog, tensors=located(self.catalog, names).tensors)
 
     def _tensors(
         self, mapped: Sequence[MappedTensor], change: Change, rest: Rest
     ) -> tuple[OutputTensor, ...]:
         entries = self.catalog.tensors
-        placed = paths(mapped, entries, change, self.known.root, self.keep_root)
+        placed = paths(mapped, entries, change, self.recognition.root, self.keep_root)
         pinned = change.family.pinned if change.family else ()
-        aliases, said = shared_memory(self.options, self.target, self.known, self.catalog, mapped)
+        aliases, said = shared_memory(
+            self.options, self.target, self.recognition, self.catalog, mapped
+        )
         self.notes += said
         model = output_tensors(
             mapped, entries, placed, dtype=self.options.dtype, pinned=pinned, aliases=aliases
@@ -350,7 +357,7 @@ class Draft:
     def _blobs(self, selection: Selection, change: Change, rest: Rest) -> list[Blob]:
         """The leaves that are not tensors and travel."""
         outside = {part for name in selection.rest for part in self.parts.get(name, (name,))}
-        root, kept = self.known.root, list(rest.blobs)
+        root, kept = self.recognition.root, list(rest.blobs)
         for name, blob in self.catalog.blobs.items():
             apart = name in self.left_out or name in self.missing or name in outside
             if apart or not name.startswith(root):

@@ -141,7 +141,7 @@ def read_sizes(
 
     The number of key/value heads defaults to that of the query heads, the head dimension to the
     hidden size divided by the query heads. Of several statements the last one is taken, of
-    params.json, config.json and *given*: :mod:`ckptctl.planner.configs.agreement` compares them.
+    params.json, config.json and *given*: :mod:`ckptctl.planner.configs.statements` compares them.
 
     Args:
         family: The model type.
