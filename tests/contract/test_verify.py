@@ -352,6 +352,7 @@ def test_what_is_left_is_described(data: Path, tmp_path: Path) -> None:
         ckptctl.convert(path, tmp_path / "out", to="dcp")
 
 
+@pytest.mark.slow
 def test_sharded_samples_with_one_file_less(data: Path, tmp_path: Path) -> None:
     """Without any of its files a sample is not whole, or no checkpoint that we read."""
     for number, sample in enumerate(samples(data)):

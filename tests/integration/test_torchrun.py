@@ -197,6 +197,7 @@ def test_other_options_on_one_rank(sources: Path, tmp_path: Path) -> None:
     nothing_is_left(out)
 
 
+@pytest.mark.slow
 def test_what_all_ranks_cast_is_counted(tmp_path: Path) -> None:
     """Each of them has some of the elements that become infinite."""
     large = torch.full((1000, 900), 1e5)
@@ -213,7 +214,8 @@ def test_what_all_ranks_cast_is_counted(tmp_path: Path) -> None:
     assert "`large`: 900,000 infinite" in printed
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk(rank: int, sources: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = [["convert", str(sources / "big"), str(out), "--to", "torch"]]

@@ -67,6 +67,7 @@ def test_the_model_as_safetensors(data: Path, tmp_path: Path, name: str) -> None
     assert not differences(converted(source, tmp_path, "hf"), model)
 
 
+@pytest.mark.slow
 def test_damage_is_never_a_silently_wrong_result(data: Path, tmp_path: Path) -> None:
     source, expected = sample(data, "two_rank")
     for what, copy in damaged(source, tmp_path):

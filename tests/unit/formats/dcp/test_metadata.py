@@ -70,11 +70,12 @@ def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str)
     assert decode(raw, "here") == slowly(raw)
 
 
+@pytest.mark.parametrize("times", [100, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
-def test_damage_has_the_same_outcome_either_way(data: Path, name: str) -> None:
+def test_damage_has_the_same_outcome_either_way(data: Path, name: str, times: int) -> None:
     raw = pickle_of(data, name)
     chance = random.Random(5)
-    for _ in range(400):
+    for _ in range(times):
         broken = bytearray(raw)
         for _ in range(chance.choice((1, 1, 2))):
             broken[chance.randrange(len(raw))] = chance.choice((chance.randrange(256), *b"hK)\x94"))

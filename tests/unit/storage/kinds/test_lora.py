@@ -76,7 +76,9 @@ def test_the_formula(state, inputs, dora, order, first):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("pieces", [52, 160, 1000, 3 * 160 + 4])
+@pytest.mark.parametrize(
+    "pieces", [pytest.param(52, marks=pytest.mark.slow), 160, 1000, 3 * 160 + 4]
+)
 def test_pieces_change_no_bit(inputs, dora, pieces):
     one = definition(inputs, dora=dora, rows0=ORDER)
     assert torch.equal(read(one, pieces), read(one, 1 << 20))
