@@ -81,9 +81,7 @@ class RankError(CkptError):
 def together(ranks: Coordinator, work: Callable[[], T]) -> T:
     """Do *work* on every rank; when it fails on one of them, raise on all.
 
-    Args:
-        ranks: The group.
-        work: Uses no collective itself.
+    Like that of all functions here, the work uses no collective itself.
 
     Raises:
         CkptError: What this rank's work raised.
@@ -97,13 +95,10 @@ def telling(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, lis
 
     Args:
         ranks: The group.
-        work: Returns what this rank keeps, and what it tells the others; uses no collective.
+        work: Returns two values: one for this rank, one for all of them.
 
     Returns:
-        What this rank keeps, and what all of them tell.
-
-    Raises:
-        CkptError: See :func:`together`.
+        This rank's first value, and the second ones of all ranks.
     """
     result, error = _attempt(work)
     found = ranks.all_gather((result[1] if result else None, sendable(error)))
@@ -117,14 +112,7 @@ def telling(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, lis
 
 
 def on_first(ranks: Coordinator, work: Callable[[], T]) -> T | None:
-    """Do *work* on rank 0 alone; when it fails, raise on all.
-
-    Returns:
-        What it returned; None on the other ranks.
-
-    Raises:
-        CkptError: See :func:`together`.
-    """
+    """Do *work* on rank 0 alone, where its result is returned; when it fails, raise on all."""
     return together(ranks, lambda: work() if ranks.rank == 0 else None)
 
 
@@ -144,18 +132,7 @@ def through_first(
 ) -> R:
     """Do *work* on every rank and let rank 0 answer; when anything fails, raise on all.
 
-    Args:
-        ranks: The group.
-        work: Uses no collective itself.
-        answer: Called on rank 0 only, with what the work returned on all of them; returns
-            something for each.
-
-    Returns:
-        What is for this rank.
-
-    Raises:
-        CkptError: What this rank raised.
-        RankError: What another did.
+    *answer* is called on rank 0 alone, with the results of all ranks, and returns a value for each.
     """
     result, error = _attempt(work)
     found = ranks.gather((result, sendable(error)))
@@ -192,11 +169,7 @@ def _answers(
 
 
 def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
-    """Prove that all ranks are about to do the same.
-
-    Args:
-        ranks: The group.
-        said: What has to be equal on all of them, by what it is called in the message.
+    """Prove that all ranks say the same; the keys of *said* are for the message.
 
     Raises:
         UsageError: On all ranks, if it is not.

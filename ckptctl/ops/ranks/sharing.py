@@ -32,13 +32,7 @@ SEEN_WITHIN = 90.0
 
 
 def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) -> Sequence[T]:
-    """Return the items that this rank takes care of: about as many bytes as any other does.
-
-    Args:
-        ranks: The group.
-        items: The same on all ranks.
-        nbytes: The weight of one.
-    """
+    """Return the items that this rank takes care of: about as many bytes as any other does."""
     if ranks.world == 1:
         return items
     everybody = range(ranks.world)
@@ -78,18 +72,10 @@ def execute_together(
     progress: Advance,
     ranks: Coordinator,
 ) -> Execution:
-    """Carry out *plan* with all ranks.
+    """Carry out *plan*, which is the same on all ranks, with all of them.
 
-    Args:
-        plan: The same on all of them.
-        stage: Where; known on rank 0 only, on a file system that all ranks see.
-        options: How; the same on all ranks.
-        progress: Called with the bytes done since the last call. Of several ranks each does about
-            as much: the bytes of this one count for all.
-        ranks: The group.
-
-    Returns:
-        What was done, by all of them.
+    The staging directory is known on rank 0 alone and lies on a file system that all ranks see.
+    Each rank does about as much as any other: for *progress* the bytes of this one count for all.
 
     Raises:
         RefusedError: Several ranks cannot go on from the journal of one.
