@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,7 +130,7 @@ def state_of(state_dict: StateDict) -> State:
     tensors: dict[str, LocalTensor] = {}
     values: dict[str, ObjectLeaf] = {}
     for name, leaf in flat.items():
-        path = tuple(Index(key) if isinstance(key, int) else key for key in paths[name])
+        path = path_of(paths[name])
         if isinstance(leaf, torch.Tensor | ShardedTensor):
             tensors[name] = _held(name, leaf, path)
         else:
@@ -147,6 +147,16 @@ def _endless(state_dict: StateDict) -> list[str]:
         except RecursionError:
             found.append(str(key))
     return found
+
+
+def path_of(keys: Iterable[str | int]) -> Path:
+    """Return the path that torch has as *keys*."""
+    return tuple(Index(key) if isinstance(key, int) else key for key in keys)
+
+
+def keys_of(path: Path) -> tuple[str | int, ...]:
+    """Return a path as torch has it."""
+    return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
 
 
 def plain_of(state_dict: StateDict) -> dict[str, object]:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.api import plan_conversion
-from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
 from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.state import keys_of
 from ckptctl.formats import open_checkpoint
 
 RANKS_OWN = re.compile(r"rank_\d+\.")
@@ -53,10 +53,10 @@ def whole(path: Path, *, process_group: dist.ProcessGroup | None = None) -> dict
     flat: dict[str, Any] = {}
     keys: dict[str, tuple[str | int, ...]] = {}
     for name, entry in catalog.tensors.items():
-        flat[name], keys[name] = empty(entry.dtype, entry.shape), _plain(entry.path)
+        flat[name], keys[name] = empty(entry.dtype, entry.shape), keys_of(entry.path)
     for name, blob in catalog.blobs.items():
         if not RANKS_OWN.match(name):
-            flat[name], keys[name] = None, _plain(blob.path)
+            flat[name], keys[name] = None, keys_of(blob.path)
     found: dict[str, Any] = compat.unflatten_state_dict(flat, keys)
     load(found, path, process_group=process_group)
     return found
@@ -105,7 +105,3 @@ def with_numbers(state: Any) -> Any:
 def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return zeros, which take no memory until they are written."""
     return torch.zeros(shape, dtype=getattr(torch, dtype))
-
-
-def _plain(keys: Keys) -> tuple[str | int, ...]:
-    return tuple(int(key) if isinstance(key, int) else key for key in keys)

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptctl.catalog import Blob, Box, Catalog, Extent, Index, Path, TensorEntry
+from ckptctl.catalog import Blob, Box, Catalog, Extent, Path, TensorEntry
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.compat import StorageInfo
+from ckptctl.distributed.state import keys_of, path_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
@@ -82,11 +83,6 @@ def properties_of(tensor: OutputTensor) -> TensorProperties:
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     """Return *box* as torch has it."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-def keys_of(path: Path) -> tuple[str | int, ...]:
-    """Return the keys down to a leaf as torch has them."""
-    return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
 
 
 class CatalogMetadata(Metadata):
@@ -169,8 +165,7 @@ def mapping_of(metadata: Metadata) -> StateMapping:
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        found = paths.get(name, (name,))
-        path = tuple(Index(key) if isinstance(key, int) else key for key in found)
+        path = path_of(paths.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             boxes = (Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks)
@@ -199,11 +194,11 @@ def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
     boxes: list[list[Box]] = []
     for name, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata):
-            tensors.append(_tensor(name, entry, _path(name, paths)))
+            tensors.append(_tensor(name, entry, path_of(paths.get(name, (name,)))))
             boxes.append([Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks])
     places = {index.fqn: one for index, one in metadata.storage_data.items() if not index.offset}
     values = [
-        (Blob(name, _path(name, paths)), _item(places[name]))
+        (Blob(name, path_of(paths.get(name, (name,)))), _item(places[name]))
         for name, entry in entries.items()
         if isinstance(entry, BytesStorageMetadata)
     ]
@@ -217,10 +212,6 @@ def _tensor(name: str, entry: TensorStorageMetadata, path: Path) -> OutputTensor
     return OutputTensor(
         name, dtype, tuple(entry.size), path, requires_grad=bool(entry.properties.requires_grad)
     )
-
-
-def _path(name: str, paths: dict[str, tuple[str | int, ...]]) -> Path:
-    return tuple(Index(k) if isinstance(k, int) else k for k in paths.get(name, (name,)))
 
 
 def _items(metadata: Metadata) -> Iterator[tuple[str, Iterator[Located]]]:
