@@ -457,9 +457,9 @@ def test_a_model_without_a_head_and_without_what_it_puts_before_names(name):
 
 def test_who_reads_another_layout_expects_a_head_of_a_base_model(tmp_path: Path) -> None:
     state = {key.removeprefix("model."): STATE[key] for key in STATE if key != "lm_head.weight"}
-    for config in (CONFIG | {"architectures": ["LlamaModel"]}, None):
+    for config in (CONFIG, CONFIG | {"architectures": ["LlamaModel"]}, None):
         name = "hf" if config else "torch"
-        source = build(name, tmp_path, state, config)
+        source = build(name, tmp_path / str(config and config["architectures"]), state, config)
         assert ckptctl.inspect(source).layout == BASE and not ckptctl.inspect(source).lacks
         kept = ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
         assert {tensor.name for tensor in kept.output} == state.keys()

@@ -69,19 +69,23 @@ def is_tied(family: Family, config: Json | None, params: Json | None = None) -> 
 def does_without(family: Family, config: Json | None, *, base: bool) -> frozenset[str]:
     """Return the logical tensors that the class named in config.json does not have.
 
-    What was saved without its language model's head, as ``LlamaModel`` is, has no output.
+    What was saved without its language model's head, as ``LlamaModel`` is, has no output. Names
+    tell it as well: embedding models keep the class with a head in config.json.
 
     Args:
         family: The model type.
         config: config.json.
-        base: Whether the names are those of such a class, where config.json names none.
+        base: Whether the names are those of such a class.
     """
+    heads = frozenset(tie.tensor for tie in family.ties)
     named = (config or {}).get("architectures")
+    if base:
+        return heads
     if not isinstance(named, list) or not named:
-        return frozenset(tie.tensor for tie in family.ties if base)
+        return frozenset()
     if any(name == family.architecture or str(name).endswith(HEADS) for name in named):
         return frozenset()
-    return frozenset(tie.tensor for tie in family.ties)
+    return heads
 
 
 def tying(config: Json | None, params: Json | None = None) -> bool | None:
