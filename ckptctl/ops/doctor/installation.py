@@ -17,7 +17,7 @@ from ckptctl.storage import crc
 
 GROUP = "installation"
 NAME = "ckptctl"
-NEEDED = ("torch", "typer", "rich", "safetensors", "huggingface_hub", "isal")
+NEEDED = ("torch", "typer", "rich", "safetensors", "huggingface_hub", "fsspec", "isal")
 """What a checkout needs, which has no metadata that would say so."""
 SLOW_START = 0.5
 HEAVY = ("torch", "numpy")
