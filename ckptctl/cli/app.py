@@ -24,7 +24,7 @@ from ckptctl.cli.ranks import told
 from ckptctl.errors import CkptError, StorageError, UsageError
 from ckptctl.ops.options import tolerated
 from ckptctl.options import about, number
-from ckptctl.storage.termination import leave, terminable
+from ckptctl.storage.threads import leave, terminable
 
 HELP = ("-h", "--help")
 AS_OPTIONS = ("help", "version")

@@ -19,7 +19,7 @@ from ckptctl.ops.runs.removal import PruneResult, plan_discard, plan_prune, run_
 from ckptctl.planner.branches import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
-from ckptctl.storage.contained import real_path
+from ckptctl.storage.paths import real_path
 from ckptctl.storage.sync import add_file
 
 Hook = Callable[[Path], object]

@@ -61,8 +61,7 @@ class DeepSpeedUniversalFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.deepspeed.reader import catalog_of
-        from ckptctl.formats.deepspeed.replicas import Replicas, of_models
+        from ckptctl.formats.deepspeed.reader import Replicas, catalog_of, of_models
         from ckptctl.formats.deepspeed.universal import UniversalSave, surroundings
 
         if not path.is_dir():

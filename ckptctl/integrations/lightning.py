@@ -35,7 +35,7 @@ from ckptctl.integrations.lightning_folder import (
 )
 from ckptctl.integrations.whole import own_group, whole, with_numbers
 from ckptctl.storage import trash
-from ckptctl.storage.contained import real_path
+from ckptctl.storage.paths import real_path
 
 
 class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]

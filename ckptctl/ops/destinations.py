@@ -12,7 +12,7 @@ from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.assets import WEIGHTS, beside
 from ckptctl.formats.checksums import carried
 from ckptctl.storage import destinations
-from ckptctl.storage.contained import real_path
+from ckptctl.storage.paths import real_path
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, UsageError, listed
-from ckptctl.storage.contained import real_path
-from ckptctl.storage.paths import require_local
+from ckptctl.storage.paths import real_path, require_local
 from ckptctl.storage.remote.urls import SCHEME, local_path
 
 Recognise = Callable[[Path], bool]

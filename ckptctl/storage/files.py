@@ -24,7 +24,7 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.contained import OutsideError, contained, real_path
+from ckptctl.storage.paths import OutsideError, contained, real_path
 from ckptctl.storage.remote.urls import is_url
 
 AT_ONCE = 1 << 16

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.storage import lock, rename, trash
-from ckptctl.storage.contained import real_path
 from ckptctl.storage.destinations import (
     Recognise,
     already_exists,
@@ -27,9 +26,9 @@ from ckptctl.storage.destinations import (
     destination,
     staging_directory,
 )
-from ckptctl.storage.paths import path_at
+from ckptctl.storage.paths import path_at, real_path
 from ckptctl.storage.sync import sync_directory
-from ckptctl.storage.termination import terminable
+from ckptctl.storage.threads import terminable
 
 DATA = "data"
 JOURNAL = "journal"

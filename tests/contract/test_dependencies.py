@@ -232,4 +232,4 @@ def test_links_that_lead_to_themselves_are_thought_of():
         and node.func.attr == "resolve"
         and not node.args
     ]
-    assert [one.partition(":")[0] for one in found] == ["ckptctl.storage.contained"], found
+    assert [one.partition(":")[0] for one in found] == ["ckptctl.storage.paths"], found

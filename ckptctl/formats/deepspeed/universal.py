@@ -26,10 +26,9 @@ from ckptctl.formats.deepspeed.folders import (
     tensor_in,
 )
 from ckptctl.formats.deepspeed.model import ROOT, as_saved, entry_of, master
-from ckptctl.formats.deepspeed.optimizer import plain_settings
+from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, add_other_ranks, plain_settings, rest_of
 from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed.states import ModelState
-from ckptctl.formats.deepspeed.trainer import OPTIMIZER, add_other_ranks, rest_of
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles

@@ -10,8 +10,8 @@ from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, Unsupport
 from ckptctl.formats import torch_file
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.tiled_files import sizes_of
-from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.paths import contained
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import read_header, unread_reason
 

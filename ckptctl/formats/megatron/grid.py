@@ -11,8 +11,15 @@ from typing import NamedTuple
 
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsupportedError
 from ckptctl.formats.base import absent
-from ckptctl.formats.megatron.files import MODEL, Numbers, mixed, rank_folders
-from ckptctl.formats.megatron.state import LocalTensor, RankState, read_state
+from ckptctl.formats.megatron.files import (
+    MODEL,
+    LocalTensor,
+    Numbers,
+    RankState,
+    mixed,
+    rank_folders,
+    read_state,
+)
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead

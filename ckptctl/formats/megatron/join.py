@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError
+from ckptctl.formats.megatron.files import MODEL_KEY, LocalTensor
 from ckptctl.formats.megatron.grid import Grid, GridPosition
 from ckptctl.formats.megatron.names import Names, VirtualStage, require_rules
 from ckptctl.formats.megatron.rules import GATED, Division, DivisionRule, Rules, divide, partner_of
-from ckptctl.formats.megatron.state import MODEL, LocalTensor
 from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.rank_merge import piece_extent
 from ckptctl.formats.shared.structure import join
@@ -229,7 +229,7 @@ class _Join:
         held: Mapping[GridPosition, LocalTensor | None],
         is_expert: bool,
     ) -> None:
-        path = (MODEL, *(like.path if join(like.path) == name else (name,)))
+        path = (MODEL_KEY, *(like.path if join(like.path) == name else (name,)))
         entry = TensorEntry(
             join(path),
             like.tensor.dtype,

@@ -9,11 +9,10 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import listed
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, save_folder
+from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, is_model, save_folder
 from ckptctl.formats.megatron.grid import Grid, read_grid
 from ckptctl.formats.megatron.join import JoinedModel, join_tensors
 from ckptctl.formats.megatron.rules import load
-from ckptctl.formats.megatron.state import is_model
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves

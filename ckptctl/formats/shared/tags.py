@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest
-from ckptctl.storage.contained import contained
 from ckptctl.storage.files import source_files
+from ckptctl.storage.paths import contained
 from ckptctl.units import natural
 
 LATEST = "latest"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.malformed import malformed
 from ckptctl.storage import json_reader
-from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.paths import contained
 from ckptctl.storage.pickles.reader import check_tree, loads
 
 METADATA = "metadata.pkl"

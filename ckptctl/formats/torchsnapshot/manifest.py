@@ -27,9 +27,9 @@ from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.shared.malformed import integers
 from ckptctl.formats.shared.structure import join
 from ckptctl.formats.shared.tiled_files import ByteRange, require_tiled
-from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import contained
 
 SHARDED = ("ShardedTensor", "ChunkedTensor", "DTensor")
 METADATA = ".snapshot_metadata"

@@ -34,8 +34,7 @@ from ckptctl.storage.remote.upload import (
     is_at_once,
     require_apart,
 )
-from ckptctl.storage.termination import terminable
-from ckptctl.storage.threads import Advance
+from ckptctl.storage.threads import Advance, terminable
 
 PREFIX = "ckptctl-upload-"
 """What the scratch directories begin with."""

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from ckptctl.ops.doctor import probes
 from ckptctl.ops.doctor.check import Check
 from ckptctl.storage import mounts
-from ckptctl.storage.contained import real_path
+from ckptctl.storage.paths import real_path
 from ckptctl.units import format_bytes, format_seconds
 
 GROUP = "file system"

@@ -16,8 +16,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.notes import stated_step
-from ckptctl.storage.contained import real_path
-from ckptctl.storage.paths import path_hint
+from ckptctl.storage.paths import path_hint, real_path
 from ckptctl.storage.remote.writing import NAME as LOCK
 
 ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR, LOCK})

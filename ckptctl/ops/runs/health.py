@@ -21,9 +21,8 @@ from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import NOT_UNDERSTOOD, Retainable
 from ckptctl.storage import lock
-from ckptctl.storage.contained import real_path
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.paths import require_answers
+from ckptctl.storage.paths import real_path, require_answers
 from ckptctl.storage.remote.writing import unfinished
 
 BUILT_IN_RULES = Path("megatron-core")

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 from ckptctl.ops.runs.names import is_last, parse, staged
-from ckptctl.storage.contained import real_path
+from ckptctl.storage.paths import real_path
 from ckptctl.storage.two_phase_delete import TRASH
 
 ENDLESS = frozenset({"release"})

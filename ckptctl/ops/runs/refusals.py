@@ -21,9 +21,8 @@ from ckptctl.ops.runs.entries import entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, rfc3339
 from ckptctl.ops.runs.protections import points_inside
 from ckptctl.planner.retention import Best, Policy, Retainable, disorder
-from ckptctl.storage.contained import real_path
 from ckptctl.storage.mounts import mounted_in
-from ckptctl.storage.paths import path_hint, require_local
+from ckptctl.storage.paths import path_hint, real_path, require_local
 from ckptctl.storage.two_phase_delete import TRASH
 
 ENDS = {"min": True, "max": False}

@@ -18,11 +18,10 @@ from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.ops.verification.digest_lists import Listed
-from ckptctl.storage.contained import real_path
 from ckptctl.storage.crc import algorithm_of
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, hub_repository, source_files
-from ckptctl.storage.paths import path_at
+from ckptctl.storage.paths import path_at, real_path
 
 OWNED = (".distcp", ".safetensors")
 LEFTOVER = re.compile(

@@ -28,8 +28,7 @@ from ckptctl.storage.execution.output_files import OutputFiles
 from ckptctl.storage.execution.upload_queue import UploadQueue
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.sources import Sources
-from ckptctl.storage.termination import daemon
-from ckptctl.storage.threads import Advance, Supervisor, join
+from ckptctl.storage.threads import Advance, Supervisor, daemon, join
 
 if TYPE_CHECKING:
     from ckptctl.storage.computed import ComputedFiles

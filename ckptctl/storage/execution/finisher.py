@@ -15,7 +15,7 @@ from ckptctl.storage.execution.ledger import Ledger
 from ckptctl.storage.execution.output_files import open_target, write_all
 from ckptctl.storage.execution.upload_queue import UploadQueue
 from ckptctl.storage.sync import begin_writeback
-from ckptctl.storage.termination import daemon
+from ckptctl.storage.threads import daemon
 
 THREADS = 3
 Task = Callable[[], None]

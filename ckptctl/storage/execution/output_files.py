@@ -11,7 +11,7 @@ from ckptctl.errors import StorageError
 from ckptctl.planner.copying.tile import Write
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage import trash
-from ckptctl.storage.contained import contained
+from ckptctl.storage.paths import contained
 from ckptctl.storage.sync import sync_directory
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage.contained import real_path
+from ckptctl.storage.paths import real_path
 from ckptctl.storage.remote.retries import persistent, retried
 from ckptctl.storage.remote.store import ITSELF, RemoteEntry
 from ckptctl.storage.remote.urls import masked, normal

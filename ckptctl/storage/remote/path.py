@@ -17,8 +17,8 @@ from typing import IO, Any, Self
 
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.contained import contained
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.paths import contained
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.blocks import SHARED
 from ckptctl.storage.remote.store import RemoteEntry

@@ -14,7 +14,7 @@ from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import publish, rename, trash
 from ckptctl.storage.destinations import require_space, require_writable
 from ckptctl.storage.publish import staging
-from ckptctl.storage.termination import Terminated
+from ckptctl.storage.threads import Terminated
 
 
 def tree(path: Path):

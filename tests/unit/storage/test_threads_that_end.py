@@ -9,14 +9,14 @@ import pytest
 
 SCRIPT = """
 import atexit, threading, time
-from ckptctl.storage import termination
+from ckptctl.storage import threads
 
 atexit.register(print, "the interpreter shut down")
 stop = threading.Event()
 thread = {thread}
 thread.start()
 print("said")
-termination.leave(7)
+threads.leave(7)
 stop.set()
 """
 
@@ -24,8 +24,8 @@ stop.set()
 @pytest.mark.parametrize(
     ("thread", "code", "said"),
     [
-        ("termination.daemon(time.sleep, 60)", 7, "said\n"),
-        ("termination.daemon(int)", 0, "said\nthe interpreter shut down\n"),
+        ("threads.daemon(time.sleep, 60)", 7, "said\n"),
+        ("threads.daemon(int)", 0, "said\nthe interpreter shut down\n"),
         ("threading.Thread(target=stop.wait)", 0, "said\nthe interpreter shut down\n"),
     ],
 )
