@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
-from ckptctl.cli.conversions import Published
-from ckptctl.cli.convert import carry_out, planned
+from ckptctl.cli.convert import Published, carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted

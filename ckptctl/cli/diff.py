@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.differences import show
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
+from ckptctl.cli.tables import counted
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.options import place
 from ckptctl.options import Argument
+from ckptctl.units import format_bytes
+
+if TYPE_CHECKING:
+    from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
 
 SCHEMA = "ckptctl.diff/1"
 DIFFERENT = 1
+SHOWN = 20
+HEADER = ("tensor", "differs in", "elements", "not finite", "max abs", "max rel", "worst at")
 
 
 @command(
@@ -49,3 +57,138 @@ def diff(
         show(output, found)
     if not found.same:
         raise typer.Exit(DIFFERENT)
+
+
+def show(output: Output, found: Difference) -> None:
+    """Print how two checkpoints differ: all of it in a pipe, the worst on a terminal.
+
+    Args:
+        output: Where to print, and how.
+        found: What to print.
+    """
+    if output.mode == "quiet":
+        for row in _lines(found):
+            output.line(row[1])
+    elif output.mode == "plain":
+        output.table([*_lines(found), *_facts(found)])
+    else:
+        _print_for_people(output, found)
+
+
+def _lines(found: Difference) -> Iterator[tuple[str, ...]]:
+    """Yield all that differs."""
+    for side, letter in ((found.a, "a"), (found.b, "b")):
+        yield from ((f"only_{letter}", name) for name in side.only)
+        yield from ((f"only_leaf_{letter}", name) for name in side.only_leaves)
+    for one in found.tensors:
+        yield ("tensor", *_row(one, found, repr))
+    for leaf in found.leaves:
+        yield ("leaf", leaf.name, leaf.a, leaf.b)
+
+
+def _facts(found: Difference) -> Iterator[tuple[str, str]]:
+    yield "same", "yes" if found.same else "no"
+    yield "compared", str(found.compared)
+    yield "by_checksum", str(found.by_checksum)
+    yield "within", str(found.within)
+    yield "compared_leaves", str(found.compared_leaves)
+    yield from (("note", note) for note in found.notes)
+
+
+def _row(
+    one: TensorDifference, found: Difference, number: Callable[[float], str]
+) -> tuple[str, ...]:
+    kinds = {
+        "shape": f"shape {list(one.shape_a)} {list(one.shape_b)}",
+        "dtype": f"dtype {one.dtype_a} {one.dtype_b}",
+        "values": "values",
+    }
+    what = ", ".join(kinds[kind] for kind in one.kinds)
+    if one.values is None:
+        elements = f"0 of {math.prod(one.shape_a):,}" if _equal_numbers(one, found) else ""
+        return one.name, what, elements, "", "", "", ""
+    errors = one.values
+    counts = f"{errors.differing:,} of {errors.count:,}", f"{errors.nonfinite:,}"
+    worst = "-" if errors.worst is None else str(list(errors.worst))
+    largest = ("-" if x is None else number(x) for x in (errors.max_abs, errors.max_rel))
+    return one.name, what, *counts, *largest, worst
+
+
+def _equal_numbers(one: TensorDifference, found: Difference) -> bool:
+    """Return whether the dtype alone differs, and the numbers were compared."""
+    # Of several dtypes in one tensor no numbers are compared.
+    return one.kinds == ("dtype",) and not found.structure and "," not in one.dtype_b
+
+
+def _in_short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _print_for_people(output: Output, found: Difference) -> None:
+    output.line(_headline(found), "bold")
+    for side, letter in ((found.a, "A"), (found.b, "B")):
+        _names(output, f"only in {letter}", side.only)
+        _names(output, f"only in {letter}, no tensors", side.only_leaves)
+    if found.tensors:
+        rows = [_row(one, found, _in_short) for one in found.tensors[:SHOWN]]
+        output.table([HEADER, *rows], right=(2, 3, 4, 5))
+        _more(output, len(found.tensors))
+    if found.leaves:
+        output.table([("not a tensor", "A", "B")])
+        output.table([(one.name, one.a, one.b) for one in found.leaves[:SHOWN]])
+        _more(output, len(found.leaves))
+    for line in _told(found):
+        output.line(line, "dim")
+    if found.a.only_leaves or found.b.only_leaves:
+        output.hint("`--only model` compares the models alone")
+    if any(_equal_numbers(one, found) for one in found.tensors):
+        output.hint("`--ignore-dtype` takes equal numbers of another dtype for the same")
+
+
+def _names(output: Output, title: str, names: tuple[str, ...]) -> None:
+    if names:
+        output.line(f"{title}: {len(names):,}")
+        for name in names[:SHOWN]:
+            output.line(f"  {name}")
+        _more(output, len(names))
+
+
+def _more(output: Output, count: int) -> None:
+    if count > SHOWN:
+        output.line(f"  and {count - SHOWN:,} more; `--json` lists all")
+
+
+def _headline(found: Difference) -> str:
+    differing = len(found.tensors) + len(found.leaves)
+    alone = sum(len(side.only) + len(side.only_leaves) for side in (found.a, found.b))
+    parts = [f"{counted(differing, 'difference')}"] if differing else []
+    parts += [f"{alone:,} in one of them alone"] if alone else []
+    what = "the same structure" if found.structure else "the same"
+    said = ", ".join(parts) if parts else what
+    return f"{_named(found.a)} and {_named(found.b)}: {said}"
+
+
+def _named(side: Side) -> str:
+    layout = f", layout {side.layout}" if side.layout else ""
+    return f"{side.path} ({side.format}{layout})"
+
+
+def _told(found: Difference) -> Iterator[str]:
+    leaves = f", {found.compared_leaves:,} other values" if found.compared_leaves else ""
+    yield f"compared: {counted(found.compared, 'tensor')}{leaves}"
+    if found.by_checksum:
+        yield f"equal by recorded checksums: {counted(found.by_checksum, 'tensor')}"
+    if found.bytes_read:
+        yield f"read: {format_bytes(found.bytes_read)} of A, and as many elements of B"
+    equal = sum(_equal_numbers(one, found) for one in found.tensors)
+    if equal:
+        yield f"equal numbers, another dtype: {counted(equal, 'tensor')}"
+    if found.within:
+        yield f"different within the tolerances: {counted(found.within, 'tensor')}"
+    for side, letter in ((found.a, "A"), (found.b, "B")):
+        reasons = dict.fromkeys(side.left_out.values())
+        for reason in reasons:
+            count = sum(why == reason for why in side.left_out.values())
+            verb = "is" if count == 1 else "are"
+            yield f"{counted(count, 'name')} in {letter} {verb} not compared: {reason}"
+    yield from found.notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.conversions import warn_out_of_range
+from ckptctl.cli.convert import warn_out_of_range
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
 from ckptctl.ops.extraction.options import ExtractOptions

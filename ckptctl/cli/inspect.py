@@ -89,9 +89,7 @@ def inspect(
     elif found.checkpoints:
         _print_run(output, found, run)
     elif markdown:
-        from ckptctl.cli.markdown import markdown as lines
-
-        for line in lines(found, shown, depth, sort):
+        for line in tables.markdown(found, shown, depth, sort):
             output.line(line)
     else:
         if output.mode == "human" or not tensors:

@@ -50,7 +50,7 @@ def test_every_command_has_a_schema() -> None:
     for info in app.registered_commands:
         assert info.callback and "json" in info.callback.__annotations__, info.name
     known = set(schemas.documents()) - {"error"}
-    assert known == set(COMMANDS), "write ckptctl/cli/schemas/COMMAND.py"
+    assert known == set(COMMANDS), "write a document of it into ckptctl/cli/schemas"
 
 
 @pytest.mark.parametrize("name", sorted(schemas.documents()))

@@ -1,8 +1,7 @@
-"""The schemas of all JSON documents, one module each, found by listing this package.
+"""The schemas of all JSON documents, found by listing this package.
 
-A module that defines a :class:`~ckptctl.cli.schemas.words.Document` under the name ``DOCUMENT``
-says what the command of that name prints with ``--json``, and ``docs/reference/json.md`` is made
-from it.
+A :class:`~ckptctl.cli.schemas.words.Document` in one of its modules says what the command of that
+name prints with ``--json``, and ``docs/reference/json.md`` is made from it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,12 @@ def documents() -> dict[str, Document]:
     import importlib
     import pkgutil
 
+    from ckptctl.cli.schemas.words import Document
+
     names = (f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))
-    found = (getattr(importlib.import_module(name), "DOCUMENT", None) for name in names)
-    return {one.name: one for one in found if one is not None}
+    values = (value for name in names for value in vars(importlib.import_module(name)).values())
+    found = {one.name: one for one in values if isinstance(one, Document)}
+    return dict(sorted(found.items()))
 
 
 def named(name: str) -> Document:
