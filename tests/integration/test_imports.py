@@ -13,7 +13,10 @@ from tests.checkpoints.golden import Golden
 from tests.contract.support import WRITABLE, build, place
 
 REPOSITORY = Path(__file__).parents[2]
-HEAVY = ("torch", "numpy", "pydantic", "safetensors.torch", "transformers", "huggingface_hub")
+HEAVY = (
+    *("torch", "numpy", "pydantic", "safetensors.torch", "transformers"),
+    *("huggingface_hub", "fsspec"),
+)
 PROGRAM = """
 import sys
 from ckptctl.cli.app import app
