@@ -109,7 +109,7 @@ def present(catalog: Catalog, selection: Selection, gone: Missing) -> Collection
 
 def asked_of(found: Lacks, catalog: Catalog, options: ConversionOptions) -> Lacks:
     """Return those tensors that a model lacks that would be converted if it had them."""
-    root, everything = found.known.root, options.only == "all"
+    root, everything = found.recognition.root, options.only == "all"
     patterns = options.include, options.exclude
     return found.only(
         [name for name in found.names if wanted(catalog, root + name, root, *patterns, everything)]

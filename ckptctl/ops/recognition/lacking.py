@@ -55,7 +55,7 @@ class Lacks:
         names: The tensors, by their names in the model; of very many the first ones.
         certain: Whether it is known to be such a model: a configuration or the user says so, or
             most of it is there and nothing else. If not, it may be a part of one, or another one.
-        known: What the model was recognised as.
+        recognition: What the model was recognised as.
         unread: Why its configuration does not say what there has to be; empty: it does.
         strange: Names of its tensors that such a model does not have.
         more: How many tensors it lacks beside *names*.
@@ -65,7 +65,7 @@ class Lacks:
 
     names: tuple[str, ...]
     certain: bool
-    known: Recognition
+    recognition: Recognition
     unread: str = ""
     strange: tuple[str, ...] = ()
     more: int = 0
@@ -76,10 +76,10 @@ class Lacks:
     def missing(self) -> dict[str, str]:
         """Return what certainly lacks, by its name in the checkpoint, and why it is missed."""
         names = self.names if self.certain else ()
-        one = self.known.model_type
+        one = self.recognition.model_type
         who = f"`{one}` has" if one else "all model types that it may be of have"
         why = f"{who} it, and the checkpoint does not"
-        return {self.known.root + name: why for name in names}
+        return {self.recognition.root + name: why for name in names}
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Lacks:
         if not self.names or self.certain:
             return ()
         return (
-            f"a part of {self.known.named}, or another model: it does not have "
+            f"a part of {self.recognition.named}, or another model: it does not have "
             f"{listed(self.names, 1, number=len(self.names) + self.more)}",
         )
 
@@ -107,31 +107,31 @@ class Lacks:
             RefusedError: It does.
         """
         if self.names and self.certain:
-            name, layout = self.known.pairs[0]
+            name, layout = self.recognition.pairs[0]
             family = families.family(name)
             require_whole(
                 self.names,
                 len(self.names) + self.more,
                 family,
                 family.layout(layout),
-                tied=is_tied(family, self.known.config, self.known.params),
+                tied=is_tied(family, self.recognition.config, self.recognition.params),
                 strange=self.strange,
                 where=where,
                 hint=JOIN_STAGES if self.begins else DO_WITHOUT,
             )
 
 
-def described(known: Recognition, names: Collection[str]) -> Lacks:
+def described(recognition: Recognition, names: Collection[str]) -> Lacks:
     """Return what a model lacks, whatever its configuration says."""
     try:
-        return lacks(known, names)
+        return lacks(recognition, names)
     except (MappingError, UsageError) as error:
         why = ": ".join(filter(None, (error.what, error.why)))
-        return Lacks((), False, known, f"its configuration does not describe it: {why}")
+        return Lacks((), False, recognition, f"its configuration does not describe it: {why}")
 
 
 def lacks(
-    known: Recognition,
+    recognition: Recognition,
     names: Collection[str],
     given: Mapping[str, int] | None = None,
     target: str | None = None,
@@ -139,7 +139,7 @@ def lacks(
     """Return what a model lacks.
 
     Args:
-        known: What it was recognised as; where several families fit, what all of them have.
+        recognition: What it was recognised as; where several families fit, what all of them have.
         names: Names of its tensors in the model; none: it is not asked.
         given: Axis sizes that the user states.
         target: The layout that is to be written; None: that of the model. Transformers has classes
@@ -150,39 +150,39 @@ def lacks(
         UsageError: A given size has no such name, or contradicts a file.
     """
     if not names or is_adapter(names):
-        return Lacks((), False, known)
-    known, names = _unquantised(known, names)
-    configured = known.config is not None or known.params is not None
-    headless = target in (None, known.layout) or str(target).startswith(TRANSFORMERS)
-    base = known.layout == BASE
-    if known.exact and not configured and not given and (headless or not base):
-        return Lacks((), False, known)
+        return Lacks((), False, recognition)
+    recognition, names = _unquantised(recognition, names)
+    configured = recognition.config is not None or recognition.params is not None
+    headless = target in (None, recognition.layout) or str(target).startswith(TRANSFORMERS)
+    base = recognition.layout == BASE
+    if recognition.exact and not configured and not given and (headless or not base):
+        return Lacks((), False, recognition)
     found: dict[str, None] | None = None
     numbers: list[int] = []
     certain, begins, strange, surplus = True, True, tuple[str, ...](), ""
-    for name, layout in known.pairs:
+    for name, layout in recognition.pairs:
         family = families.family(name)
         matched = match(family, family.layout(layout), names)
-        sizes = read_sizes(family, known.config, known.params, given, implied=False)
+        sizes = read_sizes(family, recognition.config, recognition.params, given, implied=False)
         less = lacking(
             family,
             family.layout(layout),
             matched,
             sizes,
-            tied=is_tied(family, known.config, known.params),
-            without=does_without(family, known.config, base=base) if headless else (),
+            tied=is_tied(family, recognition.config, recognition.params),
+            without=does_without(family, recognition.config, base=base) if headless else (),
         )
         keys = dict.fromkeys(absent.key for absent in less.listed)
         numbers.append(less.number - len(keys))
         strange = strange or tuple(matched.unmatched)
         found = keys if found is None else {key: None for key in found if key in keys}
-        certain = certain and _certain(family, matched, known, less)
+        certain = certain and _certain(family, matched, recognition, less)
         begins = begins and begins_only(family, family.layout(layout), matched, keys)
         surplus = surplus or uncounted(family, matched.counts(), sizes)
     return Lacks(
         tuple(found or ()),
         certain,
-        known,
+        recognition,
         strange=strange,
         more=min(numbers, default=0),
         begins=begins,
@@ -190,32 +190,39 @@ def lacks(
     )
 
 
-def _unquantised(known: Recognition, names: Collection[str]) -> tuple[Recognition, Collection[str]]:
+def _unquantised(
+    recognition: Recognition, names: Collection[str]
+) -> tuple[Recognition, Collection[str]]:
     """Return a model that is quantised in a way that no table describes as if it were not.
 
     Its other tensors, and the layers that are quantised, are those of its family.
     """
     plain = plain_names(names)
-    if known.exact or len(plain) == len(names):
-        return known, names
-    types = [known.asked] if known.asked else families.names()
+    if recognition.exact or len(plain) == len(names):
+        return recognition, names
+    types = [recognition.asked] if recognition.asked else families.names()
     chosen = {name: families.family(name) for name in types}
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(plain, ())
     seen = detect(
-        shapes, chosen, known.config, known.params, named=bool(known.asked), root=known.root
+        shapes,
+        chosen,
+        recognition.config,
+        recognition.params,
+        named=bool(recognition.asked),
+        root=recognition.root,
     )
     pairs = tuple((one.family, one.layout) for one in seen.candidates)
-    return replace(known, pairs=pairs, exact=seen.exact), plain
+    return replace(recognition, pairs=pairs, exact=seen.exact), plain
 
 
-def _certain(family: Family, matched: Matched, known: Recognition, less: Lacking) -> bool:
+def _certain(family: Family, matched: Matched, recognition: Recognition, less: Lacking) -> bool:
     """Whether a checkpoint is of *family* although it lacks something."""
-    config = known.config or {}
+    config = recognition.config or {}
     if matched.unmatched:
         stated = config.get("architectures")
         named = isinstance(stated, list) and family.architecture in stated
         return named and "quantization_config" not in config
-    if known.asked or known.config is not None or known.params is not None:
+    if recognition.asked or recognition.config is not None or recognition.params is not None:
         return True
     most = less.number <= sum(len(group.keys) for group in matched.groups)
     return most and _has_ends(family, matched) and all(absent.shown for absent in less.listed)
@@ -230,59 +237,59 @@ def _has_ends(family: Family, matched: Matched) -> bool:
 SHOWN_CANDIDATES = 12
 
 
-def require_one_model(found: Recognition, where: str) -> None:
+def require_one_model(recognition: Recognition, where: str) -> None:
     """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's.
 
     Raises:
         MappingError: Two parts of it are whole models of the same family.
     """
-    families_of = [set(names) for _, names in found.inside]
+    families_of = [set(names) for _, names in recognition.inside]
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
-        first = found.inside[0][0].rstrip(".")
+        first = recognition.inside[0][0].rstrip(".")
         raise MappingError(
-            f"the checkpoint holds {len(found.inside)} models",
+            f"the checkpoint holds {len(recognition.inside)} models",
             where=where,
-            why=lying(found),
+            why=lying(recognition),
             hint=f"`--root {first}` takes the first; `--root .` takes all under their names",
         )
 
 
-def lying(found: Recognition) -> str:
+def lying(recognition: Recognition) -> str:
     """Say where in a checkpoint, of which nothing is known at the top, models lie."""
-    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in found.inside]
+    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in recognition.inside]
     return f"a model lies under {either(parts, 'and')}"
 
 
-def require_one(found: Recognition, where: str) -> None:
+def require_one(recognition: Recognition, where: str) -> None:
     """Raise MappingError unless family and layout are known without doubt."""
-    if not found.candidates:
+    if not recognition.candidates:
         raise HomelessError(
             "the model type is not known",
             where=where,
-            why=lying(found) if found.inside else _strange(found),
-            hint=f"{root_hint(found)}; without mapping, hf, dcp and torch keep the names",
+            why=lying(recognition) if recognition.inside else _strange(recognition),
+            hint=f"{root_hint(recognition)}; without mapping, hf, dcp and torch keep the names",
         )
-    if found.model_type is None or found.layout is None:
+    if recognition.model_type is None or recognition.layout is None:
         raise MappingError(
             "several model types or layouts are possible",
             where=where,
-            why=_possible(found),
-            hint=_decided(found),
+            why=_possible(recognition),
+            hint=_decided(recognition),
         )
 
 
-def root_hint(found: Recognition) -> str:
+def root_hint(recognition: Recognition) -> str:
     """Return what may make a model known that is not."""
-    if found.inside:
-        return f"`--root {found.inside[0][0].rstrip('.')}` says where the model lies"
-    if found.asked:
+    if recognition.inside:
+        return f"`--root {recognition.inside[0][0].rstrip('.')}` says where the model lies"
+    if recognition.asked:
         return "`--root PREFIX` says where the model lies"
     return "`--model-type NAME` says which it is, `--root PREFIX` where it lies"
 
 
-def _decided(found: Recognition) -> str:
+def _decided(recognition: Recognition) -> str:
     """Return what says which family it is; a configuration states the sizes of axes as well."""
-    if found.config or found.params:
+    if recognition.config or recognition.params:
         return "`--model-type` says which; `--assets DIR` takes another config.json"
     return (
         "`--assets DIR`, with the config.json of the model that was trained, decides it and states"
@@ -290,25 +297,27 @@ def _decided(found: Recognition) -> str:
     )
 
 
-def _strange(found: Recognition) -> str:
+def _strange(recognition: Recognition) -> str:
     """Say why no family fits."""
-    if found.asked:
-        return f"no layout of `{found.asked}` has these keys"
-    stated = (found.config or {}).get("model_type")
+    if recognition.asked:
+        return f"no layout of `{recognition.asked}` has these keys"
+    stated = (recognition.config or {}).get("model_type")
     signs = (sign for family in families.families().values() for sign in family.config_signs)
-    known = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
-    if not isinstance(stated, str) or stated in known:
+    model_types = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
+    if not isinstance(stated, str) or stated in model_types:
         return "no known family has these keys"
-    close = nearest(stated, known)
+    close = nearest(stated, model_types)
     near = f" (near: `{close}`)" if close else ""
     return f"config.json says `model_type` `{stated}`, which no known family has{near}"
 
 
-def _possible(found: Recognition) -> str:
-    if len(found.evidence) <= ALTERNATIVES:
-        return either(found.evidence, "and")
-    described = "tensors and configuration" if found.config or found.params else "the tensors"
-    return f"{described} fit {listed(found.candidates, SHOWN_CANDIDATES)}"
+def _possible(recognition: Recognition) -> str:
+    if len(recognition.evidence) <= ALTERNATIVES:
+        return either(recognition.evidence, "and")
+    described = (
+        "tensors and configuration" if recognition.config or recognition.params else "the tensors"
+    )
+    return f"{described} fit {listed(recognition.candidates, SHOWN_CANDIDATES)}"
 
 
 def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[Finding]:
@@ -320,13 +329,13 @@ def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[
     """
     catalog = unwrapped(catalog)
     try:
-        known = recognise(catalog, model_type)
+        recognition = recognise(catalog, model_type)
     except MappingError:  # several models: there is none to compare
         return
-    found = described(known, select(catalog, known.root).tensors)
-    for name, why in found.missing.items():
+    missing = described(recognition, select(catalog, recognition.root).tensors)
+    for name, why in missing.missing.items():
         yield Finding("the model lacks a tensor", why, "unknown", tensor=name)
-    if found.surplus:
-        yield Finding("the configuration and the tensors disagree", found.surplus, "unknown")
-    for doubt in found.doubts:
+    if missing.surplus:
+        yield Finding("the configuration and the tensors disagree", missing.surplus, "unknown")
+    for doubt in missing.doubts:
         yield Finding("what the model lacks is not known", doubt, "warning")
