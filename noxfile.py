@@ -1,7 +1,7 @@
 """Every check, a session each: ``nox -l`` lists them, ``nox -s lint types`` runs two.
 
-Each makes an environment of its own. ``.ci/run`` has environments and runs them with ``--no-venv``,
-and ``.github/workflows/ci.yml`` runs those with the tag ``hosted``, one job each.
+Each makes an environment of its own; with ``--no-venv`` it takes what is installed, as ``.ci/run``
+has it. ``.github/workflows/ci.yml`` runs those with the tag ``hosted``, one job each.
 """
 
 from __future__ import annotations
