@@ -23,9 +23,9 @@ from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.dcp.metadata import METADATA, TABLE, MetadataLeaf, leaves_of
 from ckptctl.formats.dcp.partial import usable
+from ckptctl.formats.shared.data_files import UNCHECKED, ByteRange, require_tiled
+from ckptctl.formats.shared.fields import attributes, malformed
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
-from ckptctl.formats.shared.malformed import attributes, malformed
-from ckptctl.formats.shared.tiled_files import UNCHECKED, ByteRange, require_tiled
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Table, loads
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id

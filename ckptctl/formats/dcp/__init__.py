@@ -31,8 +31,8 @@ from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, MetadataLeaf, decode
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp.partial import UsableItems, usable
+from ckptctl.formats.shared.data_files import sizes_of
 from ckptctl.formats.shared.structure import join
-from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.torch_tensors import UnreadError

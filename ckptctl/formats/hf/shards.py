@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ckptctl.catalog import Box, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError, listed
 from ckptctl.formats import torch_file
+from ckptctl.formats.shared.data_files import sizes_of
 from ckptctl.formats.shared.findings import of_error
-from ckptctl.formats.shared.tiled_files import sizes_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
 from ckptctl.storage.read_ahead import heads_ahead
@@ -117,7 +117,7 @@ def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, 
     return weight_map, {key: value for key, value in strings if isinstance(value, str)}
 
 
-def keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
+def _keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
     """Return the tensors that an index places in each file."""
     found: dict[str, set[str]] = {}
     for key, file in weight_map.items():
@@ -128,18 +128,7 @@ def keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
 def _unnamed(
     weight_map: Mapping[str, str], found: Mapping[str, TensorEntry], name: str, where: str
 ) -> dict[str, TensorEntry]:
-    """Return the tensors of a shard that its index does not name.
-
-    Args:
-        weight_map: The file of each tensor, by the index.
-        found: What the shard holds.
-        name: The shard.
-        where: Path of the index.
-
-    Raises:
-        DamagedError: The shard lacks what the index places in it.
-        UnsupportedError: It holds what the index places in another one.
-    """
+    """Return the tensors of a shard that its index does not name."""
     missing = sorted(key for key, file in weight_map.items() if file == name and key not in found)
     if missing:
         raise DamagedError(
@@ -220,7 +209,7 @@ def read_shards(
         UnsupportedError: One holds what the index places elsewhere.
     """
     found = UsableShards(metadata=HeaderStrings(strings))
-    shards, where = keys_by_file(weight_map), str(files.root / main)
+    shards, where = _keys_by_file(weight_map), str(files.root / main)
     if not partial:
         sizes_of(files, shards, "shards", where, "download them again")
     for name in heads_ahead(files, shards):

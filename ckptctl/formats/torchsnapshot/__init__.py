@@ -16,12 +16,12 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsafePickleError
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.shared.data_files import UNCHECKED
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded
+from ckptctl.formats.shared.fields import malformed
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
-from ckptctl.formats.shared.malformed import malformed
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.structure import flatten, join
-from ckptctl.formats.shared.tiled_files import UNCHECKED
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.formats.torchsnapshot.manifest import (
     METADATA,
