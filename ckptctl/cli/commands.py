@@ -244,13 +244,16 @@ class PlainText(Base):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the values, and let Typer do the rest."""
-        self._settled = settled = self._settle(ctx, list(args)) if args else frozenset()
+        for_help = not args and self.no_args_is_help
+        self._settled = settled = frozenset() if for_help else self._settle(ctx, list(args))
         try:
             rest = super().parse_args(ctx, args)
         finally:
             self._settled = frozenset()
         # Completion goes by where values come from; the class of that has no public name.
-        sources: Any = type(ctx.get_parameter_source("help"))
+        flags = (one.name for one in self.get_params(ctx) if type(one.default) is bool)
+        flag = next(flags, "help")
+        sources: Any = type(ctx.get_parameter_source(flag))
         for name in settled & ctx.meta.get(GIVEN, frozenset()):
             ctx.set_parameter_source(name, sources.COMMANDLINE)
         return rest
@@ -281,8 +284,8 @@ class PlainText(Base):
             if value is None:
                 value = one.default
             missing = one.required and value is None and not ctx.resilient_parsing
-            from_environment = type(one.default) is bool and type(value) is not bool
-            if not (one.is_eager or missing or from_environment):
+            # Flags need no conversion, but those from the environment.
+            if not (missing or type(one.default) is bool):
                 settled.add(one.name)
                 if one.expose_value:
                     ctx.params[one.name] = value

@@ -188,7 +188,9 @@ def test_exit_passes(run, monkeypatch):
     assert run("inspect", "x").exit_code == 7
 
 
-@pytest.mark.parametrize("args", [["--help"], ["convert", "--help"], ["inspect", "/nope"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["convert", "--help"], ["inspect", "/nope"], ["formats"]]
+)
 def test_heavy_imports_are_late(args):
     check = (
         "import sys\n"
@@ -196,6 +198,7 @@ def test_heavy_imports_are_late(args):
         f"try: app({args!r})\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'numpy', 'rich', 'safetensors', 'huggingface_hub', 'asyncio'}\n"
+        "heavy.add('pydantic')\n"
         "print('loaded:', heavy & set(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
