@@ -133,8 +133,11 @@ def filled(line: str, places: dict[str, Path], out: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        *((name, signal.SIGINT) for name in WRITING),
-        *((name, signal.SIGTERM) for name in ("convert", "convert and resume", "extract")),
+        *((name, signal.SIGINT) for name in WRITING if name != "convert to one file"),
+        ("convert", signal.SIGTERM),
+        pytest.param("convert to one file", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("convert and resume", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("extract", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_being_written(
@@ -152,7 +155,11 @@ def test_what_is_being_written(
 @pytest.mark.parametrize(
     ("name", "machine", "number"),
     [
-        *((name, False, signal.SIGINT) for name in READING),
+        *((name, False, signal.SIGINT) for name in ("verify", "report")),
+        *(
+            pytest.param(name, False, signal.SIGINT, marks=pytest.mark.slow)
+            for name in ("diff", "inspect")
+        ),
         ("diff", True, signal.SIGINT),
         ("verify", False, signal.SIGTERM),
     ],
