@@ -36,11 +36,13 @@ from ckptctl.formats.base import (
     Place,
     ReadOptions,
     Sniff,
+    Weights,
     WritableFormat,
     constant,
     copied,
     document,
 )
+from ckptctl.planner.parallel.cuts import RankShard
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
@@ -65,6 +67,7 @@ __all__ = [
     "OutputRequest",
     "OutputTensor",
     "Place",
+    "RankShard",
     "RawCopy",
     "ReadOptions",
     "Record",
@@ -74,6 +77,7 @@ __all__ = [
     "SourceNotFoundError",
     "TensorEntry",
     "UnsupportedError",
+    "Weights",
     "WritableFormat",
     "beside",
     "constant",
