@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ckptctl import families
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.ops.options import (
@@ -65,6 +64,7 @@ def map_(
     And what else makes up its target. Reads a family's tables and no checkpoint; without sizes,
     places are formulas in axis names.
     """
+    from ckptctl import families
     from ckptctl.ops.key_map import map_key
 
     output = Output(json, quiet)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from ckptctl import families
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.ops.options import Converter, model_types
@@ -40,6 +39,7 @@ def models(
 
     With FAMILY, the name of a model type: how each of its layouts names and stores every tensor.
     """
+    from ckptctl import families
     from ckptctl.ops import models as op
 
     output = Output(json, quiet)

@@ -139,12 +139,12 @@ def test_another_checkpoint_takes_its_place_while_it_is_opened(
     (tmp_path / "step_10").rename(path)
     attached = checksums.attach
 
-    def attach(catalog: Catalog) -> Catalog:
+    def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
         if moment == "after it is read":
-            catalog = attached(catalog)
+            catalog = attached(catalog, needed=needed)
         path.rename(tmp_path / "old")
         (tmp_path / "step_20").rename(path)
-        return catalog if moment == "after it is read" else attached(catalog)
+        return catalog if moment == "after it is read" else attached(catalog, needed=needed)
 
     monkeypatch.setattr(checksums, "attach", attach)
     use: dict[str, Callable[[], object]] = {

@@ -130,8 +130,9 @@ def test_saves_and_copies_of_weights(data, tmp_path):
         for kind in ("master", "module")
     )
     assert "bfloat16" not in master and "bfloat16" in module
-    with pytest.raises(UsageError, match="neither"):
+    with pytest.raises(UsageError, match="unknown value `some`") as caught:
         ckptctl.report(zero, weights="some")
+    assert caught.value.why == "known: master, module"
     files = list(ckptctl.report(zero, tag="global_step4").verification.files)
     assert files and all(file.startswith("global_step4/") for file in files)
     same = ckptctl.report(zero, other=zero, tag_other="global_step4").difference

@@ -303,7 +303,7 @@ def test_many_boxes_are_found_without_looking_at_all():
     transfer, records = simple(axes, ((0,), (1,)), ((0,), (1,)))
     transfer = replace(transfer, source=Side(transfer.source.dims, shards))
     assert sum(t.nbytes for t in lower(transfer, records, Limits())) == 4096 * 16
-    index = runs.Index(runs.pieces(transfer.source, ((0,), (1,)), axes))
+    index = runs.PartIndex(runs.pieces(transfer.source, ((0,), (1,)), axes))
     assert [p.operand for p in index.meeting((10, 2), (6, 1))] == [2, 3]
 
 
