@@ -368,6 +368,20 @@ class ModelOptions(Options):
     model_type: ModelType = None
     converter: Converter = None
 
+    def __post_init__(self) -> None:
+        """Check all values; a model type has to be known, whether or not it will be needed.
+
+        Raises:
+            UsageError: One of them makes no sense.
+            CkptError: The file of ``converter`` is missing or cannot be run.
+        """
+        super().__post_init__()
+        if self.model_type is not None:
+            from ckptctl import families
+
+            with families.using(self.converter):
+                families.family(self.model_type)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions(Options):

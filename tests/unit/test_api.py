@@ -73,3 +73,12 @@ def test_what_is_no_option():
     assert caught.value.hint == "did you mean `jobs`?"
     with pytest.raises(TypeError, match="to"):
         ckptctl.convert("a", "b")
+
+
+@pytest.mark.parametrize("verb", ["diff", "extract", "inspect", "report", "verify", "convert"])
+def test_an_unknown_model_type_is_refused_where_none_is_needed(verb, tmp_path):
+    places = [tmp_path] * (2 if verb in ("diff", "convert") else 1)
+    more = {"extract": {"tensor": "*"}, "convert": {"to": "dcp"}}.get(verb, {})
+    with pytest.raises(UsageError, match="unknown model type `lama3`") as caught:
+        getattr(ckptctl, verb)(*places, **more, model_type="lama3")
+    assert str(caught.value.hint).startswith("did you mean `llama3`?")
