@@ -16,8 +16,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptctl
 from ckptctl.distributed import SavePlanner, Writer
+from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.save import write, write_alone
+from ckptctl.distributed.state import state_of
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import processes
+from ckptctl.storage.paths import named
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.store import FsspecStore
@@ -97,6 +102,34 @@ def test_what_a_dead_run_has_left(tmp_path: Path, names: tuple[str, ...]) -> Non
     there = {str(name).rpartition("/")[2] for name in MEMORY.find(folder)}
     kept = {"model.safetensors"} - set(names)
     assert there == {".metadata", "__0_0.distcp", "train_state.json"} | kept
+
+
+def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there, and the lock names them, before the metadata is."""
+    url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
+    seen, original = [], FsspecStore.write
+
+    def look(store: FsspecStore, name: str, content: bytes) -> None:
+        lock = parse(MEMORY.cat_file(f"{folder}/{NAME}"))
+        assert lock is not None
+        seen.append((name, lock.names, _exists(url, "run.json")))
+        original(store, name, content)
+
+    monkeypatch.setattr(FsspecStore, "write", look)
+    write(STATE, named(url), coordinator(), SaveOptions(beside=lambda: {"run.json": b"{}"}))
+    names = (".metadata", "run.json")
+    assert seen == [("run.json", names, False), (".metadata", names, True)]
+    assert MEMORY.cat_file(f"{folder}/run.json") == b"{}"
+    found = {"w": torch.zeros(6)}
+    ckptctl.load(found, url)
+    assert torch.equal(found["w"], STATE["w"])
+
+
+def test_without_collectives_files_beside_it_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="no files beside it") as caught:
+        write_alone(state_of(STATE), tmp_path, 0, 1, SaveOptions(beside=dict))
+    assert "`beside`" in str(caught.value.why)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ class SaveOptions:
         execute: What carries out a rank's plan: the function of
             :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
         beside: Returns the content of files that are published with it, by name; called on rank 0,
-            last. Not below a URL.
+            last. Not without collectives.
     """
 
     overwrite: bool = False
@@ -68,6 +68,10 @@ class SaveOptions:
     trusted: bool = False
     execute: Callable[..., Execution] = execute
     beside: Beside | None = None
+
+    def files_beside(self) -> Mapping[str, bytes]:
+        """Return the content of files that are published with the checkpoint, by name."""
+        return self.beside() if self.beside else {}
 
 
 class SaveTarget(Protocol):
@@ -129,8 +133,7 @@ class Folder:
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`SaveTarget`."""
-        beside = self._options.beside() if self._options.beside else {}
-        for name, content in beside.items():
+        for name, content in self._options.files_beside().items():
             add_file(self._stage.data / name, [content], sync=self._options.sync)
         add_file(self._stage.data / METADATA, metadata, sync=self._options.sync)
         self._stage.publish()
@@ -143,7 +146,8 @@ class RankFolder(Folder):
     knows when all are done: the directory is complete when every rank's metadata has its name.
 
     Raises:
-        RefusedError: A checkpoint would have to be replaced, or it would go to a URL.
+        RefusedError: A checkpoint would have to be replaced, it would go to a URL, or there are
+            files beside it.
     """
 
     def __init__(self, path: Path, rank: int, options: SaveOptions) -> None:
@@ -154,6 +158,13 @@ class RankFolder(Folder):
                 where=str(path),
                 why="no rank knows when the others are done with theirs: two saves would be mixed",
                 hint="save under a new name and prune the old one",
+            )
+        if options.beside:
+            raise RefusedError(
+                "a save without collectives has no files beside it",
+                where=str(path),
+                why="`beside` is published last, and no rank knows which one that is",
+                hint="write them yourself, or save with collectives",
             )
         super().__init__(path, options)
         self._data = self.target
@@ -242,6 +253,11 @@ class Url:
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`SaveTarget`."""
+        beside = self._options.files_beside()
+        if beside:
+            self._lock.note_names(tuple(beside))
+        for name, content in beside.items():
+            self._store.write(name, content)
         self._lock.require()
         self._store.write(METADATA, b"".join(metadata))
 

@@ -107,6 +107,10 @@ class RemoteLock:
         """Note that a file need not be sent again."""
         self._write(lambda said: replace(said, sent={**said.sent, name: sent}))
 
+    def note_names(self, names: Sequence[str]) -> None:
+        """Note, beforehand, further files that are written."""
+        self._write(lambda said: replace(said, names=(*said.names, *names)))
+
     def note_removal(self, names: Sequence[str]) -> None:
         """Note, beforehand, that files are removed to make room."""
         self._write(lambda said: replace(said, removed=tuple(names)))
