@@ -228,11 +228,13 @@ def test_a_full_disk(rank: int, sources: Path, tmp_path: Path) -> None:
 
 
 def test_a_failure_stops_the_others(sources: Path, tmp_path: Path) -> None:
-    """Rank 0 writes so slowly that its share alone takes longer than the whole run may."""
+    """Rank 0 waits within its share until the other one has failed, and is stopped there."""
     out = tmp_path / "out"
     small = ["--memory", "64KiB", "--jobs", "1"]
     asked = [["convert", str(sources / "big"), str(out), "--to", "torch", *small]]
-    faults = [{"rank": 0, "kind": "slow", "after": 0}, {"rank": 1, "kind": "full", "after": 1}]
+    told = str(staging_directory(out) / "failed")
+    waiting = {"rank": 0, "kind": "wait", "after": 20, "until": told}
+    faults = [waiting, {"rank": 1, "kind": "full", "after": 1}]
     found, printed = run_job(tmp_path, 2, commands=asked, faults=faults)
     assert [results[0]["code"] for results in found] == [8, 8], printed
     assert found[0][0]["written"] < 50, "80 writes are its share"

@@ -4,7 +4,8 @@
 
     commands   argument lists
     more       further arguments of all commands, by rank
-    faults     of {"rank", "kind": "kill" | "full" | "slow", "after": writes}
+    faults     of {"rank", "kind": "kill" | "full" | "wait", "after": writes}; what waits goes on
+               once there is something at the path "until", and it is time to look for it
     report     where each rank writes what came out: ``REPORT.RANK``
 """
 
@@ -19,6 +20,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+PATIENCE = 60
+"""Seconds after which a rank goes on whatever it waits for."""
 
 
 def main(path: str) -> int:
@@ -62,16 +66,18 @@ def count_reads() -> list[int]:
     return counts
 
 
-def make_fault(writes: list[int], rank: int, kind: str, after: int) -> None:
-    """Let the process die, or its disk be full, at a positioned write; note in *writes* each."""
+def make_fault(writes: list[int], rank: int, kind: str, after: int, until: str = "") -> None:
+    """Let the process die or wait, or its disk be full, at a write; note in *writes* each."""
     real = os.pwrite
     left = [after]
 
     def pwrite(*arguments: Any) -> int:
         left[0] -= 1
         writes.append(left[0])
-        if kind == "slow":
-            time.sleep(0.2)
+        if kind == "wait" and left[0] == -1:
+            wait_for(Path(until))
+        elif kind == "wait":
+            pass
         elif left[0] < 0 and kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif left[0] < 0:
@@ -79,6 +85,16 @@ def make_fault(writes: list[int], rank: int, kind: str, after: int) -> None:
         return real(*arguments)
 
     os.pwrite = pwrite
+
+
+def wait_for(path: Path) -> None:
+    """Wait until something is at *path*; what never comes is not waited for for ever."""
+    from ckptctl.ops.ranks.sharing import LOOK_EVERY
+
+    end = time.monotonic() + PATIENCE
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(LOOK_EVERY)
 
 
 if __name__ == "__main__":
