@@ -29,6 +29,8 @@ from ckptctl.units import natural_key
 LOOKED_AT = 200
 _DIGITS = re.compile("[0-9]+")
 NO_MODEL = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
+PART = re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|optim(izer)?s?(_\d+)?")
+"""Folders that accelerate, ByteCheckpoint and veScale save one part of a checkpoint into each."""
 
 
 @cache

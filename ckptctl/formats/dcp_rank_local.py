@@ -23,7 +23,7 @@ from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.dcp.union import RankValues, Union
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.structure import kept_apart
-from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.files import SourceFiles, is_there, source_files
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
 
@@ -53,7 +53,7 @@ class DcpRankLocalFormat(Format):
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or (path / METADATA).is_file():
+        if not path.is_dir() or is_there(path / METADATA):
             return None
         ranks = _numbers(path, _RANK)
         return Sniff(f"the metadata of {len(ranks)} ranks, no {METADATA}") if ranks else None

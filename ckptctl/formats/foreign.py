@@ -63,8 +63,15 @@ def _held(path: Path) -> str:
     """Return what lies in a folder, after a semicolon."""
     if not path.is_dir():
         return ""
-    names = [f"{item.name}/" if item.is_dir() else item.name for item in path.iterdir()]
+    names = [_said(item) for item in path.iterdir()]
     return f"; it holds {listed(natural(names))}" if names else "; it is empty"
+
+
+def _said(item: Path) -> str:
+    """Return the name of a file, a folder or a link to nothing as a list shows it."""
+    if item.is_symlink() and not item.exists():
+        return f"{item.name} -> {item.readlink()}"
+    return f"{item.name}/" if item.is_dir() else item.name
 
 
 def _identify_folder(path: Path) -> str | None:

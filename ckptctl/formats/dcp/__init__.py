@@ -34,11 +34,12 @@ from ckptctl.formats.dcp.partial import UsableItems, usable
 from ckptctl.formats.shared.data_files import sizes_of
 from ckptctl.formats.shared.structure import join
 from ckptctl.formats.torch_file import extent_of, is_stored
-from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.files import SourceFiles, is_there, source_files
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead, ends
 from ckptctl.storage.zips.reader import read_archive, read_item_tensor
 
+DATA = ".distcp"
 BYTECHECKPOINT = b"bytecheckpoint."
 
 
@@ -70,7 +71,7 @@ class DcpFormat(WritableFormat):
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or not (path / METADATA).is_file() or is_bytecheckpoint(path):
+        if not path.is_dir() or not is_there(path / METADATA) or is_bytecheckpoint(path):
             return None
         return Sniff(f"{METADATA} and {len(list(path.glob('*.distcp')))} .distcp files")
 
@@ -132,6 +133,18 @@ def is_bytecheckpoint(path: Path) -> bool:
             return BYTECHECKPOINT in file.read(64)
     except OSError:
         return False  # whoever reads it says why it cannot be read
+
+
+def lacks_metadata(path: Path) -> bool:
+    """Return whether ranks saved data in *path*, and the metadata, which comes last, is missing."""
+    try:
+        items = [item for item in path.iterdir() if item.name.endswith((METADATA, DATA))]
+    except (NotADirectoryError, PermissionError):
+        return False
+    if any(item.name.endswith(METADATA) and item.name != METADATA for item in items):
+        return False  # each rank has its own
+    begun = any(item.name != METADATA or item.is_symlink() for item in items)
+    return begun and not is_there(path / METADATA)
 
 
 def catalog_of(
@@ -219,8 +232,13 @@ def _listed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
 
 
 def _metadata(files: SourceFiles) -> bytes:
-    path = files.root / METADATA
-    if not path.exists():
+    if lacks_metadata(files.root):
+        raise DamagedError(
+            f"`{METADATA}` is missing",
+            where=str(files.root),
+            why="it is written last: the save was cut short",
+        )
+    if not is_there(files.root / METADATA):
         raise FormatError(
             "this is no DCP checkpoint",
             where=str(files.root),

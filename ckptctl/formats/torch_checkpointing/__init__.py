@@ -84,7 +84,7 @@ class TorchCheckpointingFormat(Format):
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or (path / ".metadata").exists():
+        if not path.is_dir() or is_there(path / ".metadata"):
             return None
         names = [item.name for item in path.iterdir() if item.is_file()]
         named = [name for name in names if (match := NAME.fullmatch(name)) and _is_own(match)]

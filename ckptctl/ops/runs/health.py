@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import time as clock
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
+from ckptctl.formats.dcp import lacks_metadata
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import severity_of
 from ckptctl.ops.runs.entries import RunEntry
@@ -26,7 +28,6 @@ from ckptctl.storage.paths import real_path, require_answers
 from ckptctl.storage.remote.writing import unfinished
 
 BUILT_IN_RULES = Path("megatron-core")
-DATA = ".distcp"
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
 LATEST = 253_402_300_799.0
@@ -186,7 +187,7 @@ def _of_parts(path: Path, found: tuple[tuple[Path, str], ...]) -> Health:
     """Judge a checkpoint by its parts: torn if one is, understood if all are."""
     parts = tuple(dict.fromkeys(part for part, _ in found))
     several = len(parts) != len(found)
-    judged = []
+    judged = [_unrecognised(path, part) for part in _other_parts(path, parts)]
     for part, name in found:
         verdict, problem = _judged(part, name if several else None)
         inside = "" if part == path else f"`{part.relative_to(path)}`: "
@@ -199,6 +200,25 @@ def _of_parts(path: Path, found: tuple[tuple[Path, str], ...]) -> Health:
             return replace(one, parts=())
     model = [name for part, name in found if not formats.NO_MODEL.fullmatch(part.name)]
     return Health((model or [found[0][1]])[0], parts)
+
+
+def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
+    """List the folders beside *parts* that are named as parts and that nothing recognises."""
+    folders = dict.fromkeys(part.parent for part in parts if part != path)
+    beside = (item for folder in folders for item in _inside(folder) if item not in parts)
+    named = (item for item in beside if formats.PART.fullmatch(item.name))
+    return [item for item in named if item.is_dir() or (item.is_symlink() and not item.is_file())]
+
+
+def _unrecognised(path: Path, part: Path) -> Health:
+    """Judge a folder that is named as a part; it may have been emptied on purpose."""
+    if part.is_symlink():
+        seen = Health(None, (), "not understood", "a link to what is not recognised")
+    elif _holds_nothing(part):
+        seen = Health(None, (), "not understood", "there is nothing in it")
+    else:
+        seen = _health(part)
+    return replace(seen, problem=f"`{part.relative_to(path)}`: {seen.problem}")
 
 
 def _holds_nothing(path: Path) -> bool:
@@ -221,9 +241,7 @@ def _holds_nothing(path: Path) -> bool:
 def _unfinished(path: Path) -> Path | None:
     """Return a folder with what ranks save in DCP's format and without what is saved last."""
     for folder in (path, *(item for item in _inside(path) if item.is_dir())):
-        saved = any(item.name.endswith(DATA) for item in _inside(folder))
-        last = folder / METADATA
-        if saved and not (last.exists() or last.is_symlink()) and not formats.sniff(folder):
+        if lacks_metadata(folder) and not formats.sniff(folder):
             return folder
     return None
 

@@ -246,6 +246,67 @@ def test_what_was_killed_before_its_index_is_incomplete(tmp_path):
     assert problems[1:] == ["`.metadata` is missing", "`pytorch_model_fsdp_0/.metadata` is missing"]
 
 
+LINKS = {"gone": "incomplete", ".metadata": "not understood", "/etc/no/file": "not understood"}
+"""What a link leads to, and what a checkpoint is whose index is one."""
+TORCHTITAN = "dcp/torchtitan/steps/ckpt/checkpoint/step-8"
+
+
+@pytest.mark.parametrize("target", LINKS)
+@pytest.mark.parametrize(
+    ("sample", "part"),
+    [
+        (TORCHTITAN, "."),
+        ("wrappers/accelerate_dcp/ckpt", "pytorch_model_fsdp_0"),
+        ("wrappers/accelerate_dcp/ckpt", "optimizer_0"),
+        ("wrappers/bytecheckpoint/ckpt/global_step_1", "model"),
+        ("wrappers/bytecheckpoint/ckpt/global_step_1", "optimizer"),
+        ("vescale/w2/ckpt", "model"),
+        ("vescale/w2/ckpt", "optimizer/pp_1"),
+    ],
+)
+def test_an_index_that_is_a_link_is_judged_like_a_data_file(tmp_path, sample, part, target):
+    for step in (1, 2):
+        shutil.copytree(DATA / sample, tmp_path / f"step-{step}")
+    index = tmp_path / "step-2" / part / ".metadata"
+    index.unlink()
+    index.symlink_to(target)
+    for step in (1, 2):
+        age(tmp_path / f"step-{step}", START + step)
+    assert states(tmp_path) == {"step-1": "complete", "step-2": LINKS[target]}
+    if target == "gone":
+        assert ".metadata` is missing" in read_run(tmp_path).checkpoints[1].problem
+
+
+def test_a_link_does_not_hide_the_metadata_of_ranks(tmp_path):
+    """What it led to may be gone: each rank's own metadata is there."""
+    shutil.copytree(DATA / "dcp-rank-local" / "w2", tmp_path / "step-1")
+    (tmp_path / "step-1" / ".metadata").symlink_to("gone")
+    age(tmp_path / "step-1", START)
+    assert states(tmp_path) == {"step-1": "complete"}
+    (tmp_path / "step-1" / ".metadata").unlink()
+    (tmp_path / "step-1" / ".metadata").symlink_to(".metadata")
+    age(tmp_path / "step-1", START)
+    assert states(tmp_path) == {"step-1": "not understood"}
+
+
+@pytest.mark.parametrize("part", ["model", "pytorch_model_fsdp_0", "optimizer_0"])
+@pytest.mark.parametrize("held", ["weights.bin", None, "link"])
+def test_a_part_in_which_nothing_is_recognised_is_not_understood(tmp_path, part, held):
+    """Nor is what it is a part of, whatever lies beside it; an emptied one proves nothing."""
+    whole = "pytorch_model_fsdp_0" if part == "optimizer_0" else "optimizer_0"
+    shutil.copytree(DATA / TORCHTITAN, tmp_path / "step-1" / whole)
+    if held == "link":
+        (tmp_path / "step-1" / part).symlink_to(".")
+    else:
+        (tmp_path / "step-1" / part).mkdir()
+    if held == "weights.bin":
+        (tmp_path / "step-1" / part / held).write_bytes(b"of a kind that nobody knows")
+    age(tmp_path / "step-1", START)
+    (found,) = read_run(tmp_path).checkpoints
+    assert found.state == "not understood"
+    assert found.problem.startswith(f"`{part}`: ")
+
+
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
 def test_what_the_system_does_not_let_us_read_is_not_understood(tmp_path, monkeypatch, code):
     """It may be whole, so `--include-incomplete` must not take it."""
