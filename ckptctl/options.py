@@ -122,6 +122,11 @@ class Declared:
         return self.type is bool
 
     @property
+    def optional(self) -> bool:
+        """Return whether it may be None."""
+        return NoneType in get_args(self.type)
+
+    @property
     def kinds(self) -> tuple[Any, ...]:
         """Return the types that a value may have, but None."""
         union = get_origin(self.type) in (Union, UnionType)
@@ -206,8 +211,11 @@ class Options:
             UsageError: One of them makes no sense; it says which.
         """
         for one in declared(type(self)):
+            value = getattr(self, one.name)
             with about(one.name):
-                object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
+                if value is None and not (one.flag or one.optional):
+                    raise UsageError("it cannot be None", hint="leave it out for its default")
+                object.__setattr__(self, one.name, one.checked(value))
 
 
 def declared(of: Any) -> tuple[Declared, ...]:
@@ -283,7 +291,7 @@ def among(
     raise UsageError(
         f"unknown {kind} `{value}`",
         why=None if many else f"known: {', '.join(known)}",
-        hint="; ".join(filter(None, (close and f"did you mean `{close}`?", many))) or None,
+        hint=" ".join(filter(None, (close and f"did you mean `{close}`?", many))) or None,
     )
 
 
@@ -336,7 +344,10 @@ def keywords(options: Callable[P, O_co]) -> _Keywords[P, O_co]:
                 raise UsageError(
                     f"unknown option `{name}`", hint=f"did you mean `{close}`?" if close else None
                 )
-            bound = signature.bind(*args, **given).arguments
+            try:
+                bound = signature.bind(*args, **given).arguments
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}(): {error}") from None
             chosen = made(**{name: bound.pop(name) for name in names if name in bound})
             return function(**bound, **{last.name: chosen})
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from ckptctl.errors import UsageError
 from ckptctl.options import Argument, Given, Option, Options, among
 
+MOST_THREADS = 1024
 AnyPath = str | Path
 WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]
@@ -165,6 +166,13 @@ def positive(value: int) -> int:
     """Refuse anything but whole numbers above 0."""
     if type(value) is not int or value < 1:
         raise UsageError(f"{value} is not a positive number")
+    return value
+
+
+def thread_count(value: int) -> int:
+    """Refuse anything but a number of threads that a machine can start."""
+    if positive(value) > MOST_THREADS:
+        raise UsageError(f"{value} threads are too many", why=f"{MOST_THREADS} are the most")
     return value
 
 
@@ -357,7 +365,7 @@ Assets = Annotated[
 AllowOverflow = Annotated[bool, Option("Accept elements that become infinite, NaN or saturated.")]
 Jobs = Annotated[
     int | None,
-    Option("Threads; by default as many as cores, up to four.", metavar="N", check=positive),
+    Option("Threads; by default as many as cores, up to four.", metavar="N", check=thread_count),
 ]
 
 

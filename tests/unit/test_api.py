@@ -16,6 +16,10 @@ from ckptctl.ops.conversion.options import ConversionOptions
         ("memory", "much"),
         ("mp", 0),
         ("jobs", -1),
+        ("jobs", 1025),
+        ("only", None),
+        ("mp", None),
+        ("include", None),
         ("weights", "both"),
         ("tied", "keep"),
         ("lora_alpha", 0),
@@ -71,7 +75,7 @@ def test_what_is_no_option():
     with pytest.raises(UsageError, match="unknown option `jbos`") as caught:
         ckptctl.convert("a", "b", to="hf", jbos=3)
     assert caught.value.hint == "did you mean `jobs`?"
-    with pytest.raises(TypeError, match="to"):
+    with pytest.raises(TypeError, match=r"convert\(\): missing .* .to."):
         ckptctl.convert("a", "b")
 
 

@@ -279,7 +279,7 @@ def test_bad_options(run, calls, args, said):
     ("value", "said"),
     [
         ("gguf", ""),
-        ("Torchtitan", "did you mean `dcp`?; "),
+        ("Torchtitan", "did you mean `dcp`? "),
     ],
 )
 def test_more_formats_than_a_message_lists(value, said):
