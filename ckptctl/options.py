@@ -42,20 +42,18 @@ Given = Mapping[str, Any]
 FEW = 8
 """Names that a message lists."""
 _MANY = (Sequence, Mapping)
+# Patterns are compiled when they are needed, which few commands do.
 _NUMBERS = {
-    int: (re.compile(r"\s*[-+]?[0-9][0-9_]*(\.0*)?\s*"), "a whole number"),
+    int: (r"\s*[-+]?[0-9][0-9_]*(\.0*)?\s*", "a whole number"),
     float: (
-        re.compile(
-            r"\s*[-+]?(nan|inf(inity)?|([0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(e[-+]?[0-9]+)?)\s*",
-            re.IGNORECASE,
-        ),
+        r"\s*[-+]?(nan|inf(inity)?|([0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(e[-+]?[0-9]+)?)\s*",
         "a number",
     ),
 }
 _BOOLEANS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fromkeys(
     ("0", "false", "f", "no", "n", "off", ""), False
 )
-_SPELLED = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
+_SPELLED = r"(?<![\w-])--[a-z]+(?:-[a-z]+)*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,7 @@ def number(kind: type[int] | type[float], text: str) -> float:
         UsageError: It says none of that kind.
     """
     pattern, noun = _NUMBERS[kind]
-    if not pattern.fullmatch(text):
+    if not re.fullmatch(pattern, text, re.IGNORECASE):
         raise UsageError(f"`{text}` is not {noun}")
     return kind(text.partition(".")[0] if kind is int else text)
 
@@ -369,8 +367,8 @@ def python(one: Declared) -> str:
     text = one.option.python or one.option.help.replace("; repeatable", "")
     for word in one.words:
         text = re.sub(rf"(?<![-`\w]){word}(?![-`\w])", f"``{word}``", text)
-    return _SPELLED.sub(lambda found: f"`{found[0][2:].replace('-', '_')}`", text)
+    return re.sub(_SPELLED, lambda found: f"`{found[0][2:].replace('-', '_')}`", text)
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
-    return _SPELLED.sub(lambda found: names.get(found[0], found[0]), text)
+    return re.sub(_SPELLED, lambda found: names.get(found[0], found[0]), text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,11 @@ def test_help() -> None:
     own = ("ckptctl.catalog", "ckptctl.dtypes", "ckptctl.families", "ckptctl.ops.inspection.tree")
     light = (*HEAVY, *own, "rich", "asyncio", "concurrent.futures", "email", "tarfile", "http")
     run(["--help"], ["--version"], ["convert", "--help"], ["inspect", "--help"], heavy=light)
+
+
+def test_what_lists_a_run_carries_out_nothing(sources: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(sources["dcp"], tmp_path / "step-1")
+    run(["ls", str(tmp_path)], heavy=(*HEAVY, "ckptctl.storage.execution"))
 
 
 def test_families() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import CkptError, RefusedError, command
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
-from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification.checksums import threads
 from ckptctl.ops.verification.result import of_error
 from ckptctl.storage.crc import hasher, windows
@@ -171,6 +170,9 @@ def write_list(
         RefusedError: There is such a file.
         StorageError: It cannot be written.
     """
+    # `ls` reads lists and carries out no plan.
+    from ckptctl.ops.ranks.sharing import portion
+
     mine = portion(ranks, names, files.size)
 
     def digests() -> dict[str, str]:
