@@ -66,6 +66,7 @@ SAMPLES = {
     "dcp/dcp2": Sample("dcp/dcp2"),
     "dcp/dcp_2d": Sample("dcp/dcp_2d"),
     "dcp/fsdp1_dcp": Sample("dcp/fsdp1_dcp"),
+    "dcp/python_3_11_2": Sample("dcp/python_3_11_2"),
     "dcp_ranklocal/w2": Sample("dcp-rank-local/w2", format="dcp-rank-local"),
     "dcp_hf_sharded/hf_sharded": Sample("hf-rank-shards/hf_sharded", format="hf-rank-shards"),
     "dcp_hf_sharded/hf_consolidated": Sample(

@@ -120,7 +120,7 @@ def test_every_sample_is_exact_or_refused(data: Path, tmp_path: Path, name: str)
 
 
 def test_the_samples_are_all_there() -> None:
-    assert len(SAMPLES) == 31
+    assert len(SAMPLES) == 32
     assert sorted(name for name, sample in SAMPLES.items() if sample.refused) == [
         "fsdp1_rankfiles/local",
         "megatron_torch_dist/crashed",

@@ -16,7 +16,7 @@ from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
 from ckptctl.formats.shared.fields import malformed
 from ckptctl.storage.paths import contained
-from ckptctl.storage.pickles.reader import TORCH_TABLE, Builder, Global, Inert, loads
+from ckptctl.storage.pickles.reader import ATTRIBUTES, TORCH_TABLE, Builder, Global, Inert, loads
 
 METADATA = ".metadata"
 MAX_METADATA = 4 << 30
@@ -136,6 +136,7 @@ def _index_record(*args: object) -> _IndexRecord:
 
 TABLE: Mapping[tuple[str, str], object] = {
     **TORCH_TABLE,
+    **ATTRIBUTES,
     **{(_HOME, name): Global(_HOME, name) for name in _CLASSES},
     **{(_OLD_HOME, name): Global(_OLD_HOME, name) for name in _CLASSES},
     (_HOME, "MetadataIndex"): Builder(_index_record, source=Global(_HOME, "MetadataIndex")),

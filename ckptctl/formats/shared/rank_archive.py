@@ -20,7 +20,7 @@ from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.shared.unknown_classes import require_known
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.reader import TORCH_TABLE, Builder, Global, Inert, Table
+from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Inert, Table
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 _SHARD = "torch.distributed._shard"
@@ -104,13 +104,6 @@ def _world(size: int) -> frozenset[int]:
     return frozenset(range(size))
 
 
-def _nested(owner: object, name: object) -> Global:
-    """Stand for ``getattr(ShardedTensor, "ProcessGroupState")``, which old protocols write."""
-    if owner != Global(API, "ShardedTensor") or name != "ProcessGroupState":
-        raise UnsupportedError("malformed pickle", why="it asks for an attribute of something")
-    return Global(API, f"ShardedTensor.{name}")
-
-
 TABLE: Table = {
     **TORCH_TABLE,
     **{
@@ -119,7 +112,6 @@ TABLE: Table = {
         for module, names in classes.items()
         for name in names
     },
-    ("builtins", "getattr"): Builder(_nested, source=Global("builtins", "getattr")),
 }
 
 

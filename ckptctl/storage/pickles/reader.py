@@ -28,10 +28,11 @@ from ckptctl.storage.pickles.inert import (
     walk,
 )
 from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook, past_end
-from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
 from ckptctl.storage.threads import no_collection
 
 __all__ = [
+    "ATTRIBUTES",
     "TORCH_TABLE",
     "Builder",
     "DictRecord",
@@ -325,7 +326,7 @@ class _Machine:
             if found is self:
                 if self.unknown == "refuse":
                     raise _unsafe(*key, pos, self.where)
-                found = Global(*key)
+                found = ATTRIBUTES.get(key) or Global(*key)
             self.globals[key] = found
         return found
 

@@ -154,3 +154,18 @@ TORCH_TABLE: dict[tuple[str, str], object] = {
     for module, builders in _BUILDERS.items()
     for name, fn in builders.items()
 }
+
+
+def _attribute(owner: object, name: object) -> Global | Inert:
+    if type(owner) is Global and type(name) is str and name.isidentifier():
+        return Global(owner.module, f"{owner.name}.{name}")
+    return Inert(*GETATTR, (owner, name))
+
+
+GETATTR = ("builtins", "getattr")
+ATTRIBUTES: dict[tuple[str, str], object] = {GETATTR: Builder(_attribute, source=Global(*GETATTR))}
+"""What stands for nested classes and enum members: their name, and no more.
+
+Protocols before 4 write nested classes as ``getattr(owner, name)``, and Python 3.11.0 to 3.11.3
+enum members in every protocol (CPython, ``Enum.__reduce_ex__``), as the memory format of tensors.
+"""

@@ -163,7 +163,8 @@ def test_signs_of_life(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_of_this_machine_that_has_ended(url: str) -> None:
     code = (
         "from ckptctl.storage.processes import own; p = own(); "
-        "print(p.host, p.number, p.began, p.system, sep='|'); import sys; sys.stdin.read()"
+        "print(p.host, p.number, p.began, p.system, sep='|', flush=True); "
+        "import sys; sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
