@@ -121,7 +121,9 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
     Raises:
         MappingError: A size is not a positive integer.
     """
-    values = dict(_leaves(canonical(_told(config))))
+    told = _told(config)
+    values = dict(_leaves(canonical(told)))
+    yield from _at_odds(told, source)
     if family is not None:
         named = read_sizes(family, config, implied=False)
         for axis, size in read_sizes(family, config).items():
@@ -247,6 +249,27 @@ def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[
         for one in statements
         if one.stated and one.value not in (None, "", [], {}) and one.fact not in known
     ]
+
+
+def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:
+    """Yield what two spellings of the rotary frequencies in one config.json say in two ways."""
+    spelled = [("rope_theta", "rope_theta", config.get("rope_theta"))]
+    for holder in sorted(ROPE):
+        if isinstance(value := config.get(holder), Mapping):
+            for name, one in _leaves(canonical({holder: value})):
+                spelled.append((name, f"{holder}.{name.removeprefix('rope.')}", one))
+    known = {fact: value for fact, _, value in spelled if value is not None}
+    odd = {
+        fact
+        for fact, _, value in spelled
+        if value is not None and not _equal(_plain(value), _plain(known[fact]))
+    }
+    for fact, said, value in spelled:
+        if fact in odd and value is not None:
+            yield Statement(_renamed(prefix + fact), _plain(value), source, said=prefix + said)
+    for module in MODULES:
+        if isinstance(inner := config.get(module), Mapping):
+            yield from _at_odds(inner, source, f"{module}.")
 
 
 def _told(config: Json) -> Json:

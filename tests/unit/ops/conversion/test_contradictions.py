@@ -252,3 +252,24 @@ def test_what_lightning_was_told_is_compared(
         source, tmp_path / "out", to="hf", assets=assets, trust_assets=True
     )
     assert bool(plan.change.decided) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ({"rope_parameters": {**SCALED, "rope_theta": 1e4}}, "`rope_theta` is 500000.0"),
+        ({"rope_parameters": {**SCALED, "factor": 4.0}}, "`rope.factor` is 4.0"),
+    ],
+)
+def test_one_file_says_the_same_fact_in_two_ways(
+    tmp_path: Path, added: dict[str, Any], said: str
+) -> None:
+    state, config = model()
+    source = save_hf(tmp_path / "in", state, config | added)
+    with pytest.raises(MappingError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    why = str(caught.value.why)
+    assert said in why and "rope_parameters." in why
+    added["rope_parameters"] |= {"rope_theta": 5e5, "factor": 8.0}
+    source = save_hf(tmp_path / "same", state, config | added)
+    ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
