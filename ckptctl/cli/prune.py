@@ -120,7 +120,7 @@ def _ask(typed: Typed, output: Output, plan: PrunePlan) -> None:
     if not output.asks:
         _print_plan(output, plan)
         raise RefusedError(
-            "nothing was removed: nobody can be asked here",
+            "nothing was removed: it was not confirmed",
             hint=f"do it with `{typed.again('--yes')}`",
         )
     _print_table(output, plan)

@@ -353,9 +353,11 @@ Prefix = Annotated[
     Option("Prefix of the model's names, if not detected; `.` is none.", metavar="PREFIX"),
 ]
 Structure = Annotated[bool, Option("Compare names, shapes and dtypes alone.")]
-ATol = Annotated[float | None, Option("Let |a - b| be up to this.", metavar="X", check=tolerated)]
+ATol = Annotated[
+    float | None, Option("Absolute difference that counts as equal.", metavar="X", check=tolerated)
+]
 RTol = Annotated[
-    float | None, Option("Let |a - b| be up to |b| times this.", metavar="X", check=tolerated)
+    float | None, Option("Relative difference that counts as equal.", metavar="X", check=tolerated)
 ]
 IgnoreDType = Annotated[bool, Option("Other dtypes with equal numbers are the same.")]
 Assets = Annotated[
