@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import subprocess
@@ -55,7 +56,8 @@ def test_interrupted_before_it_has_begun(words: list[str]) -> None:
 class Interrupt:
     """Counts the calls that are a command's work, and presses Ctrl-C at one of them.
 
-    Parsing a command line, printing and importing are not.
+    Parsing a command line, printing and importing are not. Generators are passed over: one that is
+    thrown away is resumed to be closed, and the interpreter ignores what is raised there.
     """
 
     def __init__(self, at: int | None = None) -> None:
@@ -66,6 +68,8 @@ class Interrupt:
     def __call__(self, frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "call" or self.where or not code.co_filename.startswith(WORK):
+            return
+        if code.co_flags & inspect.CO_GENERATOR:
             return
         self.calls += 1
         if self.calls == self.at:
