@@ -28,6 +28,7 @@ from typing import (
     Protocol,
     TypeVar,
     Union,
+    dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
@@ -199,6 +200,9 @@ def number(kind: type[int] | type[float], text: str) -> float:
     return kind(text.partition(".")[0] if kind is int else text)
 
 
+T = TypeVar("T")
+
+
 class Options:
     """What a command or function takes: a base of frozen dataclasses, whose values it checks."""
 
@@ -214,6 +218,15 @@ class Options:
                 if value is None and not (one.flag or one.optional):
                     raise UsageError("it cannot be None", hint="leave it out for its default")
                 object.__setattr__(self, one.name, one.checked(value))
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def group(fields: type[T]) -> type[T]:
+    """Make a class a part that dataclasses of options inherit, and that is never made by itself.
+
+    It gets no ``__init__``, ``__repr__`` and ``__eq__``: ``--help`` would wait until they are made.
+    """
+    return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(fields)
 
 
 def declared(of: Any) -> tuple[Declared, ...]:

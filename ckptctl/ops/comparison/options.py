@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.ops import options as opt
-from ckptctl.options import Option
+from ckptctl.options import Option, group
 
 if TYPE_CHECKING:
     from ckptctl.storage.errors_between import Tolerance
@@ -15,7 +15,7 @@ _WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
 _ROOT = "What stands before the model's names in {}, if not detected."
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class ComparisonOptions(opt.ModelOptions):
     """What says how two checkpoints are compared."""
 

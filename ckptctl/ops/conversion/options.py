@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptctl.ops import options as opt
-from ckptctl.options import Option, Options
+from ckptctl.options import Option, Options, group
 from ckptctl.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 DEFAULT_SHARD = parse_bytes("5GB")
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class _From(Options):
     """What a checkpoint that is converted is."""
 
     from_format: opt.From = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class _To(Options):
     """What is written."""
 
@@ -162,7 +162,7 @@ class ConversionOptions(WriteOptions, _To):
     """What a conversion is asked to do; see ``ckptctl convert --help``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class _MergedTo(Options):
     """What is written, and how strongly the adapter counts."""
 
