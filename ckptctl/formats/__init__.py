@@ -23,7 +23,7 @@ from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFo
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import path_hint, source_path
 from ckptctl.storage.remote.writing import NAME, unfinished
-from ckptctl.storage.sources import identity_of, unreplaced
+from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
 from ckptctl.units import natural_key
 
 LOOKED_AT = 200
@@ -169,7 +169,7 @@ def open_checkpoint(
     path = existing(path)
     opened = str(path), identity_of(path)
     given = Path(rules) if rules else None
-    with unreplaced(opened):
+    with blaming(lambda: require_unreplaced(opened)):
         asked = ReadOptions(model_type, weights, tag, given, partial, replicas, documents or {})
         return replace(_read(path, format, asked, manifest), opened=opened)
 
@@ -204,7 +204,7 @@ def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | N
 
 def resolve(catalog: Catalog) -> Catalog:
     """Return *catalog* with every extent pointing at plain element bytes."""
-    with unreplaced(catalog.opened):
+    with blaming(lambda: require_unreplaced(catalog.opened)):
         return get(catalog.format).resolve(catalog)
 
 

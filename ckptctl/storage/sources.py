@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -64,19 +64,6 @@ class Sources:
             if found != identity:
                 raise ChangedError(*key, _difference(identity, found))
 
-    @contextmanager
-    def unreplaced(self) -> Iterator[None]:
-        """Blame an error within on a change of the source files, where they changed meanwhile.
-
-        Raises:
-            ChangedError: What failed read a file that was written to or replaced.
-        """
-        try:
-            yield
-        except CkptError:
-            self.check()
-            raise
-
     def _identity(self, root: str, name: str) -> FileIdentity:
         # By path, not by the open descriptor: a replaced file must not pass as the old one.
         try:
@@ -118,8 +105,8 @@ def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:
 
 
 @contextmanager
-def unreplaced(opened: tuple[str, FileIdentity] | None) -> Iterator[None]:
-    """Blame an error within on the source's replacement, where it was replaced meanwhile.
+def blaming(check: Callable[[], None]) -> Iterator[None]:
+    """Blame an error within on a change of the source, where *check* finds that it changed.
 
     Raises:
         ChangedError: Parts of two checkpoints were read.
@@ -127,7 +114,7 @@ def unreplaced(opened: tuple[str, FileIdentity] | None) -> Iterator[None]:
     try:
         yield
     except CkptError:
-        require_unreplaced(opened)
+        check()
         raise
 
 

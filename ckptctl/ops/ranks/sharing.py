@@ -23,6 +23,7 @@ from ckptctl.storage.execution.executor import PlanRun, execute
 from ckptctl.storage.execution.ledger import Books
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.publish import Staging
+from ckptctl.storage.sources import blaming
 from ckptctl.storage.threads import Advance
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ def execute_together(
         everybody = alarm.watching(lambda nbytes: progress(nbytes * ranks.world))
 
         def fill() -> Books | None:
-            with alarm, run.sources.unreplaced():
+            with alarm, blaming(run.sources.check):
                 run.fill({}, everybody)
                 run.sources.check()
             return None if alarm.heard else run.books()

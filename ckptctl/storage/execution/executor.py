@@ -27,7 +27,7 @@ from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
 from ckptctl.storage.execution.upload_queue import UploadQueue
 from ckptctl.storage.execution.worker import Worker
-from ckptctl.storage.sources import Sources
+from ckptctl.storage.sources import Sources, blaming
 from ckptctl.storage.threads import Advance, Supervisor, daemon, join
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def execute(
         run = PlanRun(plan, root, options, stack, memory, uploads=uploads)
         run.sources.check()
         done = run.prepare(journal)
-        with run.sources.unreplaced():
+        with blaming(run.sources.check):
             run.fill(done, progress)
         run.sources.check()
         run.output.sync_directories()
