@@ -59,9 +59,6 @@ def _load(name: str) -> Family:
     """Return the family of a name that is known to exist.
 
     The tables of a family that ships with ckptctl are parsed when they are first needed.
-
-    Raises:
-        UsageError: Its module does not define a family, or its tables are malformed.
     """
     from ckptctl.planner.layouts import Family
 
@@ -96,13 +93,6 @@ def using(file: str | Path | None) -> Iterator[None]:
     """Let the family that *file* defines be one of the known ones for a while.
 
     This imports the file, that is, it runs code that the caller chose; nothing else does.
-
-    Args:
-        file: A Python file with a ``FAMILY``; None: only the families that are known anyway.
-
-    Raises:
-        SourceNotFoundError: There is no such file.
-        UsageError: It cannot be run, its tables are malformed, or its names are taken.
     """
     if file is None:
         yield
@@ -147,11 +137,7 @@ def _named(name: str) -> Family:
 
 
 def families() -> dict[str, Family]:
-    """Return all model families by name.
-
-    Raises:
-        CkptError: One of them cannot be loaded.
-    """
+    """Return all model families by name."""
     return {name: _named(name) for name in names()}
 
 
@@ -167,10 +153,6 @@ def family(name: str) -> Family:
     """Return the family that a user calls *name*: a model type or one of its aliases.
 
     With ``-lora`` behind it, the family of its adapters.
-
-    Raises:
-        UsageError: There is none.
-        CkptError: It cannot be loaded.
     """
     from ckptctl.planner.mapping.adapters import SUFFIX, adapter_family
 

@@ -14,13 +14,7 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A stored tensor whose layout is known.
-
-    Attributes:
-        key: Its name.
-        stored: What it is.
-        shape: Its shape.
-    """
+    """A stored tensor whose layout is known."""
 
     key: str
     stored: Stored
@@ -43,7 +37,6 @@ class Sizes:
     """What is known of the sizes of axes.
 
     Attributes:
-        axes: Size of each axis.
         products: Size of groups of axes of which the single sizes are not known.
     """
 
@@ -117,11 +110,7 @@ class _Solver:
         return False if odd or share < 0 else self.settle(open_terms[0], share, key)
 
     def run(self, seen: Iterable[Observation]) -> None:
-        """Use every shape.
-
-        Raises:
-            MappingError: One of them contradicts the others or the configuration.
-        """
+        """Use every shape."""
         equations = {
             (terms, size): (item, dim)
             for item in seen
@@ -163,12 +152,6 @@ def solve(
     counted: Collection[str] = (),
 ) -> Sizes:
     """Return the size of every axis that follows from shapes and configuration.
-
-    Args:
-        family: Gives constants and composite axes.
-        observations: Stored tensors; those of equal kind and shape need to be given only once.
-        known: Axis sizes from a configuration; indices and axes that occur nowhere are ignored.
-        counted: Those of them that are numbers of keys, for messages.
 
     Raises:
         MappingError: A tensor has another number of dimensions than its layout says, or shapes

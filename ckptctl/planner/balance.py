@@ -109,10 +109,6 @@ def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
 
     The rule of ``huggingface_hub.split_torch_state_dict_into_shards``: a shard is closed by the
     first tensor that does not fit; a tensor above the limit gets a shard of its own.
-
-    Args:
-        sizes: Names with their bytes, in output order.
-        limit: Bytes per shard.
     """
     shards: list[list[str]] = []
     current: list[str] = []

@@ -70,12 +70,7 @@ def coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
 
 
 def check_coverage(entry: TensorEntry) -> None:
-    """Prove that the extents of *entry* tile it.
-
-    Raises:
-        CoverageError: Naming the tensor and the first boxes that are missing.
-        UnsupportedError: Likewise where boxes are doubled or outside, or it cannot be read at all.
-    """
+    """Prove that the extents of *entry* tile it."""
     where = f"tensor `{entry.name}`, shape {list(entry.shape)}"
     if entry.unsupported:
         raise UnsupportedError(
@@ -120,12 +115,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:
-    """Yield *pieces* boxes of nearly equal size along dimension 0, larger ones first.
-
-    Args:
-        shape: The tensor's shape; not 0-d.
-        pieces: At most ``shape[0]``.
-    """
+    """Yield *pieces* boxes, at most one a row, of nearly equal size along dimension 0."""
     rows, rest = divmod(shape[0], pieces)
     start = 0
     for index in range(pieces):

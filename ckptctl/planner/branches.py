@@ -15,7 +15,6 @@ class Resume(NamedTuple):
     """A run went on from a checkpoint.
 
     Attributes:
-        step: Its step.
         save: Its number; 0: it has none.
         newest: The highest number that there was then.
     """
@@ -57,20 +56,13 @@ UNKNOWN = Lineage()
 
 
 def went_on_unsaved(lineages: Mapping[str, Lineage]) -> list[str]:
-    """Return the checkpoints that a run went on from after the last save, and saved nothing since.
-
-    Args:
-        lineages: Of the checkpoints of one series, by name.
-    """
+    """Return the checkpoints from which a run went on after the last save and saved nothing."""
     newest = max((one.save for one in lineages.values()), default=0)
     return [name for name, one in lineages.items() if 0 < newest <= one.left]
 
 
 def left_behind(lineages: Mapping[str, Lineage]) -> dict[str, int]:
     """Return the checkpoints on which the newest save does not build.
-
-    Args:
-        lineages: Of the checkpoints of one series, by name.
 
     Returns:
         For each the step from which the run went on instead.

@@ -224,12 +224,7 @@ class Plan:
         return len(self.transfers) + len(self.raw_copies)
 
     def counted(self, number: int, operand: int) -> tuple[int, int, int]:
-        """Return ``(number, operand, position)`` of the checksum that a read counts for.
-
-        Args:
-            number: Of a transfer or a check.
-            operand: Index of a source operand of the transfer.
-        """
+        """Return ``(number, operand, position)`` of the checksum that a read counts for."""
         if number < self.first_check:
             found = self.transfers[number].source.operands[operand]
             if found.check >= 0:
@@ -238,12 +233,7 @@ class Plan:
         return number, operand, 0
 
     def recorded(self, number: int, operand: int) -> tuple[str, str, int, int | None]:
-        """Return ``(tensor, file, bytes, CRC-32)`` of what is read for a checksum.
-
-        Args:
-            number: Of a transfer or a check.
-            operand: Index of a source operand of the transfer.
-        """
+        """Return ``(tensor, file, bytes, CRC-32)`` of what is read for a checksum."""
         if number >= self.first_check:
             check = self.checks[number - self.first_check]
             return check.name, check.file, check.nbytes, check.crc32

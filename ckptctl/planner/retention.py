@@ -30,17 +30,14 @@ class Retainable:
     """One checkpoint of a run.
 
     Attributes:
-        name: Its name in the run.
         series: What its name has in common with those that it is counted with.
         order: Sorts it among these: step, epoch, version.
         time: When it was written, in seconds since the epoch.
         state: ``complete``; ``incomplete``: there is evidence; ``writing``: incomplete, and
             somebody may be at work on it; ``not understood``: it may be complete, or no checkpoint.
-        problem: Why it is not complete.
         lacks: A file that most others have and this one, though complete, has not: training may not
             go on from it. Where it counts, others are kept as if it did not.
         pinned: What else names it, and so keeps it.
-        metrics: What it was rated with.
         exempt: Why it is left alone whatever is asked, and does not count; empty: it is not. The
             same as *state* where that says so.
         lineage: Which save of its run it is, as far as it says so.
@@ -89,12 +86,7 @@ C = TypeVar("C", bound=Retainable)
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A metric, and which end of it is good.
-
-    Attributes:
-        metric: Its name.
-        lowest: Whether small is good.
-    """
+    """A metric, and which end of it is good."""
 
     metric: str
     lowest: bool
@@ -115,9 +107,6 @@ class Policy:
         last: The newest so many.
         every: Those whose step is a multiple.
         within: Those at most so many seconds older than the newest.
-        best: The best by each of these.
-        patterns: Those whose name matches one of these globs.
-        incomplete: Whether incomplete ones are removed at all.
         min_age: How many seconds they have to be untouched for that.
     """
 
@@ -141,9 +130,7 @@ class Decision(Generic[C]):
     """What becomes of one checkpoint.
 
     Attributes:
-        checkpoint: The checkpoint.
         action: ``keep``, ``remove``, or ``skip``: it is left alone and does not count.
-        reasons: Why.
     """
 
     checkpoint: C
@@ -156,12 +143,8 @@ def decide(
 ) -> tuple[Decision[C], ...]:
     """Decide on each checkpoint, series by series, in their order.
 
-    Args:
-        checkpoints: The checkpoints of a run.
-        policy: What is to be kept.
-        now: Seconds since the epoch.
-        replaced: Whether something complete elsewhere stands for all of them: then the newest one
-            is not kept for its own sake.
+    Where something complete elsewhere *replaced* all of them, the newest is not kept for its own
+    sake.
     """
     found = ordered(checkpoints)
     decisions: list[Decision[C]] = []

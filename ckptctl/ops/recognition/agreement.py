@@ -45,9 +45,6 @@ class Description:
 
     Attributes:
         name: ``config.json``, ``params.json`` or ``arguments``, which has the facts as they are.
-        place: Its path.
-        content: What it says.
-        assets: Whether it is one of ``--assets``.
     """
 
     name: str
@@ -123,10 +120,6 @@ def agree(
         asked: The model type, where the user named it.
         held: Layout and names of all of the model's tensors.
         trust_assets: Whether ``--assets`` decides.
-
-    Raises:
-        MappingError: Two files contradict each other, or the tensors.
-        UsageError: ``--set`` contradicts a file or another ``--set``.
     """
     configs = [facts(one.content) for one in described if one.name == CONFIG]
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]

@@ -34,15 +34,6 @@ def dequantised(catalog: Catalog, dtype: str) -> Catalog:
     """Return *catalog* with a plain tensor in place of every quantised one and its scales.
 
     The plain tensors are computed when they are read.
-
-    Args:
-        catalog: A checkpoint.
-        dtype: torch's name of the floating dtype that they get.
-
-    Raises:
-        UsageError: Nothing is quantised.
-        MappingError: Something is quantised in a way that is not understood.
-        UnsupportedError: A tensor has no scales, scales have no tensor, or the two do not fit.
     """
     found = _understood(catalog)
     inputs = _inputs(catalog, found)

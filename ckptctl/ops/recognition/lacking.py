@@ -55,11 +55,9 @@ class Lacks:
         names: The tensors, by their names in the model; of very many the first ones.
         certain: Whether it is known to be such a model: a configuration or the user says so, or
             most of it is there and nothing else. If not, it may be a part of one, or another one.
-        recognition: What the model was recognised as.
         unread: Why its configuration does not say what there has to be; empty: it does.
         strange: Names of its tensors that such a model does not have.
         more: How many tensors it lacks beside *names*.
-        begins: Whether it is what a pipeline's first stage holds.
         surplus: What there is more of than its configuration says; empty: nothing.
     """
 
@@ -101,11 +99,7 @@ class Lacks:
         return replace(self, names=kept, more=self.more if kept == self.names else 0)
 
     def require_whole(self, where: str) -> None:
-        """Refuse a model that certainly lacks something.
-
-        Raises:
-            RefusedError: It does.
-        """
+        """Refuse a model that certainly lacks something."""
         if self.names and self.certain:
             name, layout = self.recognition.pairs[0]
             family = families.family(name)
@@ -136,14 +130,9 @@ def lacks(
     given: Mapping[str, int] | None = None,
     target: str | None = None,
 ) -> Lacks:
-    """Return what a model lacks.
+    """Return what a model lacks; where several families fit, what it lacks by all of them.
 
-    Args:
-        recognition: What it was recognised as; where several families fit, what all of them have.
-        names: Names of its tensors in the model; none: it is not asked.
-        given: Axis sizes that the user states.
-        target: The layout that is to be written; None: that of the model. Transformers has classes
-            without a head; who reads another layout expects one.
+    Transformers has classes without a head; who reads another *target* layout expects one.
 
     Raises:
         MappingError: A configuration states what is no size.
@@ -238,11 +227,7 @@ SHOWN_CANDIDATES = 12
 
 
 def require_one_model(recognition: Recognition, where: str) -> None:
-    """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's.
-
-    Raises:
-        MappingError: Two parts of it are whole models of the same family.
-    """
+    """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's."""
     families_of = [set(names) for _, names in recognition.inside]
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
         first = recognition.inside[0][0].rstrip(".")
@@ -321,12 +306,7 @@ def _possible(recognition: Recognition) -> str:
 
 
 def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[Finding]:
-    """Yield the tensors that the model lacks, and those that its configuration does not count.
-
-    Args:
-        catalog: A checkpoint whose index is whole.
-        model_type: Its family, where the user named it.
-    """
+    """Yield the tensors that the model lacks, and those that its configuration does not count."""
     catalog = unwrapped(catalog)
     try:
         recognition = recognise(catalog, model_type)

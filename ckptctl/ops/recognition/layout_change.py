@@ -27,21 +27,8 @@ class Change:
     """How the model changes its layout.
 
     Attributes:
-        family: The family; None: unknown, and every tensor keeps its name.
-        source_layout: Layout of the source; None: unknown.
-        target_layout: Layout of the target; None: unknown.
-        tensors: What becomes what, in the target's order.
-        dropped: Source keys that are left out, and why.
-        must_equal: Source keys, kept and dropped, whose bytes have to be the same.
-        must_be_zero: Source keys that are dropped because they hold nothing but zeros.
-        zeros: Tensors of the target that are made.
-        sizes: Axis sizes that are known.
-        tied: Whether tied embeddings are one.
-        notes: What the user should know.
-        tilings: What becomes of embeddings of tiles that the target stores in another way.
         vocab: Size that the vocabulary was padded or cut to; None: it was kept.
         decided: Facts on which descriptions differ, and what ``--trust-assets`` took.
-        left_out: Source keys of what is fused or stacked and lacks other parts, and which.
     """
 
     family: Family | None
@@ -72,18 +59,13 @@ class LayoutRequest:
 
     Attributes:
         target_layout: What the user or the target format asks for; None: keep the source's.
-        where: The checkpoint, for errors.
         source_layout: The layout that the source's format always has; None: any.
         described: Whether the target comes with a description of the model (``params.json``), for
             which the family has to be known even where no name changes.
-        untie: Keep both of two tied tensors.
-        partial: Only a part of the model was chosen.
-        given: Axis sizes that the user states.
         vocab: Size that the vocabulary is padded or cut to; None: keep it.
         whole: Names of all of the model's tensors, where those to be changed are a part of them.
         missing: Names of those that are missing and may be.
         documents: The files that describe the model, those that ``--assets`` replaces, too.
-        trust_assets: Whether ``--assets`` is right where they contradict each other.
     """
 
     target_layout: str | None
@@ -108,19 +90,7 @@ class LayoutRequest:
 def change_layout(
     known: Recognition, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> Change:
-    """Map the model's tensors to another layout, or to the one that they have.
-
-    Args:
-        known: What the checkpoint is.
-        tensors: The model's tensors by their names in the model.
-        asked: What they are to become.
-
-    Raises:
-        MappingError: The family is not known without doubt, or keys, shapes and configuration do
-            not fit it.
-        RefusedError: The model lacks tensors.
-        UsageError: A given size has no such name, or contradicts a file.
-    """
+    """Map the model's tensors to another layout, or to the one that they have."""
     target = asked.target_layout or known.layout
     unknown = not known.candidates and target in (None, asked.source_layout or "hf")
     same = unknown or target is None or target == known.layout or target in known.alike
@@ -217,11 +187,7 @@ def _with_vocabulary(
 
 
 def chosen_family(known: Recognition, target: str | None, where: str) -> Family:
-    """Return the family for a change of names; several that say the same are as good as one.
-
-    Raises:
-        MappingError: None is known, or several that differ.
-    """
+    """Return the family for a change of names; several that say the same are as good as one."""
     if known.model_type is None and known.layout and target and _interchangeable(known, target):
         return families.family(known.candidates[0])
     require_one(known, where)

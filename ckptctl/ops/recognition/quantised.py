@@ -43,13 +43,9 @@ class ScaledWeight:
     """A quantised tensor and its scales.
 
     Attributes:
-        key: The plain tensor that they stand for.
-        weight: The tensor with the quantised elements.
-        scale: That with their scales.
         how: For people, as in ``fp8 blocks of 128x128``.
         kind: What computes it: a kind in ``ckptctl/storage/kinds``.
         roles: What that calls the two.
-        shape: What that computes.
         parameters: What else it wants to know.
         transposed: Whether the plain tensor has the last two dimensions in the other order.
     """
@@ -90,12 +86,7 @@ def understood(catalog: Catalog) -> bool:
 
 @contextmanager
 def advised(catalog: Catalog, root: str) -> Iterator[None]:
-    """Let errors about tensors without a place say that a checkpoint is quantised, if it is.
-
-    Args:
-        catalog: The checkpoint.
-        root: Prefix of the model's names in it.
-    """
+    """Let errors about tensors without a place say that a checkpoint is quantised, if it is."""
     try:
         yield
     except HomelessError as error:
@@ -112,12 +103,7 @@ def _advice(how: str, known: bool) -> str:
 
 
 def pairs(catalog: Catalog) -> list[ScaledWeight]:
-    """Return the quantised tensors that are understood, in the checkpoint's order.
-
-    Raises:
-        UnsupportedError: Scales do not fit what they scale.
-        MappingError: The configuration does not say how large a block is.
-    """
+    """Return the quantised tensors that are understood, in the checkpoint's order."""
     found = (_pair(catalog, name) for name in catalog.tensors)
     return [pair for pair in found if pair]
 
@@ -164,11 +150,7 @@ def plain_names(names: Collection[str]) -> Collection[str]:
 
 
 def orphans(catalog: Catalog) -> None:
-    """Refuse quantised tensors without scales, and scales without such.
-
-    Raises:
-        UnsupportedError: Naming them.
-    """
+    """Refuse quantised tensors without scales, and scales without such."""
     used = {_scale_of(catalog, name) for name in catalog.tensors}
     for what, found in (
         ("has no scales", [name for name in catalog.tensors if _bare(catalog, name)]),

@@ -33,14 +33,10 @@ class Recognition:
 
     Attributes:
         model_type: The family, if exactly one fits.
-        candidates: All families that fit.
         layout: The layout, if exactly one fits; None for an unknown family.
         alike: Other layouts with the same names and axis orders.
-        evidence: What speaks for it, for people.
         root: Prefix of the model's names inside the checkpoint, with its dot; ``""``: the top.
         exact: Whether every key is known and none is missing.
-        config: ``config.json``, if there is one.
-        params: ``params.json``, if there is one.
         asked: The family that the user named.
         inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
             with the families that it may be.
@@ -73,19 +69,7 @@ def recognise(
     root: str | None = None,
     documents: Mapping[str, Json] | None = None,
 ) -> Recognition:
-    """Find the model in *catalog* and say what it is.
-
-    Args:
-        catalog: The checkpoint.
-        model_type: The family, where the user named it.
-        layout: The layout, where the user named it.
-        root: The model's prefix, where the user named it.
-        documents: ``config.json`` and ``params.json``; None: the checkpoint's own.
-
-    Raises:
-        UsageError: The user named something that does not exist.
-        MappingError: The tensors are not in the layout that the user named.
-    """
+    """Find the model in *catalog* and say what it is, by *documents* or else the catalog's own."""
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
     known = {model_type: families.family(model_type)} if model_type else families.families()
@@ -141,11 +125,7 @@ def _settled(
     known: Mapping[str, Family],
     layout: str | None,
 ) -> Recognition:
-    """Return *found* with what names and shapes leave open.
-
-    Raises:
-        MappingError: The user named a *layout* that the tensors are not in.
-    """
+    """Return *found* with what names and shapes leave open."""
     if found.layout is None and found.exact and is_adapter(catalog.tensors):
         # Layouts that differ only in layers that are not adapted: any of them is right.
         found = replace(found, layout=seen.candidates[0].layout)

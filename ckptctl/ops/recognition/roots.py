@@ -111,11 +111,7 @@ def unwrapped(catalog: Catalog) -> Catalog:
 
 
 def checked_root(catalog: Catalog, root: str) -> str:
-    """Return a user's ``--root`` with its dot; ``.`` is the top.
-
-    Raises:
-        UsageError: Nothing lies under it.
-    """
+    """Return a user's ``--root`` with its dot; ``.`` is the top."""
     prefix = f"{root.strip('.')}." if root.strip(".") else ""
     if any(name.startswith(prefix) for name in catalog.tensors):
         return prefix

@@ -18,8 +18,6 @@ class Selection:
     Attributes:
         root: Prefix that the names had in the checkpoint, with its dot; ``""`` at the top.
         tensors: The model's tensors; their entries keep their checkpoint-wide names.
-        blobs: The model's other leaves.
-        rest: Names of all leaves outside the model.
     """
 
     root: str
@@ -61,9 +59,6 @@ def chosen(
 
     Returns:
         What is wanted, and the names that are not.
-
-    Raises:
-        MappingError: A pattern matches nothing.
     """
     inner = [*selection.tensors, *selection.blobs]
     names = [*inner, *(selection.rest if everything else ())]
@@ -100,16 +95,7 @@ def wanted(
     exclude: Sequence[str],
     everything: bool,
 ) -> bool:
-    """Return whether :func:`select` and :func:`chosen` would take a leaf that is not there.
-
-    Args:
-        catalog: What there is.
-        name: The leaf's name in the checkpoint.
-        root: The model's prefix.
-        include: Globs; none: all.
-        exclude: Globs.
-        everything: Whether what lies outside the model travels, too.
-    """
+    """Return whether :func:`select` and :func:`chosen` would take a leaf that is not there."""
     inside = name.startswith(root) and (bool(root) or not outside(catalog, name))
     return (
         (inside or everything)

@@ -46,11 +46,7 @@ def rules_of(style: ParamsStyle) -> Iterator[tuple[str, Rule]]:
 
 
 def value_of(fact: Same, value: object, name: str) -> object:
-    """Return what a fact says.
-
-    Raises:
-        MappingError: It is of the wrong kind.
-    """
+    """Return what a fact says."""
     if value is None:
         return None
     if fact.kind == "number":
@@ -67,11 +63,7 @@ def value_of(fact: Same, value: object, name: str) -> object:
 
 
 def put(values: dict[str, object], name: str, value: object) -> None:
-    """Set what *values* say under *name*, in which dots lead into nested objects.
-
-    Raises:
-        MappingError: On the way there is something else than an object.
-    """
+    """Set what *values* say under *name*, in which dots lead into nested objects."""
     *outer, last = name.split(".")
     for part in outer:
         inner = values.setdefault(part, {})
@@ -112,11 +104,7 @@ def canonical(config: Json) -> dict[str, object]:
 
 
 def require_translated(family: Family, wanted: str, given: str) -> None:
-    """Refuse to make one file of the other where the family does not say how.
-
-    Raises:
-        MappingError: It does not.
-    """
+    """Refuse to make one file of the other where the family does not say how."""
     if not family.params.translated:
         raise MappingError(
             f"{wanted} of `{family.name}` cannot be made of {given}",
@@ -137,11 +125,7 @@ _FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
 
 
 def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Return the feed-forward size that Meta's formula gives.
-
-    Raises:
-        MappingError: It is larger than a float can be.
-    """
+    """Return the feed-forward size that Meta's formula gives."""
     try:
         hidden = int(2 * (4 * dim) / 3)
         if multiplier is not None:
@@ -155,22 +139,14 @@ def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def ffn_of(params: Json, dim: int) -> int:
-    """Return the feed-forward size that params.json gives by the formula.
-
-    Raises:
-        MappingError: What it says of the formula is no number.
-    """
+    """Return the feed-forward size that params.json gives by the formula."""
     factor = params.get("ffn_dim_multiplier")
     multiple = count(params.get("multiple_of"), "multiple_of") or 256
     return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
 
 
 def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
-    """Return ``multiple_of`` and ``ffn_dim_multiplier`` that give exactly *size*.
-
-    Raises:
-        MappingError: None do.
-    """
+    """Return ``multiple_of`` and ``ffn_dim_multiplier`` that give exactly *size*."""
     for multiple, factor in _FFN:
         if ffn_size(dim, multiple, factor) == size:
             return multiple, None if factor == 1.0 else factor

@@ -57,11 +57,7 @@ def facts(file: Json) -> Json:
 
 
 def is_tied(family: Family, config: Json | None, params: Json | None = None) -> bool:
-    """Return whether tied tensors are one: as the configuration says, else as the family does.
-
-    Raises:
-        MappingError: The configuration says something that is neither true nor false.
-    """
+    """Return whether tied tensors are one: as the configuration says, else as the family does."""
     said = tying(config, params)
     return family.tied if said is None else said
 
@@ -70,12 +66,7 @@ def does_without(family: Family, config: Json | None, *, base: bool) -> frozense
     """Return the logical tensors that the class named in config.json does not have.
 
     What was saved without its language model's head, as ``LlamaModel`` is, has no output. Names
-    tell it as well: embedding models keep the class with a head in config.json.
-
-    Args:
-        family: The model type.
-        config: config.json.
-        base: Whether the names are those of such a class.
+    tell it as well (*base*): embedding models keep the class with a head in config.json.
     """
     heads = frozenset(tie.tensor for tie in family.ties)
     named = (config or {}).get("architectures")
@@ -89,11 +80,7 @@ def does_without(family: Family, config: Json | None, *, base: bool) -> frozense
 
 
 def tying(config: Json | None, params: Json | None = None) -> bool | None:
-    """Return whether a configuration says that the embeddings are tied; None: it does not say.
-
-    Raises:
-        MappingError: It says something that is neither true nor false.
-    """
+    """Return whether a configuration says that the embeddings are tied; None: it does not say."""
     for place, file, name in (
         ("config.json", config, "tie_word_embeddings"),
         ("params.json", params, "tied_embeddings"),
@@ -109,11 +96,7 @@ def tying(config: Json | None, params: Json | None = None) -> bool | None:
 
 
 def count(value: object, name: str) -> int | None:
-    """Return the size that a configuration states under *name*; None: it is absent or -1.
-
-    Raises:
-        MappingError: It is no size.
-    """
+    """Return the size that a configuration states under *name*; None: it is absent or -1."""
     if value is None or value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _HUGE:
@@ -122,11 +105,7 @@ def count(value: object, name: str) -> int | None:
 
 
 def number(value: object, name: str) -> float:
-    """Return the number that a configuration states under *name*.
-
-    Raises:
-        MappingError: It is no positive number.
-    """
+    """Return the number that a configuration states under *name*."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not ok or not 0 < float(str(value)) < math.inf:
         raise MappingError(f"`{name}` is not a positive number", where=name, why=f"it is {value!r}")
@@ -144,20 +123,9 @@ def read_sizes(
     """Return the axis sizes that a configuration states or implies.
 
     The number of key/value heads defaults to that of the query heads, the head dimension to the
-    hidden size divided by the query heads. Of several statements the last one is taken, of
-    params.json, config.json and *given*: :mod:`ckptctl.planner.configs.statements` compares them.
-
-    Args:
-        family: The model type.
-        config: config.json.
-        params: params.json.
-        given: Sizes that the user states, by any name that :func:`axis_called` understands.
-        implied: Whether sizes that are not stated have their defaults; else shapes have to show
-            them.
-
-    Raises:
-        MappingError: A size is not a positive integer, or the hidden size is not divisible.
-        UsageError: A given size is not one of the family's.
+    hidden size divided by the query heads; unless *implied*, shapes have to show them. Of several
+    statements the last one is taken, of params.json, config.json and *given*:
+    :mod:`ckptctl.planner.configs.statements` compares them.
     """
     sizes: dict[str, int] = {}
     for column, file in ((1, params), (0, config)):
@@ -180,13 +148,7 @@ def fact_of(family: Family, axis: str) -> str:
 def axis_called(family: Family, name: str) -> str:
     """Return the axis, or counted index, whose size is called *name*.
 
-    Args:
-        family: The model type.
-        name: The axis itself, or its name in config.json or params.json; of a nested one its last
-            part is enough where no other axis has it.
-
-    Raises:
-        UsageError: There is none; constants cannot be given either.
+    Of a nested name its last part is enough where no other axis has it.
     """
     called: dict[str, set[str]] = {}
     for axis, names in family.sizes.items():
@@ -218,11 +180,7 @@ def _spellings(axis: str, family: Family) -> list[str]:
 
 
 def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
-    """Return the lists of layer numbers that the family's shifts look up in config.json.
-
-    Raises:
-        MappingError: One of them is not a list of different numbers.
-    """
+    """Return the lists of layer numbers that the family's shifts look up in config.json."""
     found: dict[str, list[int]] = {}
     for name in {shift.place for shift in family.shifts} - {"after"}:
         value = looked_up(config or {}, name)

@@ -47,12 +47,8 @@ class Statement:
     """What is said of one fact in one place.
 
     Attributes:
-        fact: Its name.
-        value: In canonical terms.
-        source: The file or option.
         stated: Whether it is said there; else it is what silence means there.
         said: What the fact is called there.
-        trusted: Whether it stands in ``--assets``.
     """
 
     fact: str
@@ -73,7 +69,6 @@ class Contradiction:
     """A fact that is stated in two ways.
 
     Attributes:
-        fact: Its name.
         statements: The first one of each value.
     """
 
@@ -111,16 +106,7 @@ def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]
 
 
 def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
-    """Yield what a config.json says.
-
-    Args:
-        family: The model type, which knows the defaults of sizes; None: it is not known.
-        config: The file's content.
-        source: What to call the file.
-
-    Raises:
-        MappingError: A size is not a positive integer.
-    """
+    """Yield what a config.json says."""
     told = _told(config)
     values = dict(_leaves(canonical(told)))
     yield from _at_odds(told, source)
@@ -144,16 +130,7 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
 
 
 def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
-    """Yield what a params.json says, in the words of config.json.
-
-    Args:
-        family: The model type whose params.json it is.
-        params: The file's content.
-        source: What to call the file.
-
-    Raises:
-        MappingError: It holds a value of the wrong kind.
-    """
+    """Yield what a params.json says, in the words of config.json."""
     style, values = family.params, facts(params)
     sizes = read_sizes(family, None, params)
     named = read_sizes(family, None, params, implied=False)
@@ -204,11 +181,7 @@ def _implied(family: Family, values: Json, source: str) -> Iterator[Statement]:
 
 
 def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
-    """Yield what ``--set`` says.
-
-    Raises:
-        UsageError: The family has no size of that name.
-    """
+    """Yield what ``--set`` says."""
     for name, size in given.items():
         axis = axis_called(family, name)
         yield Statement(fact_of(family, axis), size, f"`--set {name}={size}`")

@@ -42,16 +42,8 @@ def params_to_config(
 ) -> dict[str, object]:
     """Return the config.json of a checkpoint that has only params.json.
 
-    Args:
-        family: The model type.
-        params: params.json.
-        sizes: Axis sizes solved from the tensors, which win over formulas: vocabulary (-1 in
-            Llama 2), feed-forward size, key/value heads without repetitions, number of layers.
-        tied: Whether the embeddings are tied; None: as params.json or the family does.
-        dtype: torch's name of the tensors' dtype.
-
-    Raises:
-        MappingError: params.json holds something that is not understood, or a size is missing.
+    *sizes*, solved from the tensors, win over formulas: vocabulary (-1 in Llama 2), feed-forward
+    size, key/value heads without repetitions, number of layers.
     """
     style, values = family.params, facts(params)
     require_translated(family, "config.json", "params.json")
@@ -175,15 +167,7 @@ def config_to_params(
 ) -> dict[str, object]:
     """Return the params.json that means what config.json says, with its makers' keys only.
 
-    Args:
-        family: The model type.
-        config: config.json.
-        sizes: Axis sizes solved from the tensors.
-        ranks: Number of model-parallel shards: with more of them than key/value heads these are
-            repeated, and the repeated number is stated.
-
-    Raises:
-        MappingError: A value of config.json has no expression in params.json.
+    With more model-parallel *ranks* than key/value heads the repeated number of heads is stated.
     """
     style, values = family.params, canonical(config)
     require_translated(family, "params.json", "config.json")

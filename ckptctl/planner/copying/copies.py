@@ -27,17 +27,9 @@ class Work:
     """A transfer, ready to be cut into tiles.
 
     Attributes:
-        transfer: The copy.
         frame: Its axes, merged where both sides allow it.
-        records: Those of the plan; none: positions in them are not wanted.
-        sources: Where the source's pieces lie.
-        targets: Where the target's pieces lie.
-        order: Axes in the target's order.
         prefix: How many of the first of them come first in the source, too.
-        item: Bytes of a source element.
-        out: Bytes of a target element.
         lo: First indices of the box that all targets lie in.
-        sizes: Its sizes.
     """
 
     transfer: Transfer
@@ -251,13 +243,7 @@ def _checks(operands: Sequence[Operand], limit: int) -> Iterator[Tile]:
 
 
 def lower(transfer: Transfer, records: Sequence[Record], limits: Limits) -> Iterator[Tile]:
-    """Yield the tiles that do *transfer*.
-
-    Args:
-        transfer: The copy. The source tiles the tensor exactly; so does the target, or it is those
-            boxes of it that are wanted.
-        records: Those of the plan.
-        limits: Sizes of tiles.
+    """Yield the tiles that do *transfer*, whose source tiles the tensor exactly.
 
     Yields:
         Tiles in the target's order; then, where checksums of sources cannot be taken on the way,

@@ -26,9 +26,7 @@ class Frame(NamedTuple):
     """A transfer's axes after those that never part have been merged.
 
     Attributes:
-        sizes: Sizes of the axes.
         source: The source's dimensions as groups of those axes.
-        target: The target's.
     """
 
     sizes: Ints
@@ -42,7 +40,6 @@ class OperandPart(NamedTuple):
     Attributes:
         operand: PartIndex of the operand on its side.
         address: Byte position of its first element.
-        lo: First index along each axis.
         sizes: Indices along each axis.
         strides: Bytes between neighbours along each axis.
     """

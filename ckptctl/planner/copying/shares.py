@@ -19,13 +19,7 @@ from ckptctl.planner.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes of one transfer, raw copy or check, as its buffers hold them.
-
-    Attributes:
-        first: The first byte.
-        end: The one after the last.
-        whole: Bytes in all.
-    """
+    """Bytes of one transfer, raw copy or check, as its buffers hold them."""
 
     first: int
     end: int
@@ -55,12 +49,7 @@ class Share:
         return sum(one.end - one.first for one in self.stretches.values())
 
     def own(self, number: int, tiles: Iterable[Tile]) -> Iterator[tuple[int, Tile]]:
-        """Yield the tiles of *number* that are in the share, each with its index.
-
-        Args:
-            number: Of a transfer, raw copy or check.
-            tiles: All of its tiles.
-        """
+        """Yield the tiles of *number* that are in the share, each with its index."""
         stretch = self.stretches.get(number)
         if stretch is None:
             return

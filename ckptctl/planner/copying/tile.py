@@ -15,9 +15,7 @@ class Move(NamedTuple):
     """One strided copy of elements from staged bytes into the buffer; all numbers in bytes.
 
     Attributes:
-        file: Source file.
         reads: ``(offset in the file, bytes, position in the staging area)``.
-        staging: Bytes of the staging area.
         buffer: Position of the first element in the buffer.
         axes: ``(count, staging stride, buffer stride)``, outermost first.
     """
@@ -129,12 +127,8 @@ class Read(NamedTuple):
     """A contiguous range of a source file.
 
     Attributes:
-        file: Source file.
-        offset: First byte.
-        nbytes: Length.
         pattern: Where its bytes go in the buffer; None: to its start, in one run.
         operand: The source operand whose checksum it counts for, or :data:`UNCHECKED`.
-        at: Position in that operand.
     """
 
     file: str
@@ -149,12 +143,8 @@ class Write(NamedTuple):
     """A contiguous range of a target file.
 
     Attributes:
-        file: Output file.
-        offset: First byte.
-        nbytes: Length.
         start: Position in the buffer, after a cast if there is one.
         record: Index of the record; -1: none.
-        at: Position in that record.
     """
 
     file: str

@@ -38,11 +38,7 @@ from ckptctl.planner.families.templates import Template
 
 
 class TableError(ValueError):
-    """A table is not written as this module describes.
-
-    Attributes:
-        line: The line of the table that is wrong, as it stands there without blanks around it.
-    """
+    """A table is not written as this module describes."""
 
     def __init__(self, message: str, line: str) -> None:
         super().__init__(message)
@@ -62,7 +58,6 @@ class Leaf:
     """How one layout stores a logical tensor.
 
     Attributes:
-        key: Its name there.
         dims: The axes grouped in each stored dimension, outermost first.
         spread: Axes that are indices of the key: each entry is a stored tensor of its own.
         part: Its place among those that are concatenated in the stored tensor; None: not so.
@@ -96,11 +91,8 @@ class Tensor:
     Attributes:
         name: As in ``q.{i}``.
         block: Number of the table it stands in; tensors of a block repeat together per index.
-        indices: Names of its indices.
         split: The axis that is divided among model-parallel ranks; None: replicated.
-        optional: Whether a model may do without it.
         variant: The variant of the layer that has it; None: all of them.
-        leaves: By layout.
         scales: The weight that it holds the scales of; None: it is no companion.
         together: What it shares with the optional tensors that it comes with; empty: it has none.
     """
@@ -220,15 +212,7 @@ class _Column:
 
 
 def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor, ...]:
-    """Return the logical tensors of *tables*, later ones amending earlier ones.
-
-    Args:
-        tables: As the module describes.
-        like: For a layout the one whose cells it has by default.
-
-    Raises:
-        TableError: A table is not written as the module describes.
-    """
+    """Return the logical tensors of *tables*, later ones amending earlier ones."""
     rows: dict[str, _Row] = {}
     for block, table in enumerate(tables):
         for line in _lines(table):

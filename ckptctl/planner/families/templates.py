@@ -40,7 +40,6 @@ class Template:
     """A key with named indices.
 
     Attributes:
-        text: The template itself.
         skeleton: The same with ``#`` for every index and every literal number.
         slots: For each ``#`` the index's name, or the literal number.
         indices: The names of the indices, each once, in order of appearance.
@@ -103,11 +102,7 @@ def skeleton(key: str) -> str:
 
 
 class TemplateTable(Generic[T]):
-    """Templates with what they stand for; looking up a key costs one dictionary access.
-
-    Args:
-        entries: Pairs of a template and its meaning; where several match, the first one wins.
-    """
+    """Templates with what they stand for; of several that match the first wins."""
 
     def __init__(self, entries: Iterable[tuple[Template, T]]) -> None:
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
@@ -136,13 +131,7 @@ class TemplateTable(Generic[T]):
 
 
 class KeyKind:
-    """Keys that differ in their numbers alone.
-
-    Args:
-        skeleton: What they have in common: ``#`` stands for each number.
-        keys: All of them, in the order given.
-        numbers: Those of each key.
-    """
+    """Keys that differ in their numbers alone."""
 
     def __init__(self, skeleton: str, keys: list[str], numbers: list[tuple[int, ...]]) -> None:
         self.skeleton, self.keys, self.numbers = skeleton, keys, numbers

@@ -22,7 +22,6 @@ class Absent(NamedTuple):
     """A key that a whole model would have and this one has not.
 
     Attributes:
-        key: The key.
         shown: Whether it is certain that this model has it: the tensor is there at other indices,
             or has none.
     """
@@ -54,14 +53,7 @@ def lacking(
 ) -> Lacking:
     """Return what a whole model would have and this one has not.
 
-    Args:
-        family: The model type.
-        layout: That of the keys.
-        matched: What was found.
-        sizes: Sizes that a configuration states; of what none counts, the largest number found
-            is the last.
-        tied: Whether tied tensors are one: either of them suffices.
-        without: Logical tensors that this model does not have.
+    Of what no configuration counts in *sizes* the largest number in a key is the last.
     """
     given = {index: sizes[index] for index in _counted(family) if index in sizes}
     excused = _tied_keys(family, layout, matched, tied)
@@ -119,14 +111,7 @@ def _plain(name: str) -> str:
 
 
 class _Expected:
-    """Which logical tensors a whole model has, judged by those that are there.
-
-    Args:
-        family: The model type.
-        layout: That of the source.
-        matched: What was found.
-        counts: How many there are of each index; of very many the first ones are looked at.
-    """
+    """Which logical tensors a whole model has, judged by those that are there."""
 
     def __init__(
         self, family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
@@ -293,17 +278,7 @@ def _contradiction(family: Family, group: Sequence[str], matched: Matched) -> st
 
 
 def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequence[str]) -> None:
-    """Refuse keys that the layout does not know.
-
-    Args:
-        family: For messages.
-        layout: That of the source.
-        matched: What was found.
-        absent: The keys that are missing: the first candidates for what was meant.
-
-    Raises:
-        HomelessError: There are some; each of the first five with the nearest known key.
-    """
+    """Refuse keys that the layout does not know."""
     if not matched.unmatched:
         return
     lines = []
@@ -345,21 +320,7 @@ def require_whole(
     where: str | None = None,
     hint: str | None = None,
 ) -> None:
-    """Refuse a model that lacks tensors.
-
-    Args:
-        names: What it lacks, the first of very many.
-        number: How many those are in all.
-        family: The model type.
-        layout: That of *names*.
-        tied: Whether tied tensors are one.
-        strange: Names that it has and the layout does not.
-        where: The checkpoint; None: the first tensor is named.
-        hint: How to do without them.
-
-    Raises:
-        RefusedError: *names* is not empty.
-    """
+    """Refuse a model that lacks tensors."""
     if not names:
         return
     ends = {layout.leaves[t.tensor].key.text for t in family.ties if t.tensor in layout.leaves}

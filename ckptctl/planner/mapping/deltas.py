@@ -25,8 +25,6 @@ class Factor:
     """A part of a stored tensor, its rows (A: its columns) maybe in another order than wanted.
 
     Attributes:
-        key: The stored tensor.
-        start: Its first row.
         axes: Sizes of the axes that the rows are made of, outermost first; ``()``: in order.
         order: Those axes as they are wanted, as indices into *axes*.
     """
@@ -42,12 +40,8 @@ class Delta:
     """What becomes of some rows of a tensor of the model.
 
     Attributes:
-        key: The tensor.
-        start: First of the rows.
         stop: The row after the last one.
         rank: The size that A and B share.
-        a: Their A.
-        b: Their B.
         magnitude: Their lengths; None: no DoRA.
         beneath: The adapter's own copy of the tensor, to be changed instead; None: it has none.
         bias: The model's bias that is scaled as the rows are; None: there is none, or it stays.
@@ -69,7 +63,6 @@ class Deltas:
     """An adapter, laid over a model.
 
     Attributes:
-        changed: What changes rows.
         replaced: For tensors that are exchanged as a whole those of the adapter.
         pinned: Tensors of the model, changed or replaced, that are never cast.
         logical: Names of what it changes or replaces in the tables of the model type.
@@ -88,19 +81,7 @@ def deltas(
     sizes: Mapping[str, int],
     lists: Mapping[str, Sequence[int]],
 ) -> Deltas:
-    """Lay an adapter over a model.
-
-    Args:
-        base: The model type.
-        layouts: That of the model and that of the adapter.
-        shapes: Shapes of the model's tensors and of the adapter's, by key.
-        sizes: Axis sizes from a configuration.
-        lists: Lists of layer numbers from a configuration.
-
-    Raises:
-        MappingError: Something in the adapter changes nothing in the model, or does not fit it.
-        UnsupportedError: One of two factors is missing.
-    """
+    """Lay an adapter over a model: of *layouts* and *shapes* the model's come first."""
     model = map_tensors(
         models_apart(base, layouts[0]), layouts[0], APART, shapes[0], sizes, partial=True,
         tied=False, lists=lists,

@@ -25,10 +25,8 @@ class Candidate:
     """A model type and layout that a checkpoint may have.
 
     Attributes:
-        family: The model type.
         layout: Its layout: the first of those that are alike.
         alike: Other layouts that keep every tensor under the same name in the same order.
-        evidence: What speaks for it, for people.
         unmatched: Keys that it does not know, at most five.
         missing: Keys that it needs, at most five.
         share: The part of all keys that it knows, from 0 to 1.
@@ -55,7 +53,6 @@ class Detection:
     Attributes:
         candidates: All that fit equally well: exact ones, or else those that nearly fit (most
             keys are known) and of which mapping will say what is wrong.
-        configured: Whether a configuration took part in the decision.
     """
 
     candidates: tuple[Candidate, ...]
@@ -84,21 +81,10 @@ def detect(
     named: bool = False,
     root: str = "",
 ) -> Detection:
-    """Return the model types and layouts that fit.
+    """Return the model types and layouts that fit; with several *ranks*, the *shapes* are one's.
 
-    Args:
-        shapes: Shape of each tensor by key; with several *ranks* those of one rank.
-        families: The model types to choose from.
-        config: config.json, where there is one.
-        params: params.json, where there is one.
-        ranks: Number of model-parallel shards.
-        prefer: The layout to name among those that are alike.
-        least: The part of all keys that a layout has to know; 1: exact ones alone.
-        named: Whether the user named the model type: no configuration excludes it.
-        root: What stood before the keys, with its dot.
-
-    Raises:
-        MappingError: The configuration holds a value of the wrong kind.
+    A layout counts if it knows the part *least* of all keys. No configuration excludes a model type
+    that the user *named*.
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
     asked = _Question(shapes, key_kinds(shapes), (config, params), ranks, prefer, root)
@@ -121,12 +107,7 @@ def detect(
 
 
 class _Question(NamedTuple):
-    """What one call of :func:`detect` is about; see there.
-
-    Attributes:
-        by_kind: The keys.
-        files: config.json and params.json.
-    """
+    """What one call of :func:`detect` is about; see there."""
 
     shapes: Mapping[str, tuple[int, ...]]
     by_kind: Sequence[KeyKind]

@@ -46,9 +46,6 @@ class Range:
     """A part of one dimension.
 
     Attributes:
-        start: Where it begins.
-        stop: Where it ends.
-        whole: Whether it is the whole dimension.
         among: Where it is every so many-th element instead: what is fixed, in which axes.
     """
 
@@ -106,14 +103,7 @@ class Extents:
     def place(
         self, layout: Layout, leaf: Leaf, tensor: Tensor, fixed: Mapping[str, int | str]
     ) -> tuple[Range, ...]:
-        """Return which part of a stored tensor a logical one is.
-
-        Args:
-            layout: Where it is stored.
-            leaf: How.
-            tensor: The logical tensor.
-            fixed: Axes of which one entry is meant, and which one.
-        """
+        """Return which part of a stored tensor a logical one is."""
         return tuple(
             self._range(layout, leaf, tensor, dim, fixed) for dim, _ in enumerate(leaf.dims)
         )

@@ -14,13 +14,7 @@ from ckptctl.planner.layouts import Family, Layout, Stored
 
 
 class Region(NamedTuple):
-    """A part of a stored tensor.
-
-    Attributes:
-        key: The tensor.
-        origin: Where the part begins.
-        sizes: Its extent.
-    """
+    """A part of a stored tensor."""
 
     key: str
     origin: tuple[int, ...]
@@ -32,7 +26,6 @@ class View:
     """How one stored tensor shows a logical tensor, or a part of it.
 
     Attributes:
-        key: The stored tensor.
         dims: The logical axes grouped in each dimension, outermost first, as indices into
             ``MappedTensor.axes``: the dims of a :class:`~ckptctl.planner.plan.Side`. The first
             ``len(lead)`` of them hold one spread axis each, the others are stored.
@@ -86,8 +79,6 @@ class Zeros:
     """A stored tensor of the target, or a part of one, that holds nothing but zeros.
 
     Attributes:
-        key: Its name.
-        shape: Its shape.
         dtype: torch's dtype name; empty: that of *like*.
         after: The target's key that it stands behind.
         origin: Where the part begins; ``()``: it is the whole tensor.
@@ -113,11 +104,7 @@ def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]
 
 
 def require_covered(tensors: Sequence[MappedTensor]) -> None:
-    """Refuse a target tensor of which only some parts are there.
-
-    Raises:
-        MappingError: There is one.
-    """
+    """Refuse a target tensor of which only some parts are there."""
     shapes = stored_shapes(tensors)
     held: dict[str, int] = {}
     lacking: set[str] = set()
@@ -152,7 +139,6 @@ class Geometry:
     Attributes:
         axes: Sizes of the atomic axes, in the source's order.
         source: The source's dimensions as indices into *axes*, spread ones first.
-        target: The target's.
         read: Where the tensor lies in what the source stores.
         write: Where it lies in what the target stores.
     """
@@ -167,13 +153,7 @@ class Geometry:
 class Moving:
     """How a tensor moves from one layout to another.
 
-    Args:
-        family: The model type.
-        sizes: What is known of axis sizes.
-        source: The layout read, and the logical tensor as it is called there.
-        target: The layout written, and the logical tensor; another one where two are tied.
-        key: The stored tensor, for errors.
-        shape: Its shape.
+    Where two are tied, the logical tensor is called one way in the source, another in the target.
     """
 
     def __init__(
@@ -195,11 +175,7 @@ class Moving:
                 self.local[family.expand(group)] = shape[dim]
 
     def geometry(self) -> Geometry:
-        """Return what all such tensors have in common.
-
-        Raises:
-            MappingError: An axis size is needed that neither shapes nor configuration give.
-        """
+        """Return what all such tensors have in common."""
         skipped = set(self.stored.spread) & set(self.wanted.spread)
         before, after = (
             [self.family.expand(group) for group in leaf.groups if not skipped.intersection(group)]

@@ -32,13 +32,7 @@ Columns: TypeAlias = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Keys that are the same but for their indices.
-
-    Attributes:
-        stored: What they are.
-        keys: All of them, in the order given.
-        columns: Their indices.
-    """
+    """Keys that are the same but for their indices."""
 
     stored: Stored
     keys: Sequence[str]
@@ -67,8 +61,6 @@ class Matched:
     """The keys of a checkpoint, understood.
 
     Attributes:
-        numbering: How its layers are numbered.
-        groups: The keys that hold something.
         dropped: Keys without information, and the rule that says so, in the order given.
         unmatched: Keys that the layout does not know, in the order given.
         order: All keys, in the order given.
@@ -161,14 +153,7 @@ class Matched:
 def match(
     family: Family, layout: Layout, keys: Collection[str], by_kind: Sequence[KeyKind] | None = None
 ) -> Matched:
-    """Return what each of *keys* is in *layout*.
-
-    Args:
-        family: The model type.
-        layout: The layout.
-        keys: The keys of a checkpoint.
-        by_kind: The same by kind, where that is known.
-    """
+    """Return what each of *keys* is in *layout*."""
     if by_kind is None:
         by_kind = key_kinds(keys)
     numbering = observed(family, layout.name, by_kind)
@@ -247,15 +232,7 @@ def key_of(
     lead: Lead = (),
     numbering: Numbering | None = None,
 ) -> str:
-    """Return the key of a logical tensor in *layout*, which has it.
-
-    Args:
-        layout: Where.
-        tensor: What.
-        values: Its indices.
-        lead: Position along the axes that the layout spreads.
-        numbering: How the layout numbers its layers; None: each kind from 0.
-    """
+    """Return the key of a logical tensor in *layout*; without *numbering* layers count from 0."""
     leaf = layout.leaves[tensor.name]
     named = dict(zip(tensor.indices, values, strict=True))
     if numbering is not None:
@@ -271,13 +248,7 @@ def slots(tensor: Tensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
 def leads(
     leaf: Leaf, counts: Mapping[str, int], fixed: Mapping[str, int] | None = None
 ) -> Iterator[Lead]:
-    """Yield the positions of a tensor along the axes that a layout spreads, in order.
-
-    Args:
-        leaf: The tensor.
-        counts: How many positions there are along each axis.
-        fixed: Axes along which only one is wanted.
-    """
+    """Yield the positions along the axes that a layout spreads, of *fixed* ones the given one."""
     one = fixed or {}
     yield from product(
         *((one[axis],) if axis in one else range(counts.get(axis, 0)) for axis in leaf.spread)

@@ -106,17 +106,7 @@ def planned(
     counts: Mapping[str, int],
     lists: Mapping[str, Sequence[int]],
 ) -> Numbering:
-    """Return the numbering that *layout* has to have.
-
-    Args:
-        family: The model type.
-        layout: Layout to be written.
-        counts: For each index how many layers there are.
-        lists: Lists of numbers that config.json states, by name.
-
-    Raises:
-        MappingError: config.json has to say where layers are inserted, and does not.
-    """
+    """Return the numbering that *layout* has to have."""
     found: dict[str, tuple[int, ...]] = {}
     shifts = family.shifts_in(layout)
     for shift in shifts:
@@ -142,13 +132,7 @@ def planned(
 
 
 class KeyNumbers:
-    """Numbers in single keys, by sizes and lists alone: no checkpoint shows its numbering.
-
-    Args:
-        family: The model type.
-        sizes: What is known of axis sizes.
-        lists: Lists of layer numbers that the configuration states.
-    """
+    """Numbers in single keys, by sizes and lists alone: no checkpoint shows its numbering."""
 
     def __init__(
         self, family: Family, sizes: Mapping[str, int], lists: Mapping[str, Sequence[int]]
@@ -206,11 +190,7 @@ class KeyNumbers:
 def require_stated(
     family: Family, layout: str, found: Numbering, lists: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuse a checkpoint in *layout* that numbers its layers otherwise than *lists* say.
-
-    Raises:
-        MappingError: config.json is another model's.
-    """
+    """Refuse a checkpoint in *layout* that numbers its layers otherwise than *lists* say."""
     for shift in family.shifts_in(layout):
         held, stated = found.inserted.get(shift.index, ()), lists.get(shift.place)
         moved = range(len(held)) if shift.nested else (0,) * len(held)

@@ -23,12 +23,6 @@ from ckptctl.planner.mapping.source import Origin, Source
 class Origins:
     """Where the tensors of a target come from.
 
-    Args:
-        source: What is there.
-        target: The layout to produce.
-        untie: Keep both of two tied tensors, whatever they hold.
-        partial: A part of the model was chosen: nothing else is made.
-
     Attributes:
         dropped: Source keys that are left out, and why.
         must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
@@ -103,15 +97,7 @@ class Fusing:
         }
 
     def require_parts(self, tensor: Tensor, values: Values) -> None:
-        """Refuse a fused tensor, or note it as left out, of which only some parts are there.
-
-        Args:
-            tensor: One of its parts, which is there.
-            values: Its indices.
-
-        Raises:
-            MappingError: Another one is not.
-        """
+        """Refuse a fused tensor, or note it as left out, of which only some parts are there."""
         stored = self._fused.get(tensor.name)
         if stored is None:
             return
@@ -131,16 +117,7 @@ class Fusing:
             self._leave_out(tensor, values, held, lacking)
 
     def require_entries(self, tensor: Tensor, held: Tensor, values: Values) -> None:
-        """Refuse a stacked tensor, or note it as left out, of which only some entries are there.
-
-        Args:
-            tensor: What is stacked.
-            held: What it is read from, which another tensor may be where two are tied.
-            values: Its indices.
-
-        Raises:
-            MappingError: An entry is not there.
-        """
+        """Refuse a stacked tensor, or note it as left out, of which only some entries are there."""
         leaf, wanted = self._source.layout.leaves[held.name], self._target.leaves[tensor.name]
         if set(leaf.spread) <= set(wanted.spread):
             return

@@ -23,13 +23,6 @@ class Contribution:
     """What one source tensor gives to a target tensor.
 
     Attributes:
-        key: The source tensor; ``{x}`` in it: one for each.
-        logical: The logical tensor that it is.
-        source_axes: The order of its axes in the source.
-        target_axes: In the target.
-        read: Which part of the source tensor it is.
-        write: Which part of the target tensor.
-        reordered: Whether its axes come in another order.
         asked: Whether it is of the key that was asked for.
     """
 
@@ -49,7 +42,6 @@ class Arrival:
 
     Attributes:
         key: Its name; ``{x}`` in it: one for each.
-        shape: Its shape.
         each: How many there are for each axis that is left in keys.
         pieces: What it is made of, in order.
         variant: The kind of layers in which the key goes there, where it depends on that.
@@ -67,11 +59,7 @@ class Route:
     """What becomes of one key.
 
     Attributes:
-        key: As asked.
-        template: The key template that it matches.
-        arrivals: The target tensors that it is, or is a part of.
         dropped: Why it is left out; empty: it is not.
-        notes: What else one should know.
     """
 
     key: str
@@ -91,22 +79,7 @@ def route(
     tied: bool | None = None,
     lists: Mapping[str, Sequence[int]] | None = None,
 ) -> Route:
-    """Return where *key* goes.
-
-    Args:
-        family: The model type.
-        source_layout: The layout that *key* is of.
-        target_layout: Where it goes to.
-        key: The name of a tensor, or a template with indices such as ``{i}``.
-        sizes: What is known of axis sizes.
-        tied: Whether tied tensors are one; None: as the family does.
-        lists: Lists of layer numbers that the configuration states.
-
-    Raises:
-        MappingError: The layout has no such key, the other one has no place for it, or layers
-            are numbered by sizes that are not known.
-        UsageError: The family has no such layout.
-    """
+    """Return where *key*, a tensor's name or a template with ``{i}``, goes."""
     tied = family.tied if tied is None else tied
     return _Router(family, source_layout, target_layout, sizes, tied, lists or {}).route(key)
 

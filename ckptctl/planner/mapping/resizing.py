@@ -14,17 +14,7 @@ from ckptctl.planner.mapping.mapped import MappedTensor, Region, View, Zeros
 def resized(
     tensors: Sequence[MappedTensor], layouts: tuple[Layout, Layout], axis: str, size: int
 ) -> tuple[list[MappedTensor], list[Zeros]]:
-    """Return *tensors* with another size of *axis*, and the zeros that fill what is added.
-
-    Args:
-        tensors: What becomes what.
-        layouts: The source's and the target's.
-        axis: An axis that has a dimension to itself wherever it occurs.
-        size: Its new size.
-
-    Raises:
-        MappingError: A tensor is concatenated along *axis*, or none has it.
-    """
+    """Return *tensors* with another size of *axis*, and the zeros that fill what is added."""
     found: list[MappedTensor] = []
     zeros: list[Zeros] = []
     touched = False
@@ -105,11 +95,9 @@ class Tiling:
     """How one such embedding is stored anew.
 
     Attributes:
-        tensors: What is copied.
         zeros: Parts of the target that nothing is copied to.
         equal: Parts of the source that have to be the same.
         empty: Parts of the source that have to be zero.
-        note: What the user should know.
     """
 
     tensors: tuple[MappedTensor, ...]
@@ -128,17 +116,9 @@ def ratios(tiles: int) -> list[tuple[int, int]]:
 def tiling(
     source: str, target: str, shape: Ints, inner: Sequence[int | None], grid: bool
 ) -> Tiling:
-    """Return how an embedding of tiles is stored anew.
+    """Return how an embedding of tiles is stored anew, as the *grid* or as rows of all ratios.
 
-    Args:
-        source: The stored tensor.
-        target: Its name in the target.
-        shape: Its shape.
-        inner: What is kept of each tile: the dimensions of the grid behind the first two.
-        grid: Whether the target is the grid; else the source is.
-
-    Raises:
-        MappingError: The shape is not that of a grid or of rows of all ratios.
+    *inner* are the dimensions of the grid behind the first two.
     """
     kept = tuple(size for size in inner if size is not None)
     tiles = next((n for n in range(1, 65) if len(ratios(n)) + 1 == shape[0]), 0)

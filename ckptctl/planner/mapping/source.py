@@ -31,11 +31,6 @@ class Source:
     """A checkpoint that is understood.
 
     Attributes:
-        family: The model type.
-        layout: That of its keys.
-        shapes: Shape of each tensor by key.
-        tied: Whether tied tensors are one.
-        matched: Which logical tensor each key is.
         counts: How many values each index takes.
         sizes: All axis sizes that are known, with the *counts* among them.
     """
@@ -72,20 +67,7 @@ def understand(
 ) -> Source:
     """Return what the tensors of *shapes* are.
 
-    Args:
-        family: The model type.
-        layout: That of the keys.
-        shapes: Shape of each tensor by key.
-        sizes: Axis sizes from a configuration.
-        tied: Whether tied tensors are one.
-        partial: A part of the model was chosen: nothing is missing.
-        whole: The keys of the model that it is a part of: they number its layers.
-        without: Logical tensors that this model does not have.
-
-    Raises:
-        MappingError: Unknown keys, contradictory shapes, a number of layers that is not that of
-            the configuration.
-        RefusedError: The model lacks tensors.
+    Of a *partial* model nothing is missing; the keys of the *whole* one number its layers.
     """
     everything = match(family, layout, shapes if whole is None else whole)
     matched = everything if whole is None else everything.only(shapes)

@@ -37,9 +37,7 @@ class TensorMap:
         dropped: Source keys that are left out, and why.
         must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
         must_be_zero: Source keys that are left out because they hold nothing but zeros.
-        zeros: Tensors of the target that are made.
         sizes: All axis sizes that are known, and the number of layers as ``i``.
-        tied: Whether tied tensors are one.
         tilings: What becomes of embeddings of tiles that the target stores in another way.
         left_out: Source keys of fused or stacked tensors that lack other parts, and which.
     """
@@ -87,13 +85,6 @@ def map_tensors(
         without: Logical tensors that this model does not have
             (:func:`ckptctl.planner.configs.stated.does_without`).
         missing: Keys that may be missing: what else a fused tensor is made of goes with them.
-
-    Raises:
-        MappingError: Unknown keys, contradictory shapes, axis sizes that do not follow from shapes
-            and configuration, a tensor for which the target has no name, or one of which only a
-            part could be made.
-        RefusedError: The model lacks tensors.
-        UsageError: The family has no such layout.
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
     tied = family.tied if tied is None else tied

@@ -48,7 +48,6 @@ class ShardPiece:
     """A box of a tensor inside what one rank holds of it.
 
     Attributes:
-        box: The box.
         offsets: Where it begins in the rank's tensor.
         axis: The axis that was divided to get it.
     """
@@ -78,11 +77,7 @@ class RankShard:
 
 @lru_cache(maxsize=1 << 16)
 def cuts(family: Family, layout: str, key: str) -> tuple[Cut, ...]:
-    """Return how ranks divide each part of *key*; ``()``: a tensor without information.
-
-    Raises:
-        MappingError: The layout has no such tensor.
-    """
+    """Return how ranks divide each part of *key*; ``()``: a tensor without information."""
     found = family.layout(layout).table.find(key)
     if found is None:
         raise MappingError(
@@ -115,18 +110,7 @@ def owned(family: Family, layout: str, key: str) -> str | None:
 def part_lengths(
     family: Family, key: str, parts: Sequence[Cut], shape: tuple[int, ...], sizes: Sizes
 ) -> list[int]:
-    """Return how long each part of a tensor is along the dimension of the concatenation.
-
-    Args:
-        family: The model type.
-        key: The tensor, for errors.
-        parts: As :func:`cuts` returns them.
-        shape: The whole shape.
-        sizes: Axis sizes; needed where there are several parts.
-
-    Raises:
-        MappingError: A size is not known, or the parts do not add up to the shape.
-    """
+    """Return how long each part of a tensor is along the dimension of the concatenation."""
     along = parts[0].leaf.along
     if len(parts) == 1:
         return [shape[along]]
@@ -141,11 +125,7 @@ def part_lengths(
 
 
 def sum_parts(family: Family, key: str, parts: Sequence[Cut], sizes: Sizes) -> list[int]:
-    """Return the lengths of concatenated parts by axis sizes alone.
-
-    Raises:
-        MappingError: A size is not known.
-    """
+    """Return the lengths of concatenated parts by axis sizes alone."""
     lengths: list[int] = []
     for cut in parts:
         group = cut.leaf.dims[cut.leaf.along]

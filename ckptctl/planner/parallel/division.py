@@ -43,9 +43,6 @@ def divide(
         ranks: Number of shards, at least 1.
         repeats: How many neighbouring ranks have the same key/value head, where that is known;
             None: as few as the number of heads allows.
-
-    Raises:
-        MappingError: The axis cannot be divided, or its size is not known.
     """
     if ranks == 1:
         return (RankShard.whole(shape),)
@@ -206,18 +203,7 @@ def stored_sizes(
     ranks: int,
     known: Mapping[str, int],
 ) -> Sizes:
-    """Return the axis sizes of a whole model, heads counted as often as ranks store them.
-
-    Args:
-        family: The model type.
-        layout: Layout of the keys.
-        shapes: Shapes on one rank, by key; the keys of all ranks.
-        ranks: Number of ranks.
-        known: Axis sizes from a configuration.
-
-    Raises:
-        MappingError: The shapes contradict each other or the configuration.
-    """
+    """Return the axis sizes of a whole model, heads counted as often as ranks store them."""
     counts: dict[str, int] = {}
     for key in shapes:
         found = family.layout(layout).table.find(key)
@@ -272,20 +258,7 @@ def whole_shape(
     ranks: int,
     repeats: int,
 ) -> tuple[int, ...]:
-    """Return the shape of a tensor of which each rank holds *shape*.
-
-    Args:
-        family: The model type.
-        layout: Layout of *key*.
-        key: The tensor's name.
-        shape: Shape of each rank's tensor.
-        sizes: Axis sizes without repetitions.
-        ranks: Number of ranks.
-        repeats: How many neighbouring ranks have the same key/value head.
-
-    Raises:
-        MappingError: The sizes of the parts of a tensor are not known.
-    """
+    """Return the shape of a tensor of which each rank holds *shape*."""
     parts, dim = cuts(family, layout, key), divided_dim(family, layout, key)
     if dim is None:
         return shape

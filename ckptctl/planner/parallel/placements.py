@@ -25,7 +25,6 @@ class Shard(NamedTuple):
     """That a mesh dimension cuts a tensor dimension; a mesh dimension that replicates has None.
 
     Attributes:
-        dim: Dimension of the tensor.
         split_factor: Pieces that are cut first; 1 for all but ``_StridedShard``.
     """
 
@@ -34,12 +33,7 @@ class Shard(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box of the global tensor that lies in the local one in one piece.
-
-    Attributes:
-        box: Where it lies in the global tensor.
-        start: Its first index in the local tensor.
-    """
+    """A box of the global tensor that lies in the local one in one piece."""
 
     box: Box
     start: Ints
@@ -49,7 +43,6 @@ class Local(NamedTuple):
     """What one rank holds.
 
     Attributes:
-        shape: Shape of the local tensor.
         parts: The boxes that tile it; one unless it is strided, none when it is empty.
     """
 
@@ -73,9 +66,6 @@ def local_part(
         placements: One for each mesh dimension.
         order: For a tensor dimension the mesh dimensions that cut it, the first first; those that
             are not named are cut from left to right.
-
-    Raises:
-        UnsupportedError: The arguments contradict each other, or the parts are beyond counting.
     """
     _check(shape, mesh, coordinate, placements)
     spans: list[list[Run]] = []
@@ -93,17 +83,7 @@ def local_part(
 
 
 def shard(runs: Sequence[Run], split_factor: int, count: int, index: int) -> list[Run]:
-    """Return what rank *index* of *count* gets of the indices in *runs*.
-
-    Args:
-        runs: ``(first global index, how many)`` in the order of the local tensor.
-        split_factor: See :class:`Shard`.
-        count: Ranks along the mesh dimension.
-        index: The rank's place among them.
-
-    Raises:
-        UnsupportedError: The runs are beyond counting.
-    """
+    """Return what rank *index* of *count* gets of the indices in *runs*."""
     total = sum(length for _, length in runs)
     pieces = _chunks(total, split_factor)
     if pieces * max(len(runs), 1) > MAX_PARTS:
