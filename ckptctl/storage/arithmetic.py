@@ -90,17 +90,7 @@ def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item
 def cast(
     source: memoryview, source_dtype: str, target: memoryview, target_dtype: str
 ) -> OutOfRange:
-    """Convert elements exactly as ``tensor.to(dtype)`` does.
-
-    Args:
-        source: Dense elements of *source_dtype*.
-        source_dtype: torch's dtype name.
-        target: Room for as many elements of *target_dtype*.
-        target_dtype: torch's dtype name.
-
-    Returns:
-        What *target_dtype* could not hold.
-    """
+    """Convert elements as ``tensor.to(dtype)`` does; return what *target_dtype* cannot hold."""
     import torch
 
     values = torch.frombuffer(source, dtype=_dtype(source_dtype))
@@ -157,13 +147,7 @@ def _holds(target: str, source: str) -> bool:
 
 
 def elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:
-    """Return the elements in *view*, which is not copied, as ``[rows, columns]``.
-
-    Args:
-        view: Writable bytes, of which there is at least one.
-        dtype: torch's dtype name.
-        columns: Elements of a row.
-    """
+    """Return the elements in *view*, which is not copied, as ``[rows, columns]``."""
     import torch
 
     return torch.frombuffer(view, dtype=_dtype(dtype)).view(-1, columns)

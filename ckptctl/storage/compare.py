@@ -21,16 +21,7 @@ class Readable(Protocol):
 
 
 def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
-    """Return whether *a* and *b* have one dtype, one shape and the same bytes.
-
-    Args:
-        files: What holds both; their extents must be ``raw``, and virtual ones known there.
-        a: A tensor whose extents tile it.
-        b: Another one.
-
-    Raises:
-        DamagedError: A file ends before a tensor does.
-    """
+    """Return whether *a* and *b* have one dtype, one shape and the same bytes."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     if a.extents == b.extents:
@@ -39,11 +30,7 @@ def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
 
 
 def all_zero(files: Readable, entry: TensorEntry) -> bool:
-    """Return whether every byte of *entry* is 0.
-
-    Raises:
-        DamagedError: A file ends before the tensor does.
-    """
+    """Return whether every byte of *entry* is 0."""
     return all(not any(read_box(files, entry, box)) for box in windows(entry))
 
 
@@ -61,11 +48,7 @@ def windows(entry: TensorEntry, limit: int = WINDOW) -> Iterator[Box]:
 
 
 def read_box(files: Readable, entry: TensorEntry, box: Box) -> bytearray:
-    """Return the elements of *box* in row-major order.
-
-    Raises:
-        DamagedError: A file ends before the box does.
-    """
+    """Return the elements of *box* in row-major order."""
     itemsize = dtypes.itemsize(entry.dtype)
     buffer = bytearray(box.numel * itemsize)
     for extent in entry.extents:

@@ -34,15 +34,7 @@ Span = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Rectangle:
-    """Equal parts of consecutive rows; all numbers but *row* and *rows* in bytes.
-
-    Attributes:
-        row: The first row.
-        rows: How many.
-        start: Where the part of each row begins.
-        nbytes: Its length.
-        places: ``(start, bytes)`` in the buffer for all of them, one after the other.
-    """
+    """Equal parts of consecutive rows; all numbers but *row* and *rows* in bytes."""
 
     row: int
     rows: int
@@ -69,12 +61,7 @@ class Rectangle:
 
 
 class ComputedFiles:
-    """The virtual files of a plan or a catalog, for one thread.
-
-    Args:
-        computed: By name; one may be made of another.
-        sources: Returns the files below a root.
-    """
+    """The virtual files of a plan or a catalog, for one thread."""
 
     def __init__(
         self, computed: Mapping[str, Computed], sources: Callable[[str], SourceFiles]
@@ -88,12 +75,7 @@ class ComputedFiles:
     def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> OutOfRange:
         """Read pieces of the file called *name*; quickest when neighbours follow each other.
 
-        Returns:
-            What of them became infinite, NaN or saturated when it was computed.
-
-        Raises:
-            DamagedError: A file that it is made of is too short.
-            StorageError: A read failed.
+        Returns what of them became infinite, NaN or saturated when it was computed.
         """
         computed, inputs = self._computed[name], self._made_of(name)
         given = given_to(computed)
@@ -131,12 +113,7 @@ class ComputedFiles:
                 _scatter(out, views)
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
-        """Fill *views*, one after the other, from *offset* of the virtual file *name* on.
-
-        Raises:
-            DamagedError: A file that it is made of is too short.
-            StorageError: A read failed.
-        """
+        """Fill *views*, one after the other, from *offset* of the virtual file *name* on."""
         for view in views:
             for _ in self._computing(name, [(offset, len(view), 0)], view):
                 pass
@@ -163,12 +140,7 @@ class ComputedFiles:
 
 
 class ComputedReader:
-    """The files below one root and the virtual ones.
-
-    Args:
-        files: The former.
-        computed: The latter.
-    """
+    """The files below one root and the virtual ones."""
 
     def __init__(self, files: SourceFiles, computed: ComputedFiles) -> None:
         self._files = files
@@ -181,13 +153,7 @@ class ComputedReader:
 
 
 def rectangles(pieces: Iterable[Span], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
-    """Yield what computes *pieces*.
-
-    Args:
-        pieces: Parts of a virtual file.
-        width: Bytes of one of its rows.
-        limit: Most bytes of a rectangle.
-    """
+    """Yield what computes *pieces*."""
     last: Rectangle | None = None
     for offset, nbytes, place in pieces:
         for row, rows, start, size in _parts(offset, nbytes, width, limit):

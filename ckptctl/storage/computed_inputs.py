@@ -29,13 +29,7 @@ class Files(Protocol):
 
 
 class Inputs:
-    """What one virtual file is made of.
-
-    Args:
-        files: Where it belongs.
-        name: The virtual file.
-        computed: Its definition.
-    """
+    """What one virtual file is made of."""
 
     def __init__(self, files: Files, name: str, computed: Computed) -> None:
         self._files = files

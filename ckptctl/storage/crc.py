@@ -46,13 +46,7 @@ _ONE = 1 << 31
 
 
 def combine(crc1: int, crc2: int, len2: int) -> int:
-    """Return the CRC-32 of two blocks in a row.
-
-    Args:
-        crc1: ``zlib.crc32`` of the first block.
-        crc2: ``zlib.crc32`` of the second block.
-        len2: Bytes of the second block.
-    """
+    """Return the CRC-32 of two blocks in a row."""
     t0, t1, t2, t3, t4, t5, t6, t7 = _tables(len2)
     return (
         t0[crc1 & 15]
@@ -118,12 +112,7 @@ def algorithm_of(digest: str) -> str | None:
 
 
 def hasher(algorithm: str, size: int) -> _Hash:
-    """Return what computes a digest of a file.
-
-    Args:
-        algorithm: ``git-sha1``, or a name that :mod:`hashlib` knows.
-        size: Bytes of the whole file.
-    """
+    """Return what computes a digest, ``git-sha1`` or one of :mod:`hashlib`, of *size* bytes."""
     found = hashlib.new(algorithm.removeprefix(GIT), usedforsecurity=False)
     if algorithm.startswith(GIT):
         found.update(b"blob %d\0" % size)
@@ -143,19 +132,7 @@ def is_digest_of(digest: str, content: bytes) -> bool:
 def windows(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> Iterator[memoryview]:
-    """Yield a range of a file piece by piece; each piece is gone when the next one is there.
-
-    Args:
-        files: The files of a checkpoint.
-        file: One of them.
-        offset: First byte.
-        nbytes: Number of bytes.
-        advance: Called when a piece has been used.
-
-    Raises:
-        DamagedError: The file ends before the range does.
-        StorageError: The read failed.
-    """
+    """Yield a range of a file piece by piece; each piece is gone when the next one is there."""
     buffer = _buffer()
     for start in range(0, nbytes, len(buffer)):
         view = buffer[: nbytes - start]

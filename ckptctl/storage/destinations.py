@@ -19,13 +19,7 @@ Recognise = Callable[[Path], bool]
 
 @dataclass(frozen=True, slots=True)
 class Replaceable:
-    """What may be overwritten, and what it is called.
-
-    Attributes:
-        recognise: Whether a path is such a thing.
-        noun: Its name, with the article.
-        file: Whether one file is written: an empty folder does not give way to it.
-    """
+    """What may be overwritten, and what it is called."""
 
     recognise: Recognise
     noun: str = "a checkpoint"
@@ -37,12 +31,7 @@ class Replaceable:
 
 
 def destination(target: Path) -> Path:
-    """Return *target* as an absolute path whose parents are resolved and whose name is not.
-
-    Raises:
-        RefusedError: It has no name of its own (``/``, ``.``, ``..``).
-        UsageError: It was meant as a URL.
-    """
+    """Return *target* as an absolute path whose parents are resolved and whose name is not."""
     require_path(target)
     if target.name in ("", ".", ".."):
         raise RefusedError(
@@ -54,11 +43,7 @@ def destination(target: Path) -> Path:
 
 
 def require_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a URL, and what was one: ``Path("s3://a")`` is ``s3:/a``, a folder of this machine.
-
-    Raises:
-        UsageError: It is a URL, or has a folder with a scheme as its name that does not exist.
-    """
+    """Refuse a URL, and what was one: ``Path("s3://a")`` is ``s3:/a``, a folder of this machine."""
     require_local(path, "a URL is not taken here", hint="name a path")
     for folder in Path(local_path(path)).parents:
         if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
@@ -76,11 +61,7 @@ def staging_directory(target: Path) -> Path:
 
 
 def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> None:
-    """Refuse a destination that must not be touched.
-
-    Raises:
-        RefusedError: It exists without *overwrite*, is a symbolic link, or is not a checkpoint.
-    """
+    """Refuse a destination that must not be touched."""
     if target.is_symlink():
         raise RefusedError(
             "the destination is a symbolic link", where=str(target), hint="name what it points to"
@@ -110,14 +91,7 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
 
 
 def require_writable(target: Path) -> None:
-    """Refuse a destination where nothing can be made, before anything is read for it.
-
-    Args:
-        target: The destination, absolute; directories above it may be missing.
-
-    Raises:
-        StorageError: What is there above it is no directory, or may not be written to.
-    """
+    """Refuse a destination where nothing can be made, before anything is read for it."""
     parent = target.parent
     while not os.path.lexists(parent) and parent != parent.parent:
         parent = parent.parent
@@ -132,11 +106,7 @@ def require_writable(target: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that *path* is, or will be, on.
-
-    Raises:
-        StorageError: The system does not say.
-    """
+    """Return the free bytes of the file system that *path* is, or will be, on."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -148,16 +118,7 @@ def free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, needed: int, held: int = 0) -> None:
-    """Refuse a run that cannot fit.
-
-    Args:
-        path: Where it will write; need not exist.
-        needed: Bytes of the output.
-        held: Bytes of it that are on disk already.
-
-    Raises:
-        RefusedError: The file system has less room.
-    """
+    """Refuse a run that cannot fit."""
     free = free_bytes(path)
     if free < needed - held:
         raise RefusedError(
@@ -168,12 +129,7 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
 
 
 def already_exists(target: Path, kind: Replaceable = Replaceable(lambda _: True)) -> RefusedError:
-    """Return the error of a destination that exists.
-
-    Args:
-        target: The destination.
-        kind: What `--overwrite` replaces.
-    """
+    """Return the error of a destination that exists."""
     if kind(target):
         hint = f"choose another one, or pass --overwrite to replace {kind.noun}"
     else:

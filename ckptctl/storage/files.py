@@ -180,13 +180,7 @@ class LocalFiles(SourceFiles):
                 os.close(self._open.popitem()[1])
 
     def path(self, name: str) -> Path:
-        """Return the path of *name* after checking that it stays inside the root.
-
-        Raises:
-            OutsideError: It leads elsewhere.
-            UnsupportedError: It is not a regular file.
-            SourceNotFoundError: There is no such file.
-        """
+        """Return the path of *name* after checking that it stays inside the root."""
         path = self.root / contained(name, str(self.root))
         if leads_outside(path, self.root):
             why = f"it is {real_path(path)}"
@@ -332,12 +326,7 @@ def _in_hub_blobs(root: Path, real: Path) -> bool:
 
 
 class MemoryFiles(SourceFiles):
-    """One file, whatever its name.
-
-    Args:
-        content: All of it.
-        root: Where it comes from, for errors.
-    """
+    """One file, whatever its name."""
 
     def __init__(self, content: bytes, root: Path) -> None:
         self.root = root

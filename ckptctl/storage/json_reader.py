@@ -65,10 +65,6 @@ def loads(
         max_bytes: Refuse longer texts.
         parse_int: What makes an integer of its digits; it may raise ValueError.
         constants: Accept ``NaN``, ``Infinity`` and ``-Infinity``, which Python's own writer makes.
-
-    Raises:
-        DamagedError: It is cut off.
-        UnsupportedError: It is not strict JSON in another way.
     """
     _check_size(len(data), max_bytes, where)
     try:

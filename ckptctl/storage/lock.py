@@ -16,17 +16,7 @@ _LOCKS = Path("/proc/locks")
 
 @contextmanager
 def held(folder: Path, target: Path, doing: str) -> Iterator[None]:
-    """Hold the lock of *folder*, which is made if need be.
-
-    Args:
-        folder: Where the lock lies; may be removed while it is held.
-        target: What is protected by it, for errors.
-        doing: What another holder is at, as in ``writing this destination``.
-
-    Raises:
-        RefusedError: Another process holds it, or *folder* is a link.
-        StorageError: It cannot be made.
-    """
+    """Hold the lock of *folder*, which is made if need be."""
     descriptor = _lock(folder, target, doing)
     try:
         yield
@@ -39,14 +29,6 @@ def held_itself(folder: Path, doing: str) -> Iterator[None]:
     """Hold a lock on a folder that is there, and make nothing for it: a full disk has no room.
 
     Not every file system has such locks, and who goes by :func:`held` does not see them.
-
-    Args:
-        folder: What is protected.
-        doing: See :func:`held`.
-
-    Raises:
-        RefusedError: Another process holds it.
-        StorageError: It cannot be locked.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -10,21 +10,13 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 def mounted_in(path: Path) -> list[Path]:
-    """Return the mount points at *path* and below it, bind mounts too, in order.
-
-    Args:
-        path: A resolved path.
-    """
+    """Return the mount points at the resolved *path* and below it, bind mounts too, in order."""
     found = (point for point, _ in _mounts())
     return sorted({point for point in found if point.is_relative_to(path)})
 
 
 def file_system(path: Path) -> str | None:
-    """Return the type of the file system that *path* lies on: ``ext4``, ``nfs4``; None: unknown.
-
-    Args:
-        path: A resolved path.
-    """
+    """Return the type of the file system of a resolved path: ``ext4``, ``nfs4``; None: unknown."""
     over = [(point, kind) for point, kind in _mounts() if path.is_relative_to(point)]
     # What was mounted last at a point hides what was there.
     return max(reversed(over), key=lambda one: len(one[0].parts))[1] if over else None

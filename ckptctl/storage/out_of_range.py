@@ -56,15 +56,7 @@ def worst(found: Mapping[str, OutOfRange]) -> str:
 
 
 def require_in_range(found: Mapping[str, OutOfRange], hint: str) -> None:
-    """Refuse elements that became infinite, NaN or saturated.
-
-    Args:
-        found: By the name of the tensor.
-        hint: What to do about it.
-
-    Raises:
-        RefusedError: There are any.
-    """
+    """Refuse elements that became infinite, NaN or saturated."""
     if found:
         raise RefusedError(
             "elements became infinite, NaN or saturated", why=worst(found), hint=hint

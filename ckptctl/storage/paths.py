@@ -24,11 +24,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 
 
 def named(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a user names, which may be a URL; nothing is looked at yet.
-
-    Raises:
-        UsageError: The URL names nothing, or what no path can say.
-    """
+    """Return the path that a user names, which may be a URL; nothing is looked at yet."""
     if not is_url(path):
         return path if isinstance(path, Path) else Path(local_path(path))
     from ckptctl.storage.remote import trees
@@ -38,13 +34,7 @@ def named(path: str | os.PathLike[str]) -> Path:
 
 
 def source_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a user wants to be read, which may be a URL; that is looked at anew.
-
-    Raises:
-        SourceNotFoundError: There is nothing behind the URL.
-        UsageError: No file system for it is known or installed.
-        StorageError: The place cannot be reached, or does not let us look.
-    """
+    """Return the path that a user wants to be read, which may be a URL; that is looked at anew."""
     found = named(path)
     if not is_url(found):
         return found
@@ -82,9 +72,6 @@ def require_answers(path: Path) -> None:
     """Prove that what is behind a URL has answered whenever it was asked.
 
     Readers take a file that cannot be read for a damaged one, which is right on this machine only.
-
-    Raises:
-        StorageError: It has not: nothing that was found out since says what is there.
     """
     if is_url(path):
         from ckptctl.storage.remote import trees
@@ -102,21 +89,13 @@ def require_local(
     hint: str | None = None,
     error: type[CkptError] = UsageError,
 ) -> None:
-    """Refuse a URL where only paths of this machine make sense.
-
-    Raises:
-        CkptError: *path* is one; an *error*, which says *what*, *why* and the *hint*.
-    """
+    """Refuse a URL where only paths of this machine make sense."""
     if is_url(path):
         raise error(what, where=masked(os.fspath(path)), why=why, hint=hint)
 
 
 def path_hint(path: str | Path) -> str:
-    """Return a hint on a path at which there is nothing: what there is in its place.
-
-    Args:
-        path: Something that does not exist, or is a file where a directory should be.
-    """
+    """Return a hint on a path at which there is nothing: what there is in its place."""
     if is_url(path):
         return "check the URL: there is nothing at it"
     absolute = Path(path).expanduser().absolute()
@@ -163,15 +142,7 @@ class OutsideError(UnsupportedError):
 
 
 def contained(name: str, where: str) -> str:
-    """Return *name* if it is a plain relative path below a checkpoint's root.
-
-    Args:
-        name: A path found inside a checkpoint (``weight_map``, ``relative_path``).
-        where: The file that names it, for the error.
-
-    Raises:
-        OutsideError: The path is absolute, has a drive, a ``..`` or a NUL, or is empty.
-    """
+    """Return *name* if it is a plain relative path below a checkpoint's root."""
     pure = PureWindowsPath(name)
     parts = pure.parts
     if not parts or pure.drive or pure.root or ".." in parts or "\0" in name or "\\" in name:

@@ -36,14 +36,7 @@ DOING = "writing this destination"
 
 
 class Staging:
-    """The place where one output is made.
-
-    Attributes:
-        target: Absolute destination.
-        data: Directory of the output files.
-        journal: Path of the journal.
-        notes: What the user should know about the way it was published.
-    """
+    """The place where one output is made."""
 
     def __init__(
         self, target: Path, *, overwrite: bool, single_file: bool, is_checkpoint: Recognise
@@ -67,15 +60,7 @@ class Staging:
         )
 
     def publish(self) -> list[str]:
-        """Give the output its final name; its files and directories are synced already.
-
-        Returns:
-            Notes for the user on how it was published, if there is anything to say.
-
-        Raises:
-            RefusedError: Something is there, or appeared meanwhile.
-            StorageError: The system failed the rename or a sync.
-        """
+        """Give the output its final name; its files and directories are synced already."""
         check_target(self.target, overwrite=self._overwrite, is_checkpoint=self._is_checkpoint)
         try:
             # After an exchange `data` is the old output: no journal may vouch for it.
@@ -91,9 +76,6 @@ class Staging:
 
     def revert(self) -> str:
         """Take the published output back; it is removed with the staging directory.
-
-        Returns:
-            What was done, for the user.
 
         Raises:
             RefusedError: Something else has been put in its place; nothing is touched.
@@ -162,11 +144,6 @@ def staging(
         keep_on_error: Whether to leave the staged files after an error, for *resume*.
         single_file: Whether the output is the one file ``data/NAME`` instead of ``data``.
         is_checkpoint: Whether a path is something that may be overwritten.
-
-    Raises:
-        RefusedError: *target* exists, is a symbolic link, is no name for an output, or another
-            process is at work on it.
-        StorageError: A directory cannot be made.
     """
     target = destination(target)
     found = Staging(
@@ -190,14 +167,7 @@ def staging(
 
 @contextmanager
 def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Let a run that is refused remove what an earlier one left that was killed when all was done.
-
-    Args:
-        target: The destination; None: nothing is removed.
-
-    Raises:
-        RefusedError: As it was raised inside.
-    """
+    """Let a run that is refused remove what one left that was killed when all was done."""
     try:
         yield
     except RefusedError:

@@ -29,11 +29,6 @@ def ahead(
     """Yield *items* while the next ones are being fetched; of local files nothing is.
 
     What cannot be fetched is an error where it is read.
-
-    Args:
-        files: The checkpoint's files.
-        items: What is looked at in turn.
-        places: Where that is going to be read.
     """
     if files.local:
         yield from items

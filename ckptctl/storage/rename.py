@@ -46,10 +46,6 @@ def move(path: Path, target: Path) -> None:
 
     Where the system cannot do that in one step, *target* is looked for before the rename.
 
-    Args:
-        path: What is renamed.
-        target: Its new name.
-
     Raises:
         FileExistsError: *target* exists.
         OSError: It could not be done.

@@ -52,17 +52,7 @@ class SafetensorsHeader:
 
 
 def read_header(files: SourceFiles, name: str, *, unread: bool = False) -> SafetensorsHeader:
-    """Read the header of a safetensors file.
-
-    Args:
-        files: Files of the checkpoint.
-        name: The one to read.
-        unread: Whether tensors of dtypes that are not known are described, or refused.
-
-    Raises:
-        DamagedError: It is truncated.
-        UnsupportedError: It breaks a rule of the format, or has an unknown dtype.
-    """
+    """Read the header of a safetensors file; *unread* describes unknown dtypes, or refuses them."""
     where = str(files.root / name)
     size = files.size(name)
     if size < 8:
@@ -204,17 +194,9 @@ def encode_header(
 ) -> tuple[bytes, tuple[int, ...]]:
     """Return the bytes before the data, and where each tensor goes.
 
-    Args:
-        tensors: Name, torch's dtype and shape as torch counts it; the data follows this order
-            without gaps.
-        metadata: The ``__metadata__`` strings; ``{}``: none are written.
-
     Returns:
         Length and header, padded with spaces so that the data begins at a multiple of 8; and the
         first byte of each tensor in the file.
-
-    Raises:
-        RefusedError: The format cannot hold a name, a dtype or that many tensors.
     """
     parts = [f'"{METADATA}":{_text(dict(metadata))}'] if metadata else []
     names: set[str] = set()

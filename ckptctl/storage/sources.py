@@ -16,12 +16,7 @@ from ckptctl.storage.paths import path_at
 
 
 class Sources:
-    """Every directory that a plan reads from, open for its whole run.
-
-    Args:
-        plan: What will be done.
-        stack: Closes the files in the end.
-    """
+    """Every directory that a plan reads from, open for its whole run."""
 
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
         self._plan = plan
@@ -42,11 +37,7 @@ class Sources:
         return sorted((name, *astuple(one)) for (_, name), one in self._identities.items())
 
     def check(self) -> None:
-        """Compare every source file with what it was when it was first looked at.
-
-        Raises:
-            ChangedError: One of them is gone or was written to, or the whole source was replaced.
-        """
+        """Compare every source file with what it was when it was first looked at."""
         require_unreplaced(self._plan.opened)
         sizes = {file.path: file.size for file in self._plan.files}
         for files in self._open.values():
@@ -74,11 +65,7 @@ class Sources:
 
 
 def identity_of(path: Path) -> FileIdentity:
-    """Return the identity of the file or folder at *path*.
-
-    Raises:
-        StorageError: It cannot be looked at.
-    """
+    """Return the identity of the file or folder at *path*."""
     try:
         return FileIdentity.of(path.stat())
     except OSError as error:
@@ -86,11 +73,7 @@ def identity_of(path: Path) -> FileIdentity:
 
 
 def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:
-    """Make sure that what was opened still lies under its path.
-
-    Raises:
-        ChangedError: Another file or folder has taken its place.
-    """
+    """Make sure that what was opened still lies under its path."""
     if opened is None:
         return
     path, before = path_at(opened[0]), opened[1]
@@ -106,11 +89,7 @@ def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:
 
 @contextmanager
 def blaming(check: Callable[[], None]) -> Iterator[None]:
-    """Blame an error within on a change of the source, where *check* finds that it changed.
-
-    Raises:
-        ChangedError: Parts of two checkpoints were read.
-    """
+    """Blame an error within on a change of the source, where *check* finds that it changed."""
     try:
         yield
     except CkptError:

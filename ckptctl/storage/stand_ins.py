@@ -44,9 +44,6 @@ def require_content(files: SourceFiles, name: str) -> None:
     """Refuse a file that holds something else instead of what it is called after.
 
     For files that could not be read: others need not be looked at.
-
-    Raises:
-        DamagedError: It is the pointer, page or error message that a download left there.
     """
     size = files.size(name)
     if size > LONGEST:

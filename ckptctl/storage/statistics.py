@@ -74,17 +74,7 @@ class Statistics:
 def measure(
     files: Readable, entry: TensorEntry, bins: int = BINS, seen: Advance = _unseen
 ) -> Statistics | None:
-    """Read *entry* twice and return its statistics; None: its dtype has no numbers.
-
-    Args:
-        files: The checkpoint that holds it; its extents must be ``raw``.
-        entry: The tensor.
-        bins: Steps of the histogram.
-        seen: Called with the bytes of elements that were read, again for the second time.
-
-    Raises:
-        DamagedError: A file ends before the tensor does.
-    """
+    """Read *entry* twice and return its statistics; None: its dtype has no numbers."""
     if entry.dtype in UNMEASURED:
         return None
     total = Statistics()
@@ -98,16 +88,7 @@ def measure(
 def nonfinite(
     files: Readable, entry: TensorEntry, seen: Advance = _unseen
 ) -> tuple[int, int] | None:
-    """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers.
-
-    Args:
-        files: The checkpoint that holds it; its extents must be ``raw``.
-        entry: The tensor.
-        seen: Called with the bytes of elements that were read.
-
-    Raises:
-        DamagedError: A file ends before the tensor does.
-    """
+    """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers."""
     if entry.dtype in UNMEASURED:
         return None
     nan = inf = 0

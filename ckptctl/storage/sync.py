@@ -14,16 +14,7 @@ _WRITE = 2
 
 
 def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
-    """Write a new file.
-
-    Args:
-        path: Where.
-        parts: What it holds, one after the other.
-        sync: Whether it has to be on the disk; its name is on the disk when the directory is.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Write a new file."""
     try:
         with path.open("xb") as file:
             file.writelines(parts)
@@ -35,27 +26,14 @@ def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
 
 
 def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
-    """Write a new file.
-
-    Args:
-        path: Its path.
-        content: Its parts.
-        sync: Whether it and its name have to be on disk.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Write a new file, and have its name on the disk, too."""
     write_file(path, *content, sync=sync)
     if sync:
         sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the entries of a directory.
-
-    Raises:
-        StorageError: The system could not.
-    """
+    """Sync the entries of a directory."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -71,9 +49,6 @@ def begin_writeback(descriptor: int) -> None:
 
     Unlike an early ``fsync`` it commits nothing to the file system's journal, which all who write
     on that disk would wait for. What fails here is said by the ``fsync`` that follows later.
-
-    Args:
-        descriptor: Of the file.
     """
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:

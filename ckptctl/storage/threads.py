@@ -51,20 +51,12 @@ def default_threads(processes: int = 1) -> int:
 
     More threads than cores make a save of many ranks slower: those that write one file wait for
     each other in the kernel, and that takes the time of the others.
-
-    Args:
-        processes: How many there are, where no launcher says how many of them are on this host.
     """
     return max(1, min(MOST, cores() // (_processes_here() or processes)))
 
 
 class Supervisor:
-    """What threads and the one that waits for them tell each other.
-
-    Attributes:
-        stop: Set when the threads are to end.
-        changed: Guards what several threads change, re-entrant; notified when one of them ends.
-    """
+    """What threads and the one that waits for them tell each other."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -90,16 +82,7 @@ class Supervisor:
     def watch(
         self, finished: Callable[[], bool], total: Callable[[], int], progress: Advance
     ) -> None:
-        """Wait until *finished*, and report what was done meanwhile.
-
-        Args:
-            finished: Whether the work is over, as *leave* of :meth:`ended` has it.
-            total: Returns the bytes done so far.
-            progress: Called with the bytes done since it was called last.
-
-        Raises:
-            BaseException: What went wrong first in a thread.
-        """
+        """Wait until *finished*, and report what was done meanwhile."""
         while True:
             with self.changed:
                 over = finished()

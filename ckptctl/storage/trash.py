@@ -20,12 +20,7 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove(path: Path) -> None:
-    """Remove the file or directory at *path*; nothing happens if there is none.
-
-    Raises:
-        RefusedError: It contains a mount point, or was moved meanwhile.
-        StorageError: The system refused.
-    """
+    """Remove the file or directory at *path*; nothing happens if there is none."""
     try:
         with _opened(path.parent, _OPEN & ~os.O_NOFOLLOW) as walk:
             walk.remove(path.name)
@@ -36,12 +31,7 @@ def remove(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove everything inside the directory at *path*.
-
-    Raises:
-        RefusedError: It contains a mount point, or was moved meanwhile.
-        StorageError: The system refused, or *path* is not a directory.
-    """
+    """Remove everything inside the directory at *path*."""
     try:
         with _opened(path, _OPEN) as walk:
             for name in _names(walk.descriptor):
@@ -60,12 +50,7 @@ class _Entered:
 
 
 class _Walk:
-    """A way through folders, of which the last one alone is open.
-
-    Args:
-        descriptor: The folder in which it begins.
-        path: The same, for errors.
-    """
+    """A way through folders, of which the last one alone is open."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor = descriptor
@@ -74,11 +59,7 @@ class _Walk:
         self._levels: list[_Entered] = []
 
     def remove(self, name: str) -> None:
-        """Remove *name* and all that it holds, and be where it was before.
-
-        Raises:
-            RefusedError: Another file system is mounted there, or a folder was moved.
-        """
+        """Remove *name* and all that it holds, and be where it was before."""
         self._remove_or_enter(name)
         while self._levels:
             left = self._levels[-1].left

@@ -27,12 +27,7 @@ DOING = "removing checkpoints here"
 
 
 class TwoPhaseDelete:
-    """Deletes things from one folder; made by :func:`deleting`.
-
-    Args:
-        root: The folder, resolved.
-        stack: What ends with the run.
-    """
+    """Deletes things from one folder; made by :func:`deleting`."""
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
@@ -41,12 +36,7 @@ class TwoPhaseDelete:
         self._cramped = False
 
     def lock(self) -> None:
-        """Make the trash folder and lock it; where there is no room, lock *root* until there is.
-
-        Raises:
-            RefusedError: Another run is at it.
-            StorageError: The lock cannot be made.
-        """
+        """Make the trash folder and lock it; where there is no room, lock *root* until there is."""
         try:
             self._stack.enter_context(lock.held(self.folder, self.root, DOING))
             self._cramped = False
@@ -60,10 +50,6 @@ class TwoPhaseDelete:
     def delete(self, name: str, identity: FileIdentity) -> None:
         """Remove the entry *name* of the folder.
 
-        Args:
-            name: A directory or a file; no link.
-            identity: What it was when it was chosen.
-
         Raises:
             RefusedError: It is something else by now, or another file system is mounted in it; it
                 is as it was.
@@ -74,15 +60,7 @@ class TwoPhaseDelete:
         self.take(path, name)
 
     def take(self, path: Path, name: str) -> None:
-        """Remove what lies at *path*, in the folder or below it.
-
-        Args:
-            path: A directory or a file; no link.
-            name: What it is called in the trash.
-
-        Raises:
-            CkptError: See :meth:`delete`.
-        """
+        """Remove what lies at *path*, in the folder or below it."""
         if self._cramped:
             self._take_the_first(path)
             return
@@ -97,11 +75,7 @@ class TwoPhaseDelete:
             ) from error
 
     def make_room(self, name: str) -> Path:
-        """Return a path in the trash that is free, named after *name*.
-
-        Raises:
-            CkptError: What is there cannot be removed, or there is no room for a trash.
-        """
+        """Return a path in the trash that is free, named after *name*."""
         if self._cramped:
             raise self._no_room(self.root)
         trash.remove(self.folder / name)
@@ -178,12 +152,7 @@ def tidy(root: Path) -> None:
 
 @contextmanager
 def deleting(root: Path) -> Iterator[TwoPhaseDelete]:
-    """Lock *root* against other runs that remove from it, and empty its trash before and after.
-
-    Raises:
-        RefusedError: Another run is at it.
-        StorageError: The lock cannot be made.
-    """
+    """Lock *root* against other runs that remove from it, and empty its trash before and after."""
     with ExitStack() as stack:
         found = TwoPhaseDelete(root, stack)
         found.lock()

@@ -58,11 +58,6 @@ def execute(
         memory: What :func:`~ckptctl.catalog.memory_name` of the plan stands for: bytes of tensors,
             which stay as they are while the plan is carried out, or which it fills.
         uploads: Where complete files go; None: they stay below *root*.
-
-    Raises:
-        ChangedError: A source changed.
-        DamagedError: A source ends too early or contradicts its recorded checksum.
-        StorageError: A read, write or sync failed.
     """
     with ExitStack() as stack:
         run = PlanRun(plan, root, options, stack, memory, uploads=uploads)
@@ -76,21 +71,7 @@ def execute(
 
 
 class PlanRun:
-    """A plan while it is carried out.
-
-    Args:
-        plan: See :func:`~ckptctl.storage.execution.executor.execute`.
-        root: See there.
-        options: See there.
-        stack: Closes everything in the end.
-        memory: See there.
-        share: What of the plan this process does; None: all of it.
-        uploads: See there.
-
-    Attributes:
-        sources: The source files.
-        output: The output files.
-    """
+    """A plan while it is carried out."""
 
     def __init__(
         self,
@@ -148,10 +129,6 @@ class PlanRun:
 
         Where the plan is shared, the frames of files that others write, too, are left; what this
         process wrote of them is synced.
-
-        Args:
-            done: Units that an earlier run did.
-            progress: See :func:`~ckptctl.storage.execution.executor.execute`.
         """
         every = self._options.journal_every if self._journal else 0
         self._ledger = Ledger(self._plan, every, SYNC_EVERY)
@@ -185,15 +162,7 @@ class PlanRun:
         return self._ledger.books()._replace(read=self._read)
 
     def finish(self, others: Sequence[Books]) -> None:
-        """Write the frames that are left of a shared plan, and sync.
-
-        Args:
-            others: What the other processes did.
-
-        Raises:
-            DamagedError: A source contradicts its recorded checksum.
-            StorageError: A write or sync failed.
-        """
+        """Write the frames that are left of a shared plan, and sync."""
         finished = {path for books in (self.books(), *others) for path in books.finished}
         for books in others:
             self._ledger.add(books)

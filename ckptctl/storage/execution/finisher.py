@@ -22,18 +22,7 @@ Task = Callable[[], None]
 
 
 class Finisher:
-    """Completes output files in the background.
-
-    Args:
-        plan: The plan.
-        root: Directory of the output files.
-        ledger: Knows the checksums that frames contain.
-        journal: Where durable units are noted; None: nowhere.
-        ended: Called by each of its threads when it ends; see
-            :meth:`~ckptctl.storage.threads.Supervisor.ended`.
-        sync: Whether files have to be on disk.
-        uploads: Where complete files go; None: they stay.
-    """
+    """Completes output files in the background."""
 
     def __init__(
         self,

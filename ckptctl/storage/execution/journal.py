@@ -41,17 +41,7 @@ class Done(NamedTuple):
 
 
 class Journal:
-    """An append-only journal.
-
-    Args:
-        path: The file; created or cut to its sound part.
-        header: What must be equal for the journal to be believed: the plan's digest, the sources'
-            identities and whatever else decides where units begin and end.
-        resume: Whether to believe what is there; otherwise it starts empty.
-
-    Attributes:
-        done: The units found in it, by transfer and tile.
-    """
+    """An append-only journal."""
 
     def __init__(self, path: Path, header: Header, *, resume: bool) -> None:
         self._path = path
@@ -88,9 +78,6 @@ class Journal:
         """Add *units*, whose data is on disk, and sync; a closed journal stays as it is.
 
         For one thread at a time.
-
-        Raises:
-            StorageError: The journal could not be written.
         """
         with self._lock:
             if self._closed:

@@ -40,11 +40,7 @@ class Unit(NamedTuple):
 
 
 class Lane:
-    """The units of one output file, or the checks of a source file, handed out in order.
-
-    Args:
-        units: All of them; drawn from under a lock, by one thread at a time.
-    """
+    """The units of one output file, or the checks of a source file, handed out in order."""
 
     def __init__(self, units: Iterator[Unit]) -> None:
         self._units = units
@@ -118,14 +114,7 @@ class Lanes:
 
 
 class PlanUnits:
-    """What has to be done, tile by tile, in an order that depends on nothing but the arguments.
-
-    Args:
-        plan: The plan.
-        sources: Its source files.
-        limits: Sizes of tiles.
-        share: What of it is done here; None: all.
-    """
+    """What has to be done, tile by tile, in an order that depends on nothing but the arguments."""
 
     def __init__(self, plan: Plan, sources: Sources, limits: Limits, share: Share | None) -> None:
         self._plan = plan

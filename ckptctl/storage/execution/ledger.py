@@ -55,13 +55,7 @@ class Books(NamedTuple):
 
 
 class Ledger:
-    """The books of a run; safe to use from many threads.
-
-    Args:
-        plan: The plan.
-        journal_every: Bytes between entries of the journal; 0: there is none.
-        sync_every: Bytes of a file between syncs.
-    """
+    """The books of a run; safe to use from many threads."""
 
     def __init__(self, plan: Plan, journal_every: int, sync_every: int) -> None:
         self._plan = plan
@@ -109,11 +103,7 @@ class Ledger:
             return Books(self._whole, self._parts, self._sources, written, finished, lost)
 
     def add(self, books: Books) -> None:
-        """Enter what another process did.
-
-        Raises:
-            DamagedError: A source operand does not have the checksum its file records.
-        """
+        """Enter what another process did."""
         with self._lock:
             self._whole |= books.whole
             for record, parts in books.parts.items():
@@ -130,15 +120,7 @@ class Ledger:
             self._check(transfer, operand, parts)
 
     def commit(self, units: Iterable[tuple[Unit, Done]], *, resumed: bool = False) -> News:
-        """Enter finished units.
-
-        Args:
-            units: What was done, with its checksums.
-            resumed: Whether an earlier run did it.
-
-        Raises:
-            DamagedError: A source operand does not have the checksum its file records.
-        """
+        """Enter finished units."""
         news = News([], [], ([], []))
         complete: list[tuple[int, int, Parts]] = []
         with self._lock:
@@ -165,11 +147,7 @@ class Ledger:
         self._lost[transfer] = self._lost.get(transfer, NONE) + lost
 
     def crc(self, record: int) -> int:
-        """Return the CRC-32 of a finished record; 0 for an empty one.
-
-        Raises:
-            CkptError: Not all of its bytes have been written: a bug.
-        """
+        """Return the CRC-32 of a finished record; 0 for an empty one."""
         if record in self._whole:
             return self._whole[record]
         entry = self._plan.records[record]

@@ -16,11 +16,7 @@ from ckptctl.storage.sync import sync_directory
 
 
 def open_target(path: Path) -> int:
-    """Open an output file that exists for writing.
-
-    Raises:
-        StorageError: It cannot be opened.
-    """
+    """Open an output file that exists for writing."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -28,11 +24,7 @@ def open_target(path: Path) -> int:
 
 
 def write_all(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Write all of *view* at *offset*.
-
-    Raises:
-        StorageError: The write failed; a full disk says what is free.
-    """
+    """Write all of *view* at *offset*."""
     try:
         done = os.pwrite(descriptor, view, offset)
         while done < len(view):
@@ -56,14 +48,7 @@ def _write_failed(error: OSError, path: Path) -> StorageError:
 
 
 class OutputFiles:
-    """The output files of a plan.
-
-    Args:
-        files: Those of the plan.
-        root: The directory that they lie below.
-        shared: Whether others write below it: then nothing there is removed.
-        sync: Whether directories have to be on disk.
-    """
+    """The output files of a plan."""
 
     def __init__(
         self, files: Sequence[OutputFile], root: Path, *, shared: bool, sync: bool
@@ -82,11 +67,7 @@ class OutputFiles:
         )
 
     def create(self) -> None:
-        """Create the output files at their full size.
-
-        Raises:
-            StorageError: One cannot be made.
-        """
+        """Create the output files at their full size."""
         if self._files and not self._shared:
             trash.clear(self._root)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW

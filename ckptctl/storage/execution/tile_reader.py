@@ -66,11 +66,7 @@ def _scatter(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
 
 
 class Descriptors:
-    """The last few files that one thread used.
-
-    Args:
-        root: Directory of the output files.
-    """
+    """The last few files that one thread used."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -89,11 +85,7 @@ class Descriptors:
         return found if found is not None else self._keep(key, open_target(self._root / name))
 
     def close(self) -> None:
-        """Close all of them.
-
-        Raises:
-            StorageError: One said only now that what was written to it is lost, as over NFS.
-        """
+        """Close all of them; over NFS this may be what says that written bytes are lost."""
         with ExitStack() as stack:
             for _ in self._open:
                 stack.callback(self._close_oldest)
@@ -114,18 +106,7 @@ class Descriptors:
 
 
 class TileReader:
-    """Reads for one thread.
-
-    Args:
-        descriptors: The thread's.
-        buffers: Likewise.
-        memory: What of this process's memory is read, by name.
-        computed: See below.
-
-    Attributes:
-        computed: Returns virtual files for this thread's use, made ready.
-        bytes_read: Bytes that it has read from source files, those of virtual ones apart.
-    """
+    """Reads for one thread."""
 
     def __init__(
         self,
@@ -143,14 +124,7 @@ class TileReader:
     def read(
         self, files: SourceFiles, read: Read, buffer: memoryview, *, again: bool = True
     ) -> int:
-        """Fill the buffer and return the CRC of what was read, or -1 when none is wanted.
-
-        Args:
-            files: Where the source is.
-            read: What to read.
-            buffer: Gets it.
-            again: Whether it is the buffer of tiles, which others use, too.
-        """
+        """Fill the buffer and return the CRC of what was read, or -1 when none is wanted."""
         if is_computed(read.file):
             return -1
         if read.pattern is None or len(read.pattern.runs) == 1:
@@ -169,11 +143,7 @@ class TileReader:
         return crc if read.operand >= 0 else -1
 
     def gather(self, name: str, reads: Sequence[Read], buffer: memoryview) -> OutOfRange:
-        """Fill the buffer with all that a tile reads of one virtual file, in one go.
-
-        Returns:
-            What became infinite, NaN or saturated on the way.
-        """
+        """Fill the buffer with all that a tile reads of one virtual file; return what was lost."""
         pieces: list[tuple[int, int, int]] = []
         for read in reads:
             if read.file != name:
@@ -214,20 +184,7 @@ class TileReader:
         nbytes: int,
         descriptor: int | None = None,
     ) -> None:
-        """Fill *views*, one after the other, with the bytes of one range.
-
-        Args:
-            files: Where the source is.
-            name: The file, or the name of memory.
-            views: Get the bytes; at most IOV_MAX.
-            offset: First byte.
-            nbytes: Of all views.
-            descriptor: The file's, where it is known.
-
-        Raises:
-            DamagedError: The file ends before.
-            StorageError: The read failed.
-        """
+        """Fill *views*, one after the other, with the bytes of one range."""
         if is_memory(name):
             memory = self._memory[name]
             for view in views:

@@ -21,12 +21,7 @@ Put = Callable[[str, Path], None]
 
 
 class UploadQueue:
-    """Between those who fill files and the place that they go to.
-
-    Args:
-        put: Takes a complete file to its place.
-        last: Files that make an output one: they go when all others are there.
-    """
+    """Between those who fill files and the place that they go to."""
 
     def __init__(self, put: Put, last: Collection[str]) -> None:
         self._put = put
@@ -35,32 +30,19 @@ class UploadQueue:
         self._waiting = 0
 
     def wait(self, stopped: Callable[[], bool]) -> None:
-        """Return once there is room for another file, or all is over.
-
-        Args:
-            stopped: Whether all is over.
-        """
+        """Return once there is room for another file, or all is over."""
         with self._changed:
             while self._waiting >= WAITING and not stopped():
                 self._changed.wait(0.1)
 
     def announce(self, name: str) -> None:
-        """Count a file that is going to be complete at once.
-
-        Args:
-            name: Its name in the output.
-        """
+        """Count a file that is going to be complete at once."""
         if name not in self._last:
             with self._changed:
                 self._waiting += 1
 
     def take(self, name: str, path: Path) -> None:
-        """Bring a complete file to its place, and free its disk.
-
-        Args:
-            name: Its name in the output; one of the last ones waits for :meth:`close`.
-            path: Where it is now.
-        """
+        """Bring a complete file to its place, and free its disk; the last ones wait for the end."""
         if name in self._last:
             return
         try:
@@ -73,12 +55,7 @@ class UploadQueue:
                 self._changed.notify_all()
 
     def close(self, root: Path, ready: Callable[[], None]) -> None:
-        """Bring the files that come last to their place, in their order.
-
-        Args:
-            root: The folder of the output.
-            ready: Called when all but the last one are there.
-        """
+        """Bring the files that come last to their place, in their order."""
         for number, name in enumerate(self._last, 1):
             if number == len(self._last):
                 ready()

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
 class Worker:
     """Does tiles, one after the other, in memory of its own.
 
-    Args:
-        root: Directory of the output files.
-        transfers: Those of the plan.
-        checksum: Whether to compute CRCs.
-        chunk: Bytes of a buffer for plain byte ranges.
-        arithmetic: Returns the module that imports torch, made ready.
-        computed: Returns virtual files for this thread's use, made ready.
-        memory: What of this process's memory is read or written, by name.
-
     Attributes:
         alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
             lock while it reads, too: with two writers it is slower than reading and writing.
@@ -76,12 +67,7 @@ class Worker:
         self._descriptors.close()
 
     def do(self, unit: Unit) -> Done:
-        """Do one unit; return its checksums, and what of it did not fit into its dtype.
-
-        Raises:
-            DamagedError: A source file is shorter than it should be.
-            StorageError: A read or write failed.
-        """
+        """Do one unit; return its checksums, and what of it did not fit into its dtype."""
         self._lost = NONE
         done = self._do(unit)
         return done._replace(lost=astuple(self._lost)) if self._lost else done

@@ -17,15 +17,7 @@ _BINGET = tuple(b"h" + bytes((index,)) for index in range(256))
 
 
 class PickleEmitter:
-    """Collects the opcodes of one pickle.
-
-    Attributes:
-        out: The opcodes so far.
-        emit: Adds some.
-        strings: Memo index of each string.
-        globals: Memo index of each global.
-        size: Entries of the memo.
-    """
+    """Collects the opcodes of one pickle."""
 
     __slots__ = ("emit", "globals", "out", "size", "strings")
 
@@ -83,11 +75,7 @@ class PickleEmitter:
         self.emit(b"G" + _DOUBLE(value))
 
     def name(self, found: Global) -> None:
-        """Write a global.
-
-        Raises:
-            RefusedError: Its name cannot be written.
-        """
+        """Write a global."""
         index = self.globals.get(found)
         if index is not None:
             self.get(index)

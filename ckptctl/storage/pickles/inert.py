@@ -112,11 +112,7 @@ class Inert:
         self._key: tuple[object, ...] | None = None
 
     def build(self, state: object) -> None:
-        """Take the state of a BUILD opcode.
-
-        Raises:
-            UnsupportedError: The record is a dict key already.
-        """
+        """Take the state of a BUILD opcode."""
         if self._key is not None:
             raise UnsupportedError(f"a `{self.module}.{self.name}` changes after its use as a key")
         self.state = state
@@ -126,9 +122,6 @@ class Inert:
 
         Numbers become text, because Python salts the hashes of text alone: those of numbers
         collide at will, and a hostile file would make every dict lookup linear.
-
-        Raises:
-            UnsupportedError: The record holds something that cannot be compared cheaply.
         """
         if self._key is None:
             if self.appended is not None or self.entries is not None:
@@ -172,14 +165,7 @@ def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:
 
 
 def check_key(value: object) -> int:
-    """Check that *value* can be hashed and compared in constant time.
-
-    Returns:
-        The number of its nodes: 1 for a plain value or a record, more for a tuple.
-
-    Raises:
-        UnsupportedError: It is mutable, too large or not a plain value.
-    """
+    """Check that *value* can be hashed and compared in constant time."""
     nodes = 0
     pending = [value]
     while pending:
@@ -210,17 +196,6 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
     A pickle of 100 bytes can hold a list of lists of lists that each name the next one ten times:
     ten billion leaves, "a billion laughs". What passes here may be walked recursively: at most
     *limit* nodes, at most ``MAX_DEPTH`` deep, no cycles.
-
-    Args:
-        root: What :func:`ckptctl.storage.pickles.reader.loads` returned.
-        limit: Most nodes, each counted as often as a path leads to it.
-        where: The file, for the error.
-
-    Returns:
-        The number of nodes.
-
-    Raises:
-        UnsupportedError: There are more, or they nest deeper.
     """
     count = 1
     pending = [(root, 1)]
@@ -245,15 +220,7 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
 
 
 def walk(root: object, limit: int = sys.maxsize) -> Iterator[object]:
-    """Yield every value inside *root*, itself included, containers once however often shared.
-
-    Args:
-        root: What :func:`ckptctl.storage.pickles.reader.loads` returned.
-        limit: Most values; unbounded for what :func:`check_tree` passed.
-
-    Raises:
-        UnsupportedError: There are more.
-    """
+    """Yield every value inside *root*, itself included, containers once however often shared."""
     seen: set[int] = set()
     pending = [root]
     count = 0

@@ -37,15 +37,7 @@ _PARTS = frozenset({"complex32", "complex64", "complex128", "float16", "float32"
 
 
 class UnreadError(UnsupportedError):
-    """One tensor whose elements are not read.
-
-    Args:
-        reason: What is special about it, as in ``sparse``.
-        dtype: torch's name of its dtype, as far as it is known.
-        shape: Its sizes, likewise.
-        base: Where its flags alone are special: the tensor without them.
-        flags: Those flags.
-    """
+    """One tensor whose elements are not read."""
 
     def __init__(
         self,
@@ -115,11 +107,7 @@ class StorageRef:
 
 
 def storage_id(pid: object) -> tuple[str, str, int]:
-    """Return key, dtype and bytes of the persistent id ``("storage", class, key, place, numel)``.
-
-    Raises:
-        UnsupportedError: It is not one, or of a kind that is not known.
-    """
+    """Return key, dtype and bytes of a persistent id ``("storage", class, key, place, numel)``."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise UnsupportedError("malformed storage", why="a persistent id is not a storage")
     _, kind, key, _, numel = pid

@@ -50,15 +50,7 @@ class StorageTensor:
 
 
 def dumps(obj: object) -> bytes:
-    """Return the pickle of *obj*.
-
-    Args:
-        obj: None, bool, int, float, complex, str, bytes, bytearray, slice, tuple, list, dict, set,
-            frozenset, ``OrderedDict``, what the pickle reader makes, or :class:`StorageTensor`.
-
-    Raises:
-        RefusedError: It holds anything else, or nests too deeply.
-    """
+    """Return the pickle of *obj*."""
     writer = _Writer()
     try:
         writer.save(obj)
@@ -68,12 +60,7 @@ def dumps(obj: object) -> bytes:
 
 
 class _Writer(PickleEmitter):
-    """Writes objects, each by the method that its class has in the table below.
-
-    Attributes:
-        objects: Memo index of each container by its identity.
-        kept: Temporary containers, alive so that their identities stay theirs.
-    """
+    """Writes objects, each by the method that its class has in the table below."""
 
     __slots__ = ("kept", "objects")
 

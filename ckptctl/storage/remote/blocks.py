@@ -42,15 +42,7 @@ class Blocks:
         self._heads: OrderedDict[Hashable, bytes] = OrderedDict()
 
     def read(self, file: Hashable, size: int, offset: int, nbytes: int, fetch: Fetch) -> bytearray:
-        """Return a range of bytes, shorter only where the place gave less than it promised.
-
-        Args:
-            file: What the file is known as here; another one when it changes.
-            size: Its size in bytes.
-            offset: First byte.
-            nbytes: How many; the range lies within the size.
-            fetch: Gets what is not here.
-        """
+        """Return a range of bytes, shorter only where the place gave less than it promised."""
         end = offset + nbytes
         head = self._heads.get(file) if end <= HEAD else None
         if head is not None:

@@ -59,11 +59,7 @@ class HubUrl:
 
 
 def parse(url: str) -> HubUrl:
-    """Return what *url* names.
-
-    Raises:
-        UsageError: It is none of a repository.
-    """
+    """Return what *url* names."""
     found = _URL.fullmatch(normal(url).rstrip("/"))
     wrong = found and _why_none(found["repository"])
     if found is None or wrong:
@@ -88,14 +84,7 @@ def _why_none(repository: str) -> str | None:
 
 
 class HubStore:
-    """A folder of a repository, at the commit that the revision is at now.
-
-    Args:
-        url: The ``hf://`` URL.
-
-    Attributes:
-        url: The same.
-    """
+    """A folder of a repository, at the commit that the revision is at now."""
 
     def __init__(self, url: str | HubUrl) -> None:
         self._at = parse(url) if isinstance(url, str) else url
@@ -164,15 +153,7 @@ class HubStore:
 
 
 def look(at: HubUrl, url: str) -> tuple[str, dict[str, RemoteEntry], Path | None]:
-    """Return the commit, its files, and the folder of the cache that has them when offline.
-
-    Args:
-        at: The repository, and its revision.
-        url: The same, for messages.
-
-    Raises:
-        CkptError: See :func:`hub_errors`.
-    """
+    """Return the commit, its files, and the folder of the cache that has them when offline."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -229,11 +210,7 @@ def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes 
 
 
 def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:
-    """Append a range of a file; a server that sends the whole file is stopped.
-
-    Raises:
-        ConnectionError: The body ended too early; what there was of it is appended.
-    """
+    """Append a range of a file; a server that sends the whole file is stopped."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
 
@@ -283,17 +260,7 @@ def _read_local(path: Path, start: int, stop: int) -> bytes:
 
 @contextmanager
 def hub_errors(url: str, what: str, absent: str = LOGIN) -> Iterator[None]:
-    """Turn what huggingface_hub raises into errors of ours.
-
-    Args:
-        url: The repository.
-        what: What is done with it, as in ``list it``.
-        absent: What to do where there is no such repository.
-
-    Raises:
-        SourceNotFoundError: There is no such repository, revision or file, or not in the cache.
-        StorageError: It failed otherwise.
-    """
+    """Turn what huggingface_hub raises into errors of ours."""
     try:
         yield
     except CkptError:

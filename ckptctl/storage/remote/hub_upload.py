@@ -31,20 +31,7 @@ WEIGHTS = re.compile(
 
 
 class HubUpload:
-    """A repository, or a folder in it, to write to.
-
-    Args:
-        url: Its ``hf://`` URL; a revision is a branch.
-        single: The name of the only file.
-        overwrite: Whether a checkpoint there may be replaced.
-
-    Attributes:
-        resumed: 0: what the Hub has already is not told.
-
-    Raises:
-        RefusedError: It holds a checkpoint.
-        SourceNotFoundError: There is no such repository.
-    """
+    """A repository, or a folder in it, to write to."""
 
     def __init__(self, url: str, *, single: str | None, overwrite: bool) -> None:
         from huggingface_hub import HfApi

@@ -35,13 +35,7 @@ UNKNOWN = ("NotImplemented",)
 
 
 class RemoteLock:
-    """The lock of one output.
-
-    Args:
-        store: The folder that the lock lies in.
-        name: The lock's own name.
-        names: The files that are going to be written.
-    """
+    """The lock of one output."""
 
     def __init__(self, store: FsspecStore, name: str, names: Sequence[str]) -> None:
         self._store, self._name = store, name
@@ -56,10 +50,6 @@ class RemoteLock:
 
         Returns:
             What a dead holder left; None: there was none.
-
-        Raises:
-            RefusedError: A living one has it.
-            StorageError: The place cannot be reached, or written to.
         """
         with self._store.errors(self._name, "write"):
             self._store.make_folder()
@@ -81,11 +71,7 @@ class RemoteLock:
         return True
 
     def require(self) -> None:
-        """Prove that the lock is this run's.
-
-        Raises:
-            StorageError: It is not, or cannot be read.
-        """
+        """Prove that the lock is this run's."""
         if not self.ours():
             raise StorageError(
                 BUSY,
@@ -95,11 +81,7 @@ class RemoteLock:
             )
 
     def still(self) -> None:
-        """Do as :meth:`require` does, if that was last proven so long ago that it may have changed.
-
-        Raises:
-            StorageError: See there.
-        """
+        """Do as :meth:`require` does, if that was last proven long ago."""
         if not 0 <= _now() - self._proven < BEAT:
             self.require()
 
@@ -116,11 +98,7 @@ class RemoteLock:
         self._write(lambda said: replace(said, removed=tuple(names)))
 
     def leave(self, writing: Writing | None = None) -> None:
-        """Let go, and say what is left for a later run.
-
-        Args:
-            writing: What the lock says of that; None: what it said so far.
-        """
+        """Let go, and say what is left for a later run."""
         self.stop()
         self._write(lambda said: replace(writing or said, process=None, token=said.token))
 
@@ -152,11 +130,7 @@ class RemoteLock:
                     self._object.write(self._said.to_bytes())
 
     def _taken_over(self) -> Writing | None:
-        """Write the lock, and return what a dead holder left in it.
-
-        Raises:
-            RefusedError: A living one has it.
-        """
+        """Write the lock, and return what a dead holder left in it."""
         data = self._said.to_bytes()
         for _ in range(TRIES):
             if self._object.create(data):
@@ -200,10 +174,6 @@ class LockObject:
     condition that it is still the one that was read, or written, last (``If-Match``): a request
     that was on its way while its machine slept then changes nothing any more. Elsewhere it is read
     before.
-
-    Args:
-        store: The folder that it lies in.
-        name: Its name there.
     """
 
     def __init__(self, store: FsspecStore, name: str) -> None:
@@ -267,14 +237,7 @@ class LockObject:
         self._system.rm_file(self._path)
 
     def age(self, own: str) -> float | None:
-        """Return the seconds since it was written, by the clock of the store; None: unknown.
-
-        Args:
-            own: What no other process calls an object beside it.
-
-        Raises:
-            FileNotFoundError: It is not there.
-        """
+        """Return the seconds since it was written, by the clock of the store; None: unknown."""
         probe = f"{self._path}-{own}"
         self._system.pipe_file(probe, b"")
         try:

@@ -23,15 +23,7 @@ from ckptctl.storage.remote.writing import BUSY, Sent, Writing
 
 
 class ObjectUpload:
-    """A folder, or a file; see :class:`~ckptctl.storage.remote.upload.Upload`.
-
-    Args:
-        url: Its URL, with whatever secrets it has.
-        asked: What is asked of it.
-
-    Attributes:
-        resumed: Bytes that an earlier run uploaded.
-    """
+    """A folder, or a file; see :class:`~ckptctl.storage.remote.upload.Upload`."""
 
     def __init__(self, url: str, asked: UploadRequest) -> None:
         self._asked = asked
@@ -119,11 +111,7 @@ class ObjectUpload:
             self._lock.drop()
 
     def _undo(self) -> str:
-        """Do what :meth:`abandon` does; after an error the lock is there, and says what was begun.
-
-        Raises:
-            StorageError: The place does not answer.
-        """
+        """Take back what can be; after an error the lock is there, and says what was begun."""
         if not self._lock.ours():
             return "what was uploaded is left to the run that writes there now"
         self._objects.drop_parts(self._begun)
@@ -136,11 +124,7 @@ class ObjectUpload:
         return f"what was uploaded was removed{gone}"
 
     def _admit(self) -> None:
-        """Refuse a place with anything in it that is not to be replaced.
-
-        Raises:
-            RefusedError: It has.
-        """
+        """Refuse a place with anything in it that is not to be replaced."""
         unfinished = self._left is not None and self._left.explains(self._before)
         if not self._before or unfinished or self._kept.keys() == self._before.keys():
             return

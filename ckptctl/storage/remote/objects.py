@@ -32,27 +32,14 @@ class OccupiedError(StorageError):
 
 
 class Found(NamedTuple):
-    """A file that is there.
-
-    Attributes:
-        size: Bytes.
-        version: What the store calls its content; else when it was written.
-    """
+    """A file that is there."""
 
     size: int
     version: str
 
 
 class Objects:
-    """The files below a URL, or the one of them that is meant.
-
-    Args:
-        store: The folder.
-        single: The name of the only file; None: all in the folder.
-
-    Attributes:
-        lock: The name of the lock of what is meant.
-    """
+    """The files below a URL, or the one of them that is meant."""
 
     def __init__(self, store: FsspecStore, single: str | None = None) -> None:
         self._store, self._single = store, single
@@ -87,11 +74,6 @@ class Objects:
     def send(self, name: str, path: Path, *, create: bool) -> Found:
         """Upload the file at *path*, and return what is there then.
 
-        Args:
-            name: Its name there.
-            path: Where it is now.
-            create: Whether nothing may be there, as far as the store can tell.
-
         Raises:
             OccupiedError: There is something.
             StorageError: It cannot be written, or all is given up.
@@ -112,11 +94,6 @@ class Objects:
         self, names: Iterable[str], found: Mapping[str, Found], still: Callable[[], None]
     ) -> None:
         """Remove files, one after the other; those that are not there count as removed.
-
-        Args:
-            names: What they are called.
-            found: What they were when that was decided; S3 removes no others.
-            still: Called before each; raises if nothing may be removed any more.
 
         Raises:
             OccupiedError: One is another one by now.

@@ -51,11 +51,7 @@ class RemotePath(PosixPath):
         return tree.find(name) if tree else None
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return size, time and version (as the inode) of what is there.
-
-        Raises:
-            FileNotFoundError: There is nothing.
-        """
+        """Return size, time and version (as the inode) of what is there."""
         found = self.found()
         if found is None:
             raise FileNotFoundError(2, os.strerror(2), str(self))
@@ -166,11 +162,7 @@ class _Ranges(io.RawIOBase):
 
 
 class RemoteFiles(SourceFiles):
-    """The files below one URL; none of them has a descriptor.
-
-    Args:
-        root: The folder.
-    """
+    """The files below one URL; none of them has a descriptor."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         url = masked(os.fspath(root)).rstrip("/")

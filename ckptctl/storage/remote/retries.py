@@ -63,13 +63,7 @@ class Patience:
         self._since, self._told = None, False
 
     def wait(self, wait: float, place: str, error: Exception) -> bool:
-        """Wait before another try; return whether there is to be one.
-
-        Args:
-            wait: Seconds, if so many are left.
-            place: What does not answer.
-            error: What the last try raised.
-        """
+        """Wait before another try; return whether there is to be one."""
         limit, now = self.limit, time.monotonic()
         if self._since is None or now - self._last > limit:
             self._since, self._told = now, False
@@ -86,11 +80,7 @@ class Patience:
 
     @property
     def limit(self) -> float:
-        """Return the seconds.
-
-        Raises:
-            UsageError: The environment says no number.
-        """
+        """Return the seconds."""
         if self.seconds is not None:
             return self.seconds
         text = os.environ.get(VARIABLE) or str(DEFAULT)
@@ -108,15 +98,7 @@ patience = Patience()
 
 
 def persistent(ask: Callable[[], T], place: str) -> T:
-    """Return what *ask* returns, asked again while what goes wrong may pass.
-
-    Args:
-        ask: The request.
-        place: What is asked, as it may be shown.
-
-    Raises:
-        Exception: What the last try raised, or the first one that does not pass.
-    """
+    """Return what *ask* returns, asked again while what goes wrong may pass."""
     for wait in patience.waits():
         try:
             found = ask()
@@ -130,12 +112,7 @@ def persistent(ask: Callable[[], T], place: str) -> T:
 
 
 def retried(read: Callable[[bytearray], None], place: str) -> bytearray:
-    """Return what *read* found; see :func:`persistent`.
-
-    Args:
-        read: Appends bytes to what earlier tries found, and goes on behind them.
-        place: What is read from, as it may be shown.
-    """
+    """Return what *read* found; see :func:`persistent`."""
     found = bytearray()
     persistent(lambda: read(found), place)
     return found

@@ -108,10 +108,6 @@ class Store(Protocol):
 class FsspecStore:
     """A folder or file of an fsspec file system.
 
-    Args:
-        url: With whatever secrets it has.
-        shown: The same, as it may be shown; None: without them.
-
     Attributes:
         url: As it may be shown.
         system: The file system.
@@ -181,11 +177,7 @@ class FsspecStore:
         return store_errors(self._secret, name, what, self.url)
 
     def size(self, name: str) -> int:
-        """Return the size of a file; -1: there is none.
-
-        Raises:
-            StorageError: The place cannot be reached, or does not let us look.
-        """
+        """Return the size of a file; -1: there is none."""
         self.refresh()
         with suppress(SourceNotFoundError), self.errors(name, "look at"):
             return int(self.system.size(self.path(name)))
@@ -197,22 +189,14 @@ class FsspecStore:
             self.system.makedirs(self.path(name), exist_ok=True)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file in one step.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Write a small file in one step."""
         with self.errors(name, "write"):
             self.make_folder()
             self.system.pipe_file(self.path(name), content)
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Write a file from front to back; after an error there is none.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Write a file from front to back; after an error there is none."""
         with self.errors(name, "write"):
             self.make_folder()
             target = self.system.open(self.path(name), "wb")
@@ -263,11 +247,7 @@ class FsspecStore:
 
 
 def system_of(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of *url*, and the path of it there.
-
-    Raises:
-        UsageError: There is none, or its package is not installed.
-    """
+    """Return the fsspec file system of *url*, and the path of it there."""
     from fsspec.core import url_to_fs
 
     for name in NOISY:
@@ -319,11 +299,6 @@ def store_errors(url: str, name: str, what: str, shown: str | None = None) -> It
         name: What is worked on there; empty: the place itself.
         what: What is done with it, as in ``list``.
         shown: The place, as it is shown; None: without what is secret.
-
-    Raises:
-        SourceNotFoundError: It is not there.
-        UsageError: A package is missing.
-        StorageError: It failed otherwise.
     """
     try:
         yield

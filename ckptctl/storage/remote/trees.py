@@ -39,18 +39,7 @@ _numbers = itertools.count()
 
 
 class Tree:
-    """What lies behind one URL.
-
-    Args:
-        store: The folder.
-        known: Files in it that are known without a listing.
-        listed: What is in it, where that is known.
-        lenient: Whether a folder that cannot be listed counts as one with nothing else in it.
-
-    Attributes:
-        url: The URL of the folder that names are relative to, as it may be shown.
-        failure: Why the place did not answer, the last time that it did not; None: it always has.
-    """
+    """What lies behind one URL."""
 
     def __init__(
         self,
@@ -71,14 +60,7 @@ class Tree:
             self._folders[""] = {one.name: one for one in listed}
 
     def members(self, folder: str) -> dict[str, RemoteEntry]:
-        """Return what is directly in *folder*, by name; nothing where there is no such folder.
-
-        Args:
-            folder: Relative to the URL; empty: itself.
-
-        Raises:
-            StorageError: The place cannot be reached, or does not let us look.
-        """
+        """Return what is directly in *folder*, by name; nothing where there is no such folder."""
         with self._lock:
             found = self._folders.get(folder)
             if found is None:
@@ -86,11 +68,7 @@ class Tree:
             return found
 
     def find(self, name: str) -> RemoteEntry | None:
-        """Return what is at *name*; None: nothing.
-
-        Args:
-            name: Relative to the URL; empty: itself.
-        """
+        """Return what is at *name*; None: nothing."""
         if name in self._known:
             return self._known[name]
         if not name:
@@ -107,12 +85,7 @@ class Tree:
         return found
 
     def file(self, name: str) -> RemoteEntry:
-        """Return what is known of the file *name*.
-
-        Raises:
-            SourceNotFoundError: There is no such file.
-            UnsupportedError: It is a folder.
-        """
+        """Return what is known of the file *name*."""
         found = self.find(name)
         if found is None:
             raise SourceNotFoundError(f"`{name}` is missing", where=self.url)
@@ -121,12 +94,7 @@ class Tree:
         return found
 
     def read(self, name: str, offset: int, nbytes: int) -> bytearray:
-        """Return a range of bytes of *name*; fewer where it has no more.
-
-        Raises:
-            SourceNotFoundError: There is no such file.
-            StorageError: The read failed.
-        """
+        """Return a range of bytes of *name*; fewer where it has no more."""
         try:
             return self.prefetch(name, offset, nbytes)
         except StorageError as error:
@@ -183,13 +151,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    """A URL that may have secrets.
-
-    Attributes:
-        url: With them.
-        address: Without them.
-        number: Which of those it is that are the same without them, from 1 on.
-    """
+    """A URL that may have secrets."""
 
     url: str
     address: str
@@ -197,16 +159,7 @@ class _Remembered:
 
 
 def look(url: str) -> str:
-    """Look behind *url*, anew, and return the URL as it may be shown.
-
-    Args:
-        url: As :func:`remember` returns it, or with secrets of its own.
-
-    Raises:
-        SourceNotFoundError: There is nothing.
-        UsageError: No file system for it is known or installed.
-        StorageError: The place cannot be reached, or does not let us look.
-    """
+    """Look behind *url*, anew, and return the URL as it may be shown."""
     shown = tidy(url)
     if masked(shown) != shown:
         shown = remember(url)
@@ -247,12 +200,6 @@ def remember(url: str) -> str:
 
     The same URL is always shown the same. No other one is that has other secrets, or none: after
     the first a number says which it is, as in ``https://***2@host/x``.
-
-    Args:
-        url: As a user names it.
-
-    Raises:
-        UsageError: It names nothing, or something that no path can say.
     """
     shown = masked(url := tidy(url))
     if is_marked(url) or (shown == url and scheme_of(url) not in WEB):
@@ -308,9 +255,6 @@ def tree_at(url: str) -> tuple[Tree | None, str]:
     """Return the tree that *url* lies in, and its name there; None: it lies in none.
 
     The folder of a URL in use counts, too: pointers and other saves may be in it.
-
-    Args:
-        url: As it may be shown.
     """
     with _lock:
         found = [one for one in _trees if _inside(url, one)] or _above(url)

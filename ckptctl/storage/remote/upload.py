@@ -64,17 +64,7 @@ class Upload(Protocol):
 
 
 def begin_upload(url: str, asked: UploadRequest) -> Upload:
-    """Begin an upload to *url*, where nobody else writes until it ends.
-
-    Args:
-        url: A folder; of a single file the folder that it is going to be in.
-        asked: What is asked of it.
-
-    Raises:
-        RefusedError: There is something, or another run writes to it.
-        UsageError: No file system for it is known or installed.
-        StorageError: The place cannot be reached, or does not let us look.
-    """
+    """Begin an upload to *url*, where nobody else writes until it ends."""
     url = trees.secret_of(url)
     if scheme_of(url) == HUB:
         from ckptctl.storage.remote.hub_upload import HubUpload
@@ -94,14 +84,6 @@ def require_apart(target: str, read: Mapping[str, Collection[str]]) -> None:
     """Refuse a place that holds what is read, by whichever URL of it.
 
     On the Hub what is read is a commit, which stays.
-
-    Args:
-        target: The URL of the output.
-        read: The names of files, by the folder or URL that they lie in.
-
-    Raises:
-        RefusedError: It does.
-        UsageError: What the place is depends on who reads its URL.
     """
     if scheme_of(target) == HUB:
         return

@@ -60,9 +60,6 @@ def local_path(path: str | os.PathLike[str]) -> str:
     """Return *path* without the scheme of local files, as RFC 8089 reads it.
 
     The host is empty or ``localhost``, the path absolute, and ``%20`` a space.
-
-    Raises:
-        UsageError: It names no path, a relative one, or one of another machine.
     """
     text = os.fspath(path)
     scheme = next((scheme for scheme in LOCAL if normal(text).startswith(scheme)), None)
@@ -91,11 +88,7 @@ def normal(url: str) -> str:
 
 
 def tidy(url: str) -> str:
-    """Return *url* without slashes at its end.
-
-    Raises:
-        UsageError: It names nothing, or something that no path can say: paths have no empty parts.
-    """
+    """Return *url* without slashes at its end."""
     scheme, _, rest, query = _parts(url)
     host, *folders = rest.rstrip("/").removeprefix("/" * (scheme in WITHOUT_HOST)).split("/")
     if not rest.rstrip("/"):
@@ -130,12 +123,7 @@ def address(url: str) -> str:
 
 
 def marked(shown: str, number: int) -> str:
-    """Return what is shown of a URL that has other secrets than the first one shown so.
-
-    Args:
-        shown: What :func:`masked` returns.
-        number: How many there are then; 1: it is the first, and shown as it is.
-    """
+    """Return what is shown of a URL that has other secrets than the first one shown so."""
     if number == 1:
         return shown
     scheme, _, rest, _ = _parts(shown)

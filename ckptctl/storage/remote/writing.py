@@ -84,12 +84,7 @@ def parse(content: bytes) -> Writing | None:
 
 
 def is_dead(found: Writing, age: Callable[[], float | None]) -> bool:
-    """Return whether nobody holds a lock.
-
-    Args:
-        found: What it says.
-        age: Returns the seconds since it was written; None: unknown.
-    """
+    """Return whether nobody holds a lock."""
     own = processes.own()
     if found.process is None or processes.ended(found.process):
         return True
@@ -109,10 +104,6 @@ def unfinished(folder: Path) -> UnfinishedError | None:
 
     A lock that a dead run has left is of no account where all files are there: it ended between the
     last one and the removal of its lock, or before it removed what it was going to replace.
-
-    Args:
-        folder: A folder behind a URL, or one that was fetched from there; of a file nothing is
-            said, which appears at once.
     """
     lock = folder / NAME
     try:

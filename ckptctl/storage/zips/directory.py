@@ -72,14 +72,7 @@ class Directory:
 
 
 class FileRange:
-    """A part of a file, read in few and bounded pieces.
-
-    Args:
-        files: Files of the checkpoint.
-        name: The file.
-        base: First byte of the range.
-        length: Bytes of the range.
-    """
+    """A part of a file, read in few and bounded pieces."""
 
     __slots__ = (
         "_block",
@@ -135,12 +128,7 @@ class FileRange:
         return found[:nbytes]
 
     def content(self, record: ZipRecord, checked: bool, *, limit: int) -> bytes:
-        """Return the bytes of a small record.
-
-        Raises:
-            DamagedError: Its CRC differs.
-            UnsupportedError: It is larger than *limit*.
-        """
+        """Return the bytes of a small record."""
         if record.nbytes > limit:
             raise self.odd(f"a record of {record.nbytes:,} bytes, at most {limit:,} are read")
         found = self.get(record.offset, record.nbytes, HEAD)
@@ -150,13 +138,7 @@ class FileRange:
 
 
 def read_directory(span: FileRange) -> Directory:
-    """Read and check the directory of the zip that fills *span*.
-
-    Raises:
-        DamagedError: It is truncated.
-        UnsupportedError: It contradicts itself.
-        FormatError: An entry is compressed or encrypted.
-    """
+    """Read and check the directory of the zip that fills *span*."""
     start, size, count = _end(span)
     entries = _central(span, span.get(start, size), count, start)
     entries.sort(key=_header_of)

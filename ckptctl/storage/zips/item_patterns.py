@@ -40,13 +40,7 @@ class ItemPattern:
     crc: int
 
     def match(self, files: SourceFiles, name: str, offset: int) -> int | None:
-        """Return the CRC-32 that the item records of its elements; None: it is of another pattern.
-
-        Args:
-            files: Files of the checkpoint.
-            name: The data file.
-            offset: First byte of the item.
-        """
+        """Return the CRC-32 that the item at *offset* records of its elements; None: no match."""
         before = len(self.head)
         try:
             if self.tail - before <= CLOSE:
@@ -66,13 +60,7 @@ class ItemPattern:
 
 
 def pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPattern | None:
-    """Return the pattern of an item that passed all checks; None: it is not a usual one.
-
-    Args:
-        span: The item.
-        directory: Its directory.
-        storage: Key of the storage that its tensor lies in.
-    """
+    """Return the pattern of an item that passed all checks; None: it is not a usual one."""
     records = sorted(directory.records.values(), key=lambda record: record.header)
     elements = directory.records[f"{directory.folder}data/{storage}"]
     unread = directory.records.get(directory.folder + _UNREAD)

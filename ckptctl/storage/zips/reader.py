@@ -179,12 +179,6 @@ def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) ->
     As strict as :func:`read_archive`, with one or two reads per item. What differs from an item
     read before only in its elements is known at once.
 
-    Args:
-        files: Files of the checkpoint.
-        name: The data file.
-        offset: First byte of the item.
-        length: Bytes of the item.
-
     Raises:
         DamagedError: The item is truncated, contradicts itself, or is not one tensor.
         FormatError: It uses what is unsupported.
@@ -268,10 +262,6 @@ class _Storages:
         """Return the storage that a persistent id names.
 
         torch takes all empty storages for one, whatever their dtypes.
-
-        Raises:
-            DamagedError: Its record is missing or has another size, or it was named before as
-                something else.
         """
         key, dtype, nbytes = storage_id(pid)
         before = self.known.get(key)

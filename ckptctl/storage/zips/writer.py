@@ -39,12 +39,7 @@ _ID = ".data/serialization_id"
 
 @dataclass(frozen=True, slots=True)
 class ZipLayout:
-    """Where everything of one zip lies.
-
-    Attributes:
-        size: Bytes of the whole zip.
-        data_offsets: First byte of each storage in the output file.
-    """
+    """Where everything of one zip lies."""
 
     size: int
     data_offsets: tuple[int, ...]
@@ -58,9 +53,6 @@ class ZipLayout:
         Args:
             crcs: CRC-32 of each storage. All 0 although there is data: checksums are disabled, as
                 by ``torch.serialization.set_crc32_options(False)``, and every record says 0.
-
-        Yields:
-            The position in the output file, and the bytes from there.
         """
         skeleton = self._skeleton
         enabled = any(crcs) or not skeleton.holds_data
@@ -108,14 +100,7 @@ class _Skeleton:
 def lay_out(
     pickle: bytes, storages: Sequence[tuple[str, int]], *, base: int = 0, folder: str = "archive"
 ) -> ZipLayout:
-    """Return the layout of a ``torch.save`` zip.
-
-    Args:
-        pickle: The ``data.pkl``.
-        storages: Key and bytes of each storage, in the order in which the pickle names them.
-        base: First byte of the zip in its file; alignment counts from there.
-        folder: Name of the folder that every record lies in; torch uses the file's stem.
-    """
+    """Return the layout of a ``torch.save`` zip."""
     key = tuple(storages)
     build = _cached if len(key) <= _CACHED_STORAGES else _build
     skeleton = build(len(pickle), key, folder)
