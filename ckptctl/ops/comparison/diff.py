@@ -17,8 +17,8 @@ from ckptctl.ops.comparison.sides import Scope, map_other, open_sides, option_na
 from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.located import located
 from ckptctl.ops.recognition.roots import checked_root
+from ckptctl.ops.sources import located
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.options import renaming
 from ckptctl.storage.compare import all_zero, equal

@@ -18,6 +18,7 @@ from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state
 from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.saving.local_shards import TensorMeta
+from ckptctl.ops.sources import open_source
 from ckptctl.options import renaming
 from ckptctl.storage.paths import path_at
 
@@ -43,17 +44,11 @@ class _Chosen:
     model_type: str | None
     weights: Weights | None
     tag: str | None
+    rules: str | Path | None = None
 
     def open(self, rules: str | Path | None) -> Catalog:
         with renaming(option_names(self.side)):
-            return formats.open_checkpoint(
-                self.path,
-                self.format,
-                self.model_type,
-                weights=self.weights,
-                tag=self.tag,
-                rules=rules,
-            )
+            return open_source(self.path, replace(self, rules=rules))
 
 
 def open_sides(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catalog]:

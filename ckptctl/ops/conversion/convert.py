@@ -34,6 +34,7 @@ from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import unwrapped
+from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
 from ckptctl.planner.configs.stated import Json
 from ckptctl.storage.destinations import Replaceable, require_space
@@ -114,13 +115,9 @@ def _preflight(
 def _catalog(source: Path, options: ConversionOptions) -> Catalog:
     """Read the index of the source."""
     trusted = options.assets if options.trust_assets else None
-    catalog = formats.open_checkpoint(
+    catalog = open_source(
         source,
-        options.from_format,
-        options.model_type,
-        weights=options.weights,
-        tag=options.tag,
-        rules=options.rules,
+        options,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
         documents=stated_in(trusted) if trusted else None,

@@ -53,12 +53,12 @@ from ckptctl.ops.conversion.output_tensors import (
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.destinations import Destination
-from ckptctl.ops.located import located
 from ckptctl.ops.recognition.dequantise import made
 from ckptctl.ops.recognition.lacking import lacks, require_one_model, root_hint
 from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.selection import Selection, chosen, select
+from ckptctl.ops.sources import located
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.mapping.adapters import is_adapter

@@ -140,6 +140,11 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         return ConversionOptions(**{**same, **changed}, to=to)
 
     @property
+    def format(self) -> str | None:
+        """Return the format of the source; None: detect it."""
+        return self.from_format
+
+    @property
     def shard_bytes(self) -> int:
         """Return how many bytes of tensors go into a file."""
         return parse_bytes(self.max_shard_size)

@@ -19,17 +19,16 @@ from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.extraction.result import Extracted, Extraction
 from ckptctl.ops.extraction.slices import preview, split_name, take
 from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, Taken, plan_file, write_file
-from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
-from ckptctl.ops.located import located
 from ckptctl.ops.recognition.dequantise import dequantised, made
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.recognition.selection import select
+from ckptctl.ops.sources import leaf_values, located, open_source
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.paths import shown
 
@@ -58,14 +57,7 @@ def extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extractio
 
 def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extraction:
     source = formats.existing(path)
-    catalog = formats.open_checkpoint(
-        source,
-        options.format,
-        options.model_type,
-        weights=options.weights,
-        tag=options.tag,
-        rules=options.rules,
-    )
+    catalog = open_source(source, options)
     if options.dequantize:
         catalog = dequantised(catalog, options.dequantize)
     mapping = _mapped(catalog, options)

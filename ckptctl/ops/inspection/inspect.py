@@ -26,8 +26,8 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.findings import UNUSABLE, severity_of
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
-from ckptctl.ops.leaf_values import leaf_values
 from ckptctl.ops.recognition.quantised import quantised, understood
+from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.paths import path_at, require_answers, shown
@@ -65,16 +65,7 @@ def inspect(
 
 def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Inspection:
     # Checksums are not shown, so they are not worth a request.
-    read = partial(
-        formats.open_checkpoint,
-        path,
-        options.format,
-        options.model_type,
-        weights=options.weights,
-        tag=options.tag,
-        rules=options.rules,
-        manifest=None,
-    )
+    read = partial(open_source, path, options, manifest=None)
     try:
         catalog = _readable(read)
     except FormatError:

@@ -11,8 +11,8 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, listed
 from ckptctl.ops.conversion.proofs import require_regular
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
-from ckptctl.ops.located import located
 from ckptctl.ops.recognition.quantised import quantised
+from ckptctl.ops.sources import located
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.compare import all_zero, equal

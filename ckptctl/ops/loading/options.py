@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats import open_checkpoint
 from ckptctl.ops import options as opt
 from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.ops.sources import open_source
 from ckptctl.options import Options
 from ckptctl.storage.out_of_range import OutOfRange, require_in_range
 
@@ -68,14 +68,7 @@ class LoadOptions(Options):
         Raises:
             CkptError: It is missing, not recognised, damaged or hostile.
         """
-        catalog = open_checkpoint(
-            path,
-            self.format,
-            self.model_type,
-            weights=self.weights,
-            tag=self.tag,
-            rules=self.rules,
-        )
+        catalog = open_source(path, self)
         return dequantised(catalog, self.dequantize) if self.dequantize else catalog
 
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:

@@ -17,7 +17,7 @@ from ckptctl.formats.base import Output, Place
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
-from ckptctl.ops.located import with_bytes
+from ckptctl.ops.sources import with_bytes
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer

@@ -20,11 +20,11 @@ from ckptctl.ops.adapters import (
 )
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.output_tensors import cast_to
-from ckptctl.ops.located import located
 from ckptctl.ops.recognition.lacking import require_one
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.selection import select
+from ckptctl.ops.sources import located
 from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter

@@ -22,8 +22,8 @@ from ckptctl.catalog import (
     computed_name,
 )
 from ckptctl.errors import MappingError, UsageError, listed
-from ckptctl.ops.located import located
 from ckptctl.ops.recognition.quantised import QUANTIZATION, ScaledWeight, orphans, pairs, unknown
+from ckptctl.ops.sources import located
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.storage.compare import row_major
 

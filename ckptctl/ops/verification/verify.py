@@ -16,6 +16,7 @@ from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.findings import UNUSABLE
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
+from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, of_error, unsaid
 from ckptctl.ops.verification.structure import root_of, structure
@@ -156,16 +157,7 @@ def _opened(path: Path, options: VerifyOptions) -> _Progress:
 
 
 def _read(path: Path, options: VerifyOptions, *, partial: bool = False) -> Catalog:
-    return formats.open_checkpoint(
-        path,
-        options.format,
-        options.model_type,
-        weights=options.weights,
-        tag=options.tag,
-        rules=options.rules,
-        partial=partial,
-        replicas=options.level == "full",
-    )
+    return open_source(path, options, partial=partial, replicas=options.level == "full")
 
 
 def _verify(

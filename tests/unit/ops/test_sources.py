@@ -11,7 +11,7 @@ import torch
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CoverageError
-from ckptctl.ops.located import located
+from ckptctl.ops.sources import located
 from tests.checkpoints import save_dcp
 
 
