@@ -113,7 +113,7 @@ def free_bytes(path: Path) -> int:
     try:
         found = os.statvfs(path)
     except OSError as error:
-        raise StorageError.from_os_error(error, "look at", str(path)) from error
+        raise StorageError.from_os_error(error, "access", str(path)) from error
     return found.f_bavail * found.f_frsize
 
 

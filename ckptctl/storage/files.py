@@ -190,7 +190,7 @@ class LocalFiles(SourceFiles):
         except FileNotFoundError:
             raise SourceNotFoundError(f"`{name}` is missing", where=str(self.root)) from None
         except OSError as error:
-            raise StorageError.from_os_error(error, "look at", str(path)) from error
+            raise StorageError.from_os_error(error, "access", str(path)) from error
         if not stat.S_ISREG(mode):
             raise UnsupportedError(f"`{name}` is not a regular file", where=str(path))
         return path

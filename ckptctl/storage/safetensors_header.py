@@ -27,6 +27,7 @@ ALIGNMENT = 8
 METADATA = "__metadata__"
 PACKED = "float4_e2m1fn_x2"
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_UNKNOWN = "no known version of torch has it"
 _U64_DIGITS = 20
 
 Span = tuple[str, tuple[int, ...], int, int]
@@ -85,7 +86,7 @@ def read_header(files: SourceFiles, name: str, *, unread: bool = False) -> Safet
         raise UnsupportedError(
             f"the dtype {code[:40]!r} is not supported",
             where=where,
-            why=f"tensor `{strange[0]}`; {_known_elsewhere(code)}",
+            why=f"tensor `{strange[0]}`; {_UNKNOWN}",
         )
     return SafetensorsHeader(
         {key: (t[0], t[1], start + t[2], start + t[3]) for key, t in tensors.items()},
@@ -97,11 +98,7 @@ def read_header(files: SourceFiles, name: str, *, unread: bool = False) -> Safet
 
 def unread_reason(code: str) -> str:
     """Return why tensors with the dtype *code* of a header are not read."""
-    return f"the dtype {code[:40]!r} is not read: {_known_elsewhere(code)}"
-
-
-def _known_elsewhere(code: str) -> str:
-    return f"torch {'cannot hold it' if code in _NOT_TORCH else 'is older'}"
+    return f"the dtype {code[:40]!r} is not supported: {_UNKNOWN}"
 
 
 def _fail(why: str, where: str) -> NoReturn:
@@ -148,9 +145,6 @@ def _tensor(key: str, entry: object, where: str) -> Span:
     if any(size.bit_length() > 63 for size in (*shape, *_partial(shape))):
         _fail(f"the shape of `{key}` overflows", where)
     return found.name, sizes, begin, end
-
-
-_NOT_TORCH = frozenset({"F6_E2M3", "F6_E3M2"})
 
 
 def _integers(value: object) -> bool:

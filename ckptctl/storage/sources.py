@@ -69,7 +69,7 @@ def identity_of(path: Path) -> FileIdentity:
     try:
         return FileIdentity.of(path.stat())
     except OSError as error:
-        raise StorageError.from_os_error(error, "look at", str(path)) from error
+        raise StorageError.from_os_error(error, "access", str(path)) from error
 
 
 def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:

@@ -293,7 +293,7 @@ def _data_files(
 def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
     """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
     if leaf.dtype not in dtypes.BY_NAME:
-        why = f"the dtype `{leaf.dtype}` is not read"
+        why = f"the dtype `{leaf.dtype}` is not supported"
         return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     extents = tuple(
         Extent(box, item.file, item.offset, item.nbytes, codec="torch")

@@ -26,7 +26,7 @@ from ckptctl.planner.configs.statements import (
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.matching import Matched, match
 
 CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"
@@ -127,7 +127,9 @@ def agree(
     if family is not None:
         _require_given(family, statements, given or {})
         if held is not None:
-            statements += _of_tensors(family, *held, [*statements])
+            layout, names = held
+            matched = match(family, family.layout(layout), names)
+            statements += _of_tensors(family, matched, [*statements])
     found = contradictions(statements)
     undecided = [one for one in found if not (trust_assets and one.decided)]
     if undecided:
@@ -208,13 +210,18 @@ def _require_given(
 
 
 def _of_tensors(
-    family: Family, layout: str, names: Collection[str], statements: Iterable[Statement]
+    family: Family, matched: Matched, statements: Iterable[Statement]
 ) -> Iterator[Statement]:
     """Yield what the tensors say of what *statements* switch on or off."""
-    switches = [*switched(family)]
-    if not {one.fact for one in statements}.isdisjoint(switches):
-        held = match(family, family.layout(layout), names).held
-        yield from of_tensors(family, {name.partition(".")[0] for name in held})
+    if not {one.fact for one in statements}.isdisjoint(switched(family)):
+        yield from of_tensors(family, {name.partition(".")[0] for name in matched.held})
+
+
+def switched_otherwise(family: Family, config: Json, matched: Matched) -> str:
+    """Say which optional tensors are there against *config*, or lack; empty: none."""
+    switches = switched(family)
+    said = [one for one in of_config(family, config, CONFIG) if one.fact in switches]
+    return "; ".join(map(str, contradictions([*said, *_of_tensors(family, matched, said)])))
 
 
 def _contradiction(

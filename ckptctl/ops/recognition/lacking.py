@@ -20,6 +20,7 @@ from ckptctl.errors import (
     nearest,
     possible,
 )
+from ckptctl.ops.recognition.agreement import switched_otherwise
 from ckptctl.ops.recognition.quantised import plain_names
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import unwrapped
@@ -58,7 +59,8 @@ class Lacks:
         unread: Why its configuration does not say what there has to be; empty: it does.
         strange: Names of its tensors that such a model does not have.
         more: How many tensors it lacks beside *names*.
-        surplus: What there is more of than its configuration says; empty: nothing.
+        surplus: How its tensors contradict its configuration: layers that this does not count,
+            optional tensors that it switches on or off; empty: they do not.
     """
 
     names: tuple[str, ...]
@@ -168,6 +170,8 @@ def lacks(
         certain = certain and _certain(family, matched, recognition, less)
         begins = begins and begins_only(family, family.layout(layout), matched, keys)
         surplus = surplus or uncounted(family, matched.counts(), sizes)
+        if recognition.exact and recognition.config is not None:
+            surplus = surplus or switched_otherwise(family, recognition.config, matched)
     return Lacks(
         tuple(found or ()),
         certain,

@@ -126,7 +126,7 @@ def health(path: Path) -> Health:
     try:
         found = _health(path)
     except OSError as error:
-        what = StorageError.from_os_error(error, "look into it", str(path)).what
+        what = StorageError.from_os_error(error, "read", str(path)).what
         return Health(None, (), "not understood", what)
     require_answers(path)
     return found

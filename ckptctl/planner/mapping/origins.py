@@ -173,7 +173,6 @@ class Fusing:
         raise MappingError(
             "a fused tensor is written whole or not at all",
             where=f"tensor `{key}`",
-            why=f"it is made of {listed(held)}, which are there, and {listed(lacking)}, "
-            "which are not",
+            why=f"of its parts the checkpoint has {listed(held)} and lacks {listed(lacking)}",
             hint="--exclude all that it is made of, or nothing of it",
         )

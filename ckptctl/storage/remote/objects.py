@@ -63,7 +63,7 @@ class Objects:
 
     def has_lock(self) -> bool:
         """Return whether somebody has, or had, the lock."""
-        with self._store.errors(self.lock, "look at"):
+        with self._store.errors(self.lock, "access"):
             self._store.refresh()
             return bool(self._system.exists(self._store.path(self.lock)))
 
@@ -130,7 +130,7 @@ class Objects:
     def _ask(self, name: str) -> Found:
         """Return what is known of one file; another version than a listing says is possible."""
         self._store.refresh()
-        with self._store.errors(name, "look at"):
+        with self._store.errors(name, "access"):
             return _found(self._system.info(self._store.path(name)))
 
     def _listed(self) -> dict[str, Found]:

@@ -140,7 +140,7 @@ class FsspecStore:
 
     def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
         """See :class:`Store`."""
-        with self.errors(name, "look at"):
+        with self.errors(name, "access"):
             return entry_of(self.system.info(self.path(name)), found.name)
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
@@ -179,7 +179,7 @@ class FsspecStore:
     def size(self, name: str) -> int:
         """Return the size of a file; -1: there is none."""
         self.refresh()
-        with suppress(SourceNotFoundError), self.errors(name, "look at"):
+        with suppress(SourceNotFoundError), self.errors(name, "access"):
             return int(self.system.size(self.path(name)))
         return -1
 

@@ -156,8 +156,14 @@ def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
     assert "`attention_bias` is " in str(caught.value.why)
     assert "the tensors (with" in str(caught.value.why)
+    verified = ckptctl.verify(source)
+    assert verified.verdict == "not understood"
+    why = str(caught.value.why).replace(f"{source}/", "").partition(": by")[0]
+    assert [one.why for one in verified.unknown] == [why]
+    assert verified.unknown[0].what == "the configuration and the tensors disagree"
     right = save_hf(tmp_path / "right", state, config | {"attention_bias": biased})
     assert ckptctl.plan_conversion(right, tmp_path / "out", to="dcp")
+    assert not ckptctl.verify(right).findings
 
 
 def test_set_states_what_nothing_else_does(tmp_path: Path) -> None:
