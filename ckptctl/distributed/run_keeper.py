@@ -16,8 +16,7 @@ from ckptctl.ops.runs.health import Checkpoint, examine
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import encoded, metrics, run_record
 from ckptctl.ops.runs.removal import PruneResult, plan_discard, plan_prune, run_prune
-from ckptctl.planner.branches import Lineage
-from ckptctl.planner.retention import Policy
+from ckptctl.planner.retention import Lineage, Policy
 from ckptctl.storage import trash
 from ckptctl.storage.paths import real_path
 from ckptctl.storage.sync import add_file

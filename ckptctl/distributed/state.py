@@ -17,8 +17,8 @@ from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.errors import RefusedError, UsageError, listed
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.parallel.placements import Part, local_part
-from ckptctl.planner.parallel.placements import Shard as Cut
+from ckptctl.planner.placements import Part, local_part
+from ckptctl.planner.placements import Shard as Cut
 
 StateDict = Mapping[str, object]
 

@@ -21,7 +21,7 @@ from ckptctl.errors import SHOWN, RefusedError, listed
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 
 if TYPE_CHECKING:
-    from ckptctl.planner.parallel.cuts import RankShard
+    from ckptctl.planner.model_parallel import RankShard
 
 GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024

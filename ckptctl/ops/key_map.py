@@ -17,7 +17,7 @@ from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.formulas import Range
 from ckptctl.planner.mapping.numbering import KeyNumbers
 from ckptctl.planner.mapping.preview import Arrival, Contribution, Route, route
-from ckptctl.planner.parallel.division import possible_repeats
+from ckptctl.planner.model_parallel import possible_repeats
 from ckptctl.storage.paths import path_hint
 
 

@@ -29,12 +29,13 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ckptctl.errors import UsageError, listed, nearest
-from ckptctl.planner.families.companions import BLOCK_AXES, Companion, with_companions
 from ckptctl.planner.families.declarations import (
+    BLOCK_AXES,
     META,
     NEEDED,
     PRESENT,
     SIZES,
+    Companion,
     Drop,
     ParamsStyle,
     Rule,
@@ -44,6 +45,7 @@ from ckptctl.planner.families.declarations import (
     Tie,
     Tiles,
     spellings,
+    with_companions,
 )
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable

@@ -42,7 +42,7 @@ from ckptctl.formats.base import (
     copied,
     document,
 )
-from ckptctl.planner.parallel.cuts import RankShard
+from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json

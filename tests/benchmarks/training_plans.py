@@ -22,7 +22,7 @@ from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
 from ckptctl.ops.saving.files import RankItems, metadata, tensor_files
 from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, digest, pack
-from ckptctl.planner.parallel.placements import Shard, local_part
+from ckptctl.planner.placements import Shard, local_part
 from ckptctl.storage.compare import row_major
 
 Shapes = dict[str, tuple[int, ...]]

@@ -23,7 +23,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("formats",),
     ("families", "storage"),
-    ("converter_file",),
     ("planner",),
     ("catalog", "units"),
     ("options", "dtypes", "file_identity", "installed"),

@@ -11,7 +11,7 @@ from ckptctl.planner.axes import Sizes
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.matching import slots
-from ckptctl.planner.parallel.division import divide
+from ckptctl.planner.model_parallel import divide
 from tests.contract.tables import (
     ALL,
     FAMILIES,

@@ -10,7 +10,7 @@ from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
 from tests.checkpoints import load_any_reference, save_hf, tiny_llama
 from tests.contract.tables import tiny
-from tests.unit.planner.families.test_companions import natively
+from tests.unit.planner.families.test_declarations import natively
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SCALE = "_scale_inv"

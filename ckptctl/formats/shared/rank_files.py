@@ -13,7 +13,7 @@ from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.compare import row_major
 
 if TYPE_CHECKING:
-    from ckptctl.planner.parallel.cuts import RankShard
+    from ckptctl.planner.model_parallel import RankShard
 
 
 def in_order(
@@ -68,7 +68,7 @@ def lay_out(
 
 
 def _shares_of(tensor: OutputTensor, request: OutputRequest) -> Sequence[RankShard | None]:
-    from ckptctl.planner.parallel.cuts import RankShard
+    from ckptctl.planner.model_parallel import RankShard
 
     if request.rank_boxes is None:
         return (RankShard.whole(tensor.shape),) * request.mp

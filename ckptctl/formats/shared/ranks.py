@@ -1,6 +1,6 @@
 """Formats with one file per model-parallel rank: joining the shards.
 
-How ranks divide a tensor is the family's knowledge (:mod:`ckptctl.planner.parallel.cuts`), not
+How ranks divide a tensor is the family's knowledge (:mod:`ckptctl.planner.model_parallel`), not
 the file's; what every rank has a copy of is proven to be the same.
 """
 
@@ -18,9 +18,12 @@ from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs.stated import read_sizes
 from ckptctl.planner.layouts import Family, Stored
 from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.parallel.cuts import RankShard, ShardPiece, cuts, owned
-from ckptctl.planner.parallel.division import (
+from ckptctl.planner.model_parallel import (
+    RankShard,
+    ShardPiece,
+    cuts,
     divide,
+    owned,
     possible_repeats,
     stored_sizes,
     whole_shape,

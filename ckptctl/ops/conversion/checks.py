@@ -14,7 +14,7 @@ from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.ops.conversion.options import DEFAULT_SHARD, ConversionOptions
 from ckptctl.ops.recognition.quantised import ScaledWeight, pairs
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.parallel.cuts import RankShard
+from ckptctl.planner.model_parallel import RankShard
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.units import format_bytes
 

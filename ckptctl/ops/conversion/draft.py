@@ -63,8 +63,7 @@ from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.parallel.cuts import RankShard
-from ckptctl.planner.parallel.division import divide
+from ckptctl.planner.model_parallel import RankShard, divide
 
 KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
 

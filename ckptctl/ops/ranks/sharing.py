@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, through_first, together
-from ckptctl.planner.balance import assign
-from ckptctl.planner.copying.shares import Share, share_of
+from ckptctl.planner.balance import Share, assign, share_of
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.executor import PlanRun, execute
 from ckptctl.storage.execution.ledger import Books

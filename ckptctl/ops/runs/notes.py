@@ -18,7 +18,7 @@ from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.trainer_state import trainer_state
-from ckptctl.planner.branches import UNKNOWN, Lineage, Resume
+from ckptctl.planner.retention import UNKNOWN, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive

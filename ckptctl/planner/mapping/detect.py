@@ -13,7 +13,7 @@ from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.completeness import absent, torn
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
-from ckptctl.planner.parallel.division import ranks_fit
+from ckptctl.planner.model_parallel import ranks_fit
 
 ENOUGH = 0.5
 SHOWN = 5

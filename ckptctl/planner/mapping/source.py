@@ -1,23 +1,33 @@
-"""What the tensors of a checkpoint are: every key known, none missing, every axis size found."""
+"""What the tensors of a checkpoint are, and what each tensor of a target is read from.
+
+Every key is known, none is missing, every axis size is solved. Ties and tensors that repeat are
+read once. What the target fuses of several tensors, or stacks, is written whole or not at all:
+where parts were chosen, anything else is an error; where they are missing and may be, it is left
+out whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, listed
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Family, Layout, Tie
 from ckptctl.planner.mapping.completeness import (
+    MANY,
     Lacking,
     lacking,
     require_known,
     require_whole,
     torn,
 )
-from ckptctl.planner.mapping.matching import Lead, Matched, match
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.matching import Lead, Matched, Values, key_of, leads, match
+from ckptctl.planner.mapping.numbering import Numbering
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shape of each stored tensor by key."""
@@ -142,3 +152,161 @@ def _observed(source: Source) -> list[Observation]:
         shape = source.shapes[key]
         kinds.setdefault((stored.template.text, shape), Observation(key, stored, shape))
     return list(kinds.values())
+
+
+class Origins:
+    """Where the tensors of a target come from.
+
+    Attributes:
+        dropped: Source keys that are left out, and why.
+        must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
+    """
+
+    def __init__(self, source: Source, target: Layout, *, untie: bool, partial: bool) -> None:
+        self._source, self._target = source, target
+        self._untie, self._partial = untie, partial
+        self.dropped: dict[str, str] = {}
+        self.must_equal: list[tuple[str, str]] = []
+
+    def of(self, tensor: Tensor, values: tuple[int, ...]) -> Origin | None:
+        """Return the keys that a logical tensor is read from and what is stored there.
+
+        Returns:
+            None where it is not there, or the target does without it.
+        """
+        keys = self._source.matched.keys.get((tensor.name, values))
+        for tie in self._source.ties:
+            if tensor.name == tie.of and keys is None:
+                alone = self._partial and self._untie
+                return None if alone else self._source.found(tie.tensor)
+            if tensor.name == tie.tensor:
+                if self._partial and not keys and self._source.layout.name in tie.stored_in:
+                    return None
+                return self._of_tied(tie, (keys or {}).get(()))
+        return (tensor, keys) if keys else None
+
+    def _of_tied(self, tie: Tie, key: str | None) -> Origin | None:
+        """Return what the second of two tied tensors is read from; None: the target omits it."""
+        kept = self._source.found(tie.of)
+        if self._untie:
+            return self._source.found(tie.tensor) or kept
+        if kept and key:
+            self.must_equal.append((kept[1][()], key))
+            self.dropped[key] = f"tied: the same as `{kept[1][()]}`"
+        if self._target.name not in tie.stored_in:
+            return None
+        return kept or self._source.found(tie.tensor)
+
+    def drop(self) -> None:
+        """Note the keys without information, and what those that repeat a tensor have to equal."""
+        for key, rule in self._source.matched.dropped.items():
+            self.dropped[key] = rule.reason
+            kept = self._source.found(rule.same_as)
+            kept = kept or self._source.found(self._tied_to(rule.same_as))
+            if kept:
+                self.must_equal.append((kept[1][()], key))
+
+    def _tied_to(self, name: str) -> str:
+        return next((tie.of for tie in self._source.ties if tie.tensor == name), "")
+
+
+class Fusing:
+    """Proves that all is there that a fused or stacked tensor is made of.
+
+    What that is follows from the tables and from the number of entries that the whole model has,
+    never from what was chosen or found.
+    """
+
+    def __init__(
+        self, source: Source, target: Layout, numbering: Numbering, missing: Collection[str]
+    ) -> None:
+        self._source, self._target, self._numbering = source, target, numbering
+        self._missing = missing
+        self._incomplete: dict[str, str] = {}
+        self._fused = {
+            tensor.name: stored
+            for stored in target.stored
+            for tensor, leaf in stored.parts
+            if leaf.part is not None
+        }
+
+    def require_parts(self, tensor: Tensor, values: Values) -> None:
+        """Refuse a fused tensor, or note it as left out, of which only some parts are there."""
+        stored = self._fused.get(tensor.name)
+        if stored is None:
+            return
+        parts: dict[int | None, list[Tensor]] = {}
+        for other, leaf in stored.parts:
+            parts.setdefault(leaf.part, []).append(other)
+        there = self._source.matched.keys
+        gone = [
+            alike[0]
+            for alike in parts.values()
+            if not any((one.name, values) in there for one in alike)
+        ]
+        if gone:
+            names = [(other.name, values) for other, _ in stored.parts]
+            held = [key for name in names for key in there.get(name, {}).values()]
+            lacking = [key for other in gone for key in self._keys(other, values)]
+            self._leave_out(tensor, values, held, lacking)
+
+    def require_entries(self, tensor: Tensor, held: Tensor, values: Values) -> None:
+        """Refuse a stacked tensor, or note it as left out, of which only some entries are there."""
+        leaf, wanted = self._source.layout.leaves[held.name], self._target.leaves[tensor.name]
+        if set(leaf.spread) <= set(wanted.spread):
+            return
+        keys = self._source.matched.keys[held.name, values]
+        shared = [n for n, axis in enumerate(leaf.spread) if axis in wanted.spread]
+        begun = {tuple(lead[n] for n in shared) for lead in keys}
+        entries = leads(leaf, self._source.sizes.axes)
+        missing = (e for e in entries if e not in keys and tuple(e[n] for n in shared) in begun)
+        gone = list(islice(missing, MANY))
+        if gone:
+            lacking = [self._key(held, values, lead) for lead in gone]
+            self._leave_out(tensor, values, list(keys.values()), lacking)
+
+    def whole(self, tensors: Sequence[MappedTensor]) -> tuple[list[MappedTensor], dict[str, str]]:
+        """Return *tensors* without what cannot be made whole, and the keys that are not read.
+
+        Each of these with the reason.
+        """
+        kept, left_out = list(tensors), dict[str, str]()
+        while self._incomplete:
+            gone = [one for one in kept if any(v.key in self._incomplete for v in one.targets)]
+            if not gone:
+                break
+            kept = [one for one in kept if all(one is not other for other in gone)]
+            for mapped in gone:
+                why = next(filter(None, (self._incomplete.get(v.key) for v in mapped.targets)))
+                self._incomplete |= {view.key: why for view in mapped.targets}
+                left_out |= {view.key: why for view in mapped.sources}
+        return kept, left_out
+
+    def _keys(self, tensor: Tensor, values: Values) -> Iterator[str]:
+        leaf = self._source.layout.leaves.get(tensor.name)
+        if leaf is not None:
+            entries = islice(leads(leaf, self._source.sizes.axes), MANY)
+            yield from (self._key(tensor, values, entry) for entry in entries)
+
+    def _key(self, tensor: Tensor, values: Values, lead: Lead) -> str:
+        numbering = self._source.matched.numbering
+        return key_of(self._source.layout, tensor, values, lead, numbering)
+
+    def _leave_out(
+        self, tensor: Tensor, values: Values, held: list[str], lacking: list[str]
+    ) -> None:
+        """Note what cannot be made whole for want of what may be missing, or refuse it."""
+        entries = leads(self._target.leaves[tensor.name], self._source.sizes.axes)
+        keys = [key_of(self._target, tensor, values, lead, self._numbering) for lead in entries]
+        if all(key in self._missing for key in lacking):
+            for key in keys:
+                why = f"it is a part of `{key}`, which is left out whole for want of"
+                self._incomplete[key] = f"{why} {listed(lacking)}"
+            return
+        key = keys[0]
+        raise MappingError(
+            "a fused tensor is written whole or not at all",
+            where=f"tensor `{key}`",
+            why=f"of its parts the checkpoint has {listed(held)} and lacks {listed(lacking)}",
+            hint="--exclude all that it is made of, or nothing of it",
+        )

@@ -20,9 +20,8 @@ from ckptctl.planner.mapping.mapped import (
 )
 from ckptctl.planner.mapping.matching import Lead, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
-from ckptctl.planner.mapping.origins import Fusing, Origins
 from ckptctl.planner.mapping.resizing import Tiling, tiling
-from ckptctl.planner.mapping.source import Origin, Source, understand
+from ckptctl.planner.mapping.source import Fusing, Origin, Origins, Source, understand
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import is_memory
 from ckptctl.errors import CkptError
-from ckptctl.planner.copying.shares import Share, lanes
+from ckptctl.planner.balance import Share, lanes
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.crc import crc32

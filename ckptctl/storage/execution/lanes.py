@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from ckptctl.planner.balance import Share
 from ckptctl.planner.copying.copies import lower
-from ckptctl.planner.copying.shares import Share
 from ckptctl.planner.copying.tile import UNCHECKED, Limits, Read, Tile, Write
 from ckptctl.planner.plan import Check, Plan, RawCopy
 from ckptctl.storage.files import SourceFiles

@@ -16,8 +16,7 @@ from ckptctl.planner.layouts import PRESENT, Family
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.tensors import map_tensors
-from ckptctl.planner.parallel.cuts import cuts, divided_dim
-from ckptctl.planner.parallel.division import divide, possible_repeats, ranks_fit
+from ckptctl.planner.model_parallel import cuts, divide, divided_dim, possible_repeats, ranks_fit
 from tests import effort
 
 V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ckptctl.errors import CkptError, DamagedError
+from ckptctl.planner.balance import lanes, share_of
 from ckptctl.planner.copying import copies
 from ckptctl.planner.copying.copies import lower
-from ckptctl.planner.copying.shares import lanes, share_of
 from ckptctl.storage.execution.executor import PlanRun
 from ckptctl.storage.execution.options import ExecutionOptions
 from tests.unit.storage.execution.test_executor import Case

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptctl.planner.parallel.placements import Local, Shard, local_part
+from ckptctl.planner.placements import Local, Shard, local_part
 
 Ints = tuple[int, ...]
 Placements = list[Shard | None]

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import random
 
-from ckptctl.planner.branches import Lineage, Resume, left_behind
-from ckptctl.planner.retention import Policy, Retainable, decide, disorder
+from ckptctl.planner.retention import (
+    Lineage,
+    Policy,
+    Resume,
+    Retainable,
+    decide,
+    disorder,
+    left_behind,
+)
 
 
 def test_random_runs_against_their_history() -> None:

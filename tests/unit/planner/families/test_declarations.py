@@ -6,7 +6,7 @@ import pytest
 
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.families import family
-from ckptctl.planner.families.companions import BLOCK_AXES, Companion
+from ckptctl.planner.families.declarations import BLOCK_AXES, Companion
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.tensors import map_tensors

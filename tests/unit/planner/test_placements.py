@@ -20,7 +20,7 @@ from ckptctl.catalog import Box, TensorEntry
 from ckptctl.catalog import Extent as CatalogExtent
 from ckptctl.errors import UnsupportedError
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.parallel.placements import MAX_PARTS, Local, Shard, local_part
+from ckptctl.planner.placements import MAX_PARTS, Local, Shard, local_part
 
 Case = tuple[tuple[int, ...], tuple[int, ...], list[Shard | None]]
 

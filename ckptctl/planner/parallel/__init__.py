@@ -1,1 +1,0 @@
-"""Model-parallel shards and device meshes: what each rank holds of a tensor."""
