@@ -122,6 +122,11 @@ class Layout:
     stored: tuple[Stored, ...]
     table: TemplateTable[Meaning]
 
+    @cached_property
+    def spread(self) -> frozenset[str]:
+        """Return the axes that it spreads over keys."""
+        return frozenset(axis for leaf in self.leaves.values() for axis in leaf.spread)
+
     def same_as(self, other: Layout) -> bool:
         """Return whether both keep every tensor under the same name in the same order."""
         return self.leaves == other.leaves

@@ -16,7 +16,6 @@ from ckptctl.formats.peft import CONFIG
 from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.config_files import ConfigFiles, dumped
-from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.families.templates import skeleton
 from ckptctl.planner.mapping.adapters import (
@@ -28,6 +27,7 @@ from ckptctl.planner.mapping.adapters import (
     module_of,
     scaled_biases,
 )
+from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.paths import path_at
 

@@ -13,11 +13,11 @@ from ckptctl.formats.assets import (
 )
 from ckptctl.formats.base import copied, document
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
-from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.stated import Json, plain
 from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import OutputFile, RawCopy
 
 NO_CONFIG = (

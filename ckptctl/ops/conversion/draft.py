@@ -55,7 +55,7 @@ from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.destinations import Destination
 from ckptctl.ops.recognition.dequantise import made
 from ckptctl.ops.recognition.lacking import lacks, require_one_model, root_hint
-from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.selection import Selection, chosen, select
 from ckptctl.ops.sources import located
@@ -63,6 +63,7 @@ from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard, divide
 
 KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"

@@ -11,10 +11,10 @@ from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.shared.structure import join
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.configs.stated import tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.tensors import Change
 
 BY_CAST = "--dtype casts all of them to one"
 BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"

@@ -9,9 +9,9 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.copying.copies import permutes
+from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.kinds import needs_torch
 from ckptctl.storage.out_of_range import OutOfRange

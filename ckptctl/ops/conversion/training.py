@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError
 from ckptctl.formats.shared.structure import join
-from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.tensors import Change
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.dequantise import made
-from ckptctl.ops.recognition.layout_change import Change, LayoutRequest, change_layout
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
@@ -29,6 +29,7 @@ from ckptctl.ops.recognition.selection import select
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.resizing import Tiling
+from ckptctl.planner.mapping.tensors import Change
 
 STATE = "the state"
 

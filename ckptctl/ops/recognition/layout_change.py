@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ckptctl import families
 from ckptctl.catalog import TensorEntry
@@ -13,44 +13,13 @@ from ckptctl.ops.recognition.lacking import require_one
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import BASE, Family
-from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.matching import match
-from ckptctl.planner.mapping.resizing import Tiling, resized
-from ckptctl.planner.mapping.tensors import TensorMap, map_tensors
+from ckptctl.planner.mapping.resizing import resized
+from ckptctl.planner.mapping.tensors import Change, map_tensors
 
 LARGEST = 1 << 32
 """Rows that a vocabulary may be padded to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """How the model changes its layout.
-
-    Attributes:
-        vocab: Size that the vocabulary was padded or cut to; None: it was kept.
-        decided: Facts on which descriptions differ, and what ``--trust-assets`` took.
-    """
-
-    family: Family | None
-    source_layout: str | None
-    target_layout: str | None
-    tensors: tuple[MappedTensor, ...]
-    dropped: Mapping[str, str]
-    must_equal: tuple[tuple[str, str], ...] = ()
-    must_be_zero: tuple[str, ...] = ()
-    zeros: tuple[Zeros, ...] = ()
-    sizes: Mapping[str, int] | None = None
-    tied: bool = False
-    notes: tuple[str, ...] = ()
-    tilings: tuple[Tiling, ...] = ()
-    vocab: int | None = None
-    decided: Mapping[str, str] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def identity(self) -> bool:
-        """Return whether every tensor keeps its name."""
-        return self.source_layout == self.target_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,41 +72,18 @@ def change_layout(
         return _unchanged(known, tensors, target, _agreement(None, known, tensors, asked))
     agreed = _agreement(family, known, tensors, asked)
     source = known.layout or ""
-    written = source if same else target or source
-    found = _mapped(family, (source, written), known, tensors, asked)
-    ordered = _in_source_order(found.tensors, tensors) if same else found.tensors
-    return Change(
+    change = map_tensors(
         family,
         source,
-        written,
-        ordered,
-        found.dropped,
-        found.must_equal,
-        found.must_be_zero,
-        found.zeros,
-        found.sizes,
-        found.tied,
-        (*agreed.notes, *(tiling.note for tiling in found.tilings)),
-        found.tilings,
-        asked.vocab,
-        agreed.decided,
-        found.left_out,
-    )
-
-
-def _mapped(
-    family: Family,
-    layouts: tuple[str, str],
-    known: Recognition,
-    tensors: Mapping[str, TensorEntry],
-    asked: LayoutRequest,
-) -> TensorMap:
-    """Return how *tensors* go from the first of two *layouts* to the second."""
-    found = map_tensors(
-        family,
-        *layouts,
+        source if same else target or source,
         {name: entry.shape for name, entry in tensors.items()},
-        read_sizes(family, known.config, known.params, asked.given, implied=_configured(known)),
+        read_sizes(
+            family,
+            known.config,
+            known.params,
+            asked.given,
+            implied=known.config is not None or known.params is not None,
+        ),
         tied=is_tied(family, known.config, known.params),
         untie=asked.untie,
         partial=asked.partial,
@@ -146,7 +92,13 @@ def _mapped(
         without=does_without(family, known.config, base=known.layout == BASE),
         missing=asked.missing,
     )
-    return found if asked.vocab is None else _with_vocabulary(found, family, layouts, asked.vocab)
+    if asked.vocab is not None:
+        change = _with_vocabulary(change, family, asked.vocab)
+    if same:
+        place = {name: position for position, name in enumerate(tensors)}
+        ordered = sorted(change.tensors, key=lambda item: place[item.sources[0].key])
+        change = replace(change, tensors=tuple(ordered))
+    return replace(change, notes=(*agreed.notes, *change.notes), decided=agreed.decided)
 
 
 def _require_no_family(tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> None:
@@ -165,24 +117,20 @@ def _require_no_family(tensors: Mapping[str, TensorEntry], asked: LayoutRequest)
         )
 
 
-def _configured(known: Recognition) -> bool:
-    return known.config is not None or known.params is not None
-
-
-def _with_vocabulary(
-    found: TensorMap, family: Family, layouts: tuple[str, str], size: int
-) -> TensorMap:
-    read, written = (family.layout(name) for name in layouts)
+def _with_vocabulary(change: Change, family: Family, size: int) -> Change:
     if not 0 < size <= LARGEST:
         raise UsageError(
             "`--vocab-size` is not a size", why=f"it is {size:,}; 1 to {LARGEST:,} are possible"
         )
-    tensors, zeros = resized(found.tensors, (read, written), "v", size)
+    read = family.layout(change.source_layout or "")
+    written = family.layout(change.target_layout or "")
+    tensors, zeros = resized(change.tensors, read, written, "v", size)
     return replace(
-        found,
+        change,
         tensors=tuple(tensors),
-        zeros=(*found.zeros, *zeros),
-        sizes={**found.sizes, "v": size},
+        zeros=(*change.zeros, *zeros),
+        sizes={**change.sizes, "v": size},
+        vocab=size,
     )
 
 
@@ -225,10 +173,7 @@ def _agreement(
 
 
 def _unchanged(
-    known: Recognition,
-    tensors: Mapping[str, TensorEntry],
-    target: str | None,
-    agreed: Agreement,
+    known: Recognition, tensors: Mapping[str, TensorEntry], target: str | None, agreed: Agreement
 ) -> Change:
     if target is not None and known.layout is None and target != "hf":
         raise MappingError(
@@ -236,34 +181,19 @@ def _unchanged(
             why=f"no known family has keys such as {listed(list(tensors), 2)}",
             hint="without mapping, hf, dcp and torch keep the names as they are",
         )
-    mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
     notes = agreed.notes
     if known.asked and not known.candidates:
         notes += (f"names are kept: no layout of `{known.asked}` has these keys",)
     elif strange := _strange(known, tensors):
         notes += (f"names are kept; {known.named} does not have {listed(strange)}",)
-    return Change(
-        None,
-        known.layout,
-        known.layout,
-        mapped,
-        {},
-        notes=notes,
-        decided=agreed.decided,
-    )
+    mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
+    return Change(None, known.layout, known.layout, mapped, notes=notes, decided=agreed.decided)
 
 
-def _strange(known: Recognition, names: Collection[str]) -> list[str]:
+def _strange(known: Recognition, names: Collection[str]) -> Sequence[str]:
     """Return the names that the family does not have which fits best."""
     if known.exact or not known.pairs:
         return []
     name, layout = known.pairs[0]
     family = families.family(name)
-    return list(match(family, family.layout(layout), names).unmatched)
-
-
-def _in_source_order(
-    mapped: tuple[MappedTensor, ...], tensors: Mapping[str, TensorEntry]
-) -> tuple[MappedTensor, ...]:
-    place = {name: position for position, name in enumerate(tensors)}
-    return tuple(sorted(mapped, key=lambda item: place[item.sources[0].key]))
+    return match(family, family.layout(layout), names).unmatched

@@ -58,8 +58,7 @@ def lacking(
     given = {index: sizes[index] for index in _counted(family) if index in sizes}
     excused = _tied_keys(family, layout, matched, tied)
     excused |= {layout.leaves[name].key.text for name in without if name in layout.leaves}
-    spread = {axis for leaf in layout.leaves.values() for axis in leaf.spread}
-    stated = {axis: sizes[axis] for axis in spread & sizes.keys()}
+    stated = {axis: sizes[axis] for axis in layout.spread & sizes.keys()}
     counts = {**stated, **matched.counts(), **given}
     keys = [key for key in absent(family, layout, matched, counts) if key.key not in excused]
     if family.partial:

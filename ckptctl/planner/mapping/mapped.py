@@ -80,7 +80,6 @@ class Zeros:
 
     Attributes:
         dtype: torch's dtype name; empty: that of *like*.
-        after: The target's key that it stands behind.
         origin: Where the part begins; ``()``: it is the whole tensor.
         like: The source's key of the tensor that it is a part of.
     """
@@ -88,7 +87,6 @@ class Zeros:
     key: str
     shape: tuple[int, ...]
     dtype: str
-    after: str
     origin: tuple[int, ...] = ()
     like: str = ""
 

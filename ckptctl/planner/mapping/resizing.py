@@ -10,32 +10,44 @@ from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Layout, Stored
 from ckptctl.planner.mapping.mapped import MappedTensor, Region, View, Zeros
 
+Ints = tuple[int, ...]
+
 
 def resized(
-    tensors: Sequence[MappedTensor], layouts: tuple[Layout, Layout], axis: str, size: int
+    tensors: Sequence[MappedTensor], source: Layout, target: Layout, axis: str, size: int
 ) -> tuple[list[MappedTensor], list[Zeros]]:
     """Return *tensors* with another size of *axis*, and the zeros that fill what is added."""
-    found: list[MappedTensor] = []
+    kept: list[MappedTensor] = []
     zeros: list[Zeros] = []
     touched = False
     for mapped in tensors:
-        dims = [
-            _dim(layout, side[0].key, axis)
-            for layout, side in zip(layouts, (mapped.sources, mapped.targets), strict=True)
-        ]
-        if dims[0] is None or dims[1] is None:
-            found.append(mapped)
+        first, into = mapped.sources[0], mapped.targets[0]
+        read, written = _dim(source, first.key, axis), _dim(target, into.key, axis)
+        if read is None or written is None:
+            kept.append(mapped)
             continue
         touched = True
-        one, added = _resized(mapped, dims[0], dims[1], size)
-        found.append(one)
-        zeros += added
+        position = first.dims[len(first.lead) + read][0]
+        before = mapped.axes[position]
+        if size < before:
+            mapped = MappedTensor(
+                mapped.logical,
+                _with(mapped.axes, position, size),
+                tuple(_cut(view, read, size) for view in mapped.sources),
+                tuple(_cut(view, written, size) for view in mapped.targets),
+            )
+        elif size > before:
+            origin = _with(into.origin, written, into.origin[written] + before)
+            shape = _with(into.sizes, written, size - before)
+            zeros.append(Zeros(into.key, shape, "", origin, first.key))
+        kept.append(mapped)
     if not touched:
         raise MappingError(f"no tensor has a dimension of its own for axis {axis}")
-    return found, zeros
+    return kept, zeros
 
 
 def _dim(layout: Layout, key: str, axis: str) -> int | None:
+    """Return the dimension of a stored tensor that *axis* has to itself; None: it has none."""
     match = layout.table.find(key)
     if match is None or not isinstance(match[0], Stored):
         return None
@@ -51,43 +63,12 @@ def _dim(layout: Layout, key: str, axis: str) -> int | None:
     return None
 
 
-def _resized(
-    mapped: MappedTensor, read: int, written: int, size: int
-) -> tuple[MappedTensor, list[Zeros]]:
-    source, target = mapped.sources[0], mapped.targets[0]
-    position = source.dims[len(source.lead) + read][0]
-    before = mapped.axes[position]
-    if size >= before:
-        return mapped, list(_filling(mapped, target, written, before, size))
-    axes = tuple(size if n == position else old for n, old in enumerate(mapped.axes))
-    cut = replace(
-        mapped,
-        axes=axes,
-        sources=tuple(_cut(view, read, size) for view in mapped.sources),
-        targets=tuple(_cut(view, written, size) for view in mapped.targets),
-    )
-    return cut, []
-
-
 def _cut(view: View, dim: int, size: int) -> View:
     return replace(view, sizes=_with(view.sizes, dim, size))
 
 
-def _filling(
-    mapped: MappedTensor, target: View, dim: int, before: int, size: int
-) -> Iterator[Zeros]:
-    if size > before:
-        origin = _with(target.origin, dim, target.origin[dim] + before)
-        shape = _with(target.sizes, dim, size - before)
-        like = mapped.sources[0].key
-        yield Zeros(target.key, shape, "", target.key, origin=origin, like=like)
-
-
-def _with(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return tuple(size if n == dim else old for n, old in enumerate(sizes))
-
-
-Ints = tuple[int, ...]
+def _with(sizes: Ints, dim: int, size: int) -> Ints:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,4 +196,4 @@ class _TileCopies:
                 yield Region(key, (row, used), (1, total - used))
 
     def _zeros(self, origin: Ints, shape: Ints) -> Zeros:
-        return Zeros(self.target, shape, "", self.target, origin=origin, like=self.source)
+        return Zeros(self.target, shape, "", origin, self.source)

@@ -19,7 +19,6 @@ from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Family, Layout, Tie
 from ckptctl.planner.mapping.completeness import (
     MANY,
-    Lacking,
     lacking,
     require_known,
     require_whole,
@@ -58,7 +57,7 @@ class Source:
         """Return which tensors are the same."""
         return self.family.ties if self.tied else ()
 
-    def found(self, name: str) -> Origin | None:
+    def held(self, name: str) -> Origin | None:
         """Return the keys of the tensor without indices called *name*; None: it is not there."""
         keys = self.matched.keys.get((name, ()))
         return (self.family.tensors[name], keys) if keys else None
@@ -82,14 +81,21 @@ def understand(
     everything = match(family, layout, shapes if whole is None else whole)
     matched = everything if whole is None else everything.only(shapes)
     counts = _counts(family, layout, matched, everything, sizes)
-    spread = {axis: count for axis, count in counts.items() if axis in _spread(layout)}
-    source = Source(family, layout, shapes, tied, matched, counts, Sizes({}, {}))
     lacks = lacking(family, layout, matched, {**sizes, **counts}, tied=tied, without=without)
-    _require_keys(source, lacks, partial)
+    names = [absent.key for absent in lacks.listed]
+    require_known(family, layout, matched, names)
+    if contradiction := torn(family, matched):
+        raise MappingError(f"a layer is of two kinds: {contradiction}")
+    if not partial:
+        require_whole(names, lacks.number, family, layout, tied=tied)
+    alike: dict[object, Observation] = {}
+    for key, stored in matched.stored.items():
+        alike.setdefault((id(stored), shapes[key]), Observation(key, stored, shapes[key]))
+    spread = {axis: counts[axis] for axis in layout.spread if axis in counts}
     counted = [axis for axis, count in counts.items() if sizes.get(axis) != count]
-    found = solve(family, _observed(source), {**sizes, **spread}, counted)
-    both = Sizes({**found.axes, **counts}, found.products)
-    return Source(family, layout, shapes, tied, matched, counts, both)
+    solved = solve(family, alike.values(), {**sizes, **spread}, counted)
+    known = Sizes({**solved.axes, **counts}, solved.products)
+    return Source(family, layout, shapes, tied, matched, counts, known)
 
 
 def _counts(
@@ -112,7 +118,7 @@ def _counts(
         )
     shifted = {index for shift in family.shifts for index in (shift.index, shift.into)}
     beside = everything.counts()
-    together = shifted | _spread(layout)
+    together = shifted | layout.spread
     found |= {index: count for index, count in beside.items() if index in together}
     return found | {i: n for i, n in sizes.items() if i in found}
 
@@ -126,88 +132,6 @@ def uncounted(family: Family, counts: Mapping[str, int], sizes: Mapping[str, int
                 f"{family.called(index)} = {sizes[index]:,}"
             )
     return ""
-
-
-def _spread(layout: Layout) -> set[str]:
-    """Return the axes that *layout* spreads over keys."""
-    return {axis for leaf in layout.leaves.values() for axis in leaf.spread}
-
-
-def _require_keys(source: Source, lacks: Lacking, partial: bool) -> None:
-    """Refuse unknown and missing keys, and layers of two kinds."""
-    family, layout = source.family, source.layout
-    names = [absent.key for absent in lacks.listed]
-    require_known(family, layout, source.matched, names)
-    contradiction = torn(family, source.matched)
-    if contradiction:
-        raise MappingError(f"a layer is of two kinds: {contradiction}")
-    if not partial:
-        require_whole(names, lacks.number, family, layout, tied=source.tied)
-
-
-def _observed(source: Source) -> list[Observation]:
-    """Return one tensor of each kind and shape."""
-    kinds: dict[object, Observation] = {}
-    for key, stored in source.matched.stored.items():
-        shape = source.shapes[key]
-        kinds.setdefault((stored.template.text, shape), Observation(key, stored, shape))
-    return list(kinds.values())
-
-
-class Origins:
-    """Where the tensors of a target come from.
-
-    Attributes:
-        dropped: Source keys that are left out, and why.
-        must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
-    """
-
-    def __init__(self, source: Source, target: Layout, *, untie: bool, partial: bool) -> None:
-        self._source, self._target = source, target
-        self._untie, self._partial = untie, partial
-        self.dropped: dict[str, str] = {}
-        self.must_equal: list[tuple[str, str]] = []
-
-    def of(self, tensor: Tensor, values: tuple[int, ...]) -> Origin | None:
-        """Return the keys that a logical tensor is read from and what is stored there.
-
-        Returns:
-            None where it is not there, or the target does without it.
-        """
-        keys = self._source.matched.keys.get((tensor.name, values))
-        for tie in self._source.ties:
-            if tensor.name == tie.of and keys is None:
-                alone = self._partial and self._untie
-                return None if alone else self._source.found(tie.tensor)
-            if tensor.name == tie.tensor:
-                if self._partial and not keys and self._source.layout.name in tie.stored_in:
-                    return None
-                return self._of_tied(tie, (keys or {}).get(()))
-        return (tensor, keys) if keys else None
-
-    def _of_tied(self, tie: Tie, key: str | None) -> Origin | None:
-        """Return what the second of two tied tensors is read from; None: the target omits it."""
-        kept = self._source.found(tie.of)
-        if self._untie:
-            return self._source.found(tie.tensor) or kept
-        if kept and key:
-            self.must_equal.append((kept[1][()], key))
-            self.dropped[key] = f"tied: the same as `{kept[1][()]}`"
-        if self._target.name not in tie.stored_in:
-            return None
-        return kept or self._source.found(tie.tensor)
-
-    def drop(self) -> None:
-        """Note the keys without information, and what those that repeat a tensor have to equal."""
-        for key, rule in self._source.matched.dropped.items():
-            self.dropped[key] = rule.reason
-            kept = self._source.found(rule.same_as)
-            kept = kept or self._source.found(self._tied_to(rule.same_as))
-            if kept:
-                self.must_equal.append((kept[1][()], key))
-
-    def _tied_to(self, name: str) -> str:
-        return next((tie.of for tie in self._source.ties if tie.tensor == name), "")
 
 
 class Fusing:

@@ -9,7 +9,7 @@ from itertools import groupby
 from ckptctl.errors import HomelessError, MappingError, listed
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
-from ckptctl.planner.layouts import Drop, Family, Layout
+from ckptctl.planner.layouts import Drop, Family, Layout, Tie
 from ckptctl.planner.mapping.mapped import (
     Geometry,
     MappedTensor,
@@ -21,35 +21,52 @@ from ckptctl.planner.mapping.mapped import (
 from ckptctl.planner.mapping.matching import Lead, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
-from ckptctl.planner.mapping.source import Fusing, Origin, Origins, Source, understand
+from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
 
 
 @dataclass(frozen=True, slots=True)
-class TensorMap:
-    """How a whole checkpoint changes its layout.
+class Change:
+    """How a model changes its layout, or keeps it.
 
     Attributes:
+        family: None: it is unknown, and every tensor keeps its name.
+        source_layout: None: it is unknown.
         tensors: In the target's natural order, layers in numeric order.
         dropped: Source keys that are left out, and why.
         must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
         must_be_zero: Source keys that are left out because they hold nothing but zeros.
+        zeros: Tensors of the target that are made.
         sizes: All axis sizes that are known, and the number of layers as ``i``.
         tilings: What becomes of embeddings of tiles that the target stores in another way.
         left_out: Source keys of fused or stacked tensors that lack other parts, and which.
+        vocab: Size that the vocabulary was padded or cut to; None: it was kept.
+        notes: What the user should know.
+        decided: Facts on which descriptions differ, and what ``--trust-assets`` took.
     """
 
+    family: Family | None
+    source_layout: str | None
+    target_layout: str | None
     tensors: tuple[MappedTensor, ...]
-    dropped: Mapping[str, str]
-    must_equal: tuple[tuple[str, str], ...]
-    must_be_zero: tuple[str, ...]
-    zeros: tuple[Zeros, ...]
-    sizes: Mapping[str, int]
-    tied: bool
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    must_equal: tuple[tuple[str, str], ...] = ()
+    must_be_zero: tuple[str, ...] = ()
+    zeros: tuple[Zeros, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    tied: bool = False
     tilings: tuple[Tiling, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    vocab: int | None = None
+    notes: tuple[str, ...] = ()
+    decided: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> bool:
+        """Return whether every tensor keeps its name."""
+        return self.source_layout == self.target_layout
 
 
 def map_tensors(
@@ -66,7 +83,7 @@ def map_tensors(
     whole: Collection[str] | None = None,
     without: Collection[str] = (),
     missing: Collection[str] = (),
-) -> TensorMap:
+) -> Change:
     """Return how the tensors of *shapes* become those of another layout.
 
     Args:
@@ -107,28 +124,29 @@ class _Run:
     def __init__(self, source: Source, target: Layout, untie: bool, partial: bool) -> None:
         self.source, self.target, self.family = source, target, source.family
         self.untie, self.partial = untie, partial
-        self.origins = Origins(source, target, untie=untie, partial=partial)
+        self.dropped: dict[str, str] = {}
+        self.must_equal: list[tuple[str, str]] = []
         self.tilings: list[Tiling] = []
         self.geometry: dict[object, Geometry] = {}
 
-    def unchanged(self) -> TensorMap:
+    def unchanged(self) -> Change:
         """Return the map to the same layout, which keeps every tensor and may untie some."""
         shapes = self.source.shapes
         tensors = [MappedTensor.same(key, key, shape) for key, shape in shapes.items()]
         for tie in self.source.ties if self.untie and not self.partial else ():
-            kept = self.source.found(tie.of)
-            if kept and not self.source.found(tie.tensor):
+            kept = self.source.held(tie.of)
+            if kept and not self.source.held(tie.tensor):
                 key, name = kept[1][()], self.target.leaves[tie.tensor].key.text
                 tensors.append(MappedTensor.same(key, name, shapes[key]))
         return self._map(tensors, (), {})
 
-    def result(self, lists: Mapping[str, Sequence[int]], missing: Collection[str]) -> TensorMap:
+    def result(self, lists: Mapping[str, Sequence[int]], missing: Collection[str]) -> Change:
         """Return the map to another layout."""
         require_stated(self.family, self.source.layout.name, self.source.matched.numbering, lists)
         self.numbering = planned(self.family, self.target.name, self.source.counts, lists)
         self.fusing = Fusing(self.source, self.target, self.numbering, missing)
         tensors, left_out = self.fusing.whole(list(self._tensors()))
-        self.origins.drop()
+        self._drop()
         tensors = self._once(tensors)
         require_covered(tensors)
         zeros = [] if self.partial else list(self._zeros())
@@ -139,19 +157,23 @@ class _Run:
 
     def _map(
         self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...], left_out: Mapping[str, str]
-    ) -> TensorMap:
+    ) -> Change:
         changed = self.source.layout is not self.target
         checked = self.source.matched.dropped.items() if changed else ()
-        return TensorMap(
+        return Change(
+            self.family,
+            self.source.layout.name,
+            self.target.name,
             tuple(tensors),
-            self.origins.dropped,
-            tuple(self.origins.must_equal),
+            self.dropped,
+            tuple(self.must_equal),
             tuple(key for key, rule in checked if rule.zeros),
             zeros,
             self.source.sizes.axes,
             self.source.tied and not self.untie,
             tuple(self.tilings),
             left_out,
+            notes=tuple(tiling.note for tiling in self.tilings),
         )
 
     # ------------------------------------------------------------------- what is read from where
@@ -160,13 +182,47 @@ class _Run:
         """Yield what becomes of each logical tensor; embeddings of tiles are noted apart."""
         homeless: dict[str, Tensor] = {}
         for tensor, values in self._wanted():
-            origin = self.origins.of(tensor, values)
+            origin = self._origin(tensor, values)
             if origin and tensor.name in self.target.leaves:
                 yield from self._mapped(tensor, values, origin)
             elif origin and not self._tiled(tensor, origin[1].get((), "")):
                 homeless |= dict.fromkeys(origin[1].values(), tensor)
         if homeless:
             raise self._homeless(homeless)
+
+    def _origin(self, tensor: Tensor, values: tuple[int, ...]) -> Origin | None:
+        """Return what a logical tensor is read from; None: nothing, or the target omits it."""
+        keys = self.source.matched.keys.get((tensor.name, values))
+        for tie in self.source.ties:
+            if tensor.name == tie.of and keys is None:
+                alone = self.partial and self.untie
+                return None if alone else self.source.held(tie.tensor)
+            if tensor.name == tie.tensor:
+                if self.partial and not keys and self.source.layout.name in tie.stored_in:
+                    return None
+                return self._origin_of_tied(tie, (keys or {}).get(()))
+        return (tensor, keys) if keys else None
+
+    def _origin_of_tied(self, tie: Tie, key: str | None) -> Origin | None:
+        """Return what the second of two tied tensors is read from; None: the target omits it."""
+        kept = self.source.held(tie.of)
+        if self.untie:
+            return self.source.held(tie.tensor) or kept
+        if kept and key:
+            self.must_equal.append((kept[1][()], key))
+            self.dropped[key] = f"tied: the same as `{kept[1][()]}`"
+        if self.target.name not in tie.stored_in:
+            return None
+        return kept or self.source.held(tie.tensor)
+
+    def _drop(self) -> None:
+        """Note the keys without information, and what those that repeat a tensor have to equal."""
+        tied = {tie.tensor: tie.of for tie in self.source.ties}
+        for key, rule in self.source.matched.dropped.items():
+            self.dropped[key] = rule.reason
+            kept = self.source.held(rule.same_as) or self.source.held(tied.get(rule.same_as, ""))
+            if kept:
+                self.must_equal.append((kept[1][()], key))
 
     def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """Yield the logical tensors in natural order: a block repeats as a whole."""
@@ -235,7 +291,7 @@ class _Run:
             other = first.setdefault(place, item)
             if other is not item:
                 pairs = zip(other.sources, item.sources, strict=True)
-                self.origins.must_equal += [(a.key, b.key) for a, b in pairs if a.key != b.key]
+                self.must_equal += [(a.key, b.key) for a, b in pairs if a.key != b.key]
         return list(first.values())
 
     # ------------------------------------------------------- what has no place, and what is made
@@ -279,10 +335,9 @@ class _Run:
         shape = tuple(self.source.sizes.axes[axis] for axis in rule.zeros.split())
         for name, values in sorted(self.source.matched.keys):
             if name.partition(".")[0] == rule.beside:
-                beside = self.family.tensors[name]
-                named = dict(zip(beside.indices, values, strict=True))
-                key = template.key(self.numbering.stored(named))
-                yield Zeros(key, shape, rule.dtype, self._key(beside, values))
+                indices = self.family.tensors[name].indices
+                named = dict(zip(indices, values, strict=True))
+                yield Zeros(template.key(self.numbering.stored(named)), shape, rule.dtype)
 
 
 def _shared(

@@ -8,8 +8,8 @@ from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
 from ckptctl.ops.conversion.config_files import resized
 from ckptctl.ops.recognition.agreement import Description, agree
-from ckptctl.ops.recognition.layout_change import Change
 from ckptctl.planner.configs.stated import axis_called, read_sizes
+from ckptctl.planner.mapping.tensors import Change
 
 LLAMA = family("llama3")
 CONFIG = {"num_attention_heads": 32, "hidden_size": 4096}
