@@ -40,17 +40,9 @@ class _Values:
 def diff(
     a: str | Path, b: str | Path, options: DiffOptions, progress: Watch = unwatched
 ) -> Difference:
-    """Compare two checkpoints.
+    """Compare two checkpoints, *b* mapped to the layout of *a*; errors are those of *b*.
 
-    Args:
-        a: The first one; names are its names, errors those of B.
-        b: The second one, which is mapped to the layout of the first.
-        options: What to compare.
-        progress: Called with the bytes that will be compared; see :data:`Watch`.
-
-    Raises:
-        CkptError: One of them is missing, not recognised, damaged or hostile, or layouts that
-            were named do not fit.
+    *progress* is told of the bytes that will be compared.
     """
     with families.using(options.converter):
         return _diff(a, b, options, progress)

@@ -22,7 +22,6 @@ class Pair:
     """A tensor of A and what holds it in B.
 
     Attributes:
-        entry: In A.
         mapped: What in B becomes of it.
         sources: Names in B.
         shape: What B's has, in A's layout.
@@ -43,12 +42,7 @@ class Pair:
 
 
 class LeafPair(NamedTuple):
-    """A leaf that is no tensor, in both.
-
-    Attributes:
-        a: Its name in A.
-        b: Its name in B.
-    """
+    """A leaf that is no tensor, by its names in both."""
 
     a: str
     b: str
@@ -56,13 +50,7 @@ class LeafPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unpaired:
-    """What one of the two holds that has no partner in the other one.
-
-    Attributes:
-        only: Names of tensors that it has alone.
-        only_leaves: Likewise of other leaves.
-        left_out: Names that are not compared, and why.
-    """
+    """What one of the two holds that has no partner; *left_out*: what is not compared, and why."""
 
     only: tuple[str, ...]
     only_leaves: tuple[str, ...]
@@ -71,15 +59,7 @@ class Unpaired:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """What is to be compared.
-
-    Attributes:
-        mapping: How B becomes A.
-        pairs: Tensors that both have.
-        leaves: Other leaves that both have.
-        a: What is left of A.
-        b: What is left of B.
-    """
+    """What is to be compared, how B becomes A, and what is left of each."""
 
     mapping: StateMapping
     pairs: tuple[Pair, ...]
@@ -89,17 +69,7 @@ class Pairing:
 
 
 def pair(a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope) -> Pairing:
-    """Find what both checkpoints have.
-
-    Args:
-        a: The first one.
-        b: The second one, as it was read.
-        mapping: How it becomes the first.
-        scope: What is wanted.
-
-    Raises:
-        MappingError: A glob matches nothing.
-    """
+    """Find what both checkpoints have; refuse a glob that matches nothing."""
     found = _by_target(mapping, b)
     called = _called(b, mapping)
     own = {name: [name] for name in (*a.tensors, *a.blobs)}

@@ -28,11 +28,7 @@ _ELSEWHERE = {"from": "format", "from-layout": "layout"}
 
 
 def option_names(side: str) -> dict[str, str]:
-    """Return what options that are about one checkpoint are called for one of two.
-
-    Args:
-        side: ``a`` or ``b``.
-    """
+    """Return what options that are about one checkpoint are called for side ``a`` or ``b``."""
     return {f"--{name}": f"--{_ELSEWHERE.get(name, name)}-{side}" for name in _OPTIONS}
 
 
@@ -52,12 +48,7 @@ class _Chosen:
 
 
 def open_sides(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catalog]:
-    """Return the indices of both checkpoints.
-
-    Raises:
-        UsageError: Something that was said has no meaning for either of them.
-        CkptError: One of them is missing, not recognised, damaged or hostile.
-    """
+    """Return the indices of both checkpoints."""
     kind = options.model_type
     chosen = (
         _Chosen("a", a, options.format_a, kind, options.weights_a, options.tag_a),
@@ -102,13 +93,7 @@ def _meant_for_some(
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What is compared.
-
-    Attributes:
-        include: Globs; none: all.
-        exclude: Globs.
-        only: ``model``, or ``all`` that the checkpoints hold.
-    """
+    """The part that is compared; no globs in *include*: all."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -120,11 +105,7 @@ class Scope:
         return taken and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def require_used(self, names: Collection[str]) -> None:
-        """Refuse a glob that matches nothing.
-
-        Raises:
-            MappingError: There is one.
-        """
+        """Refuse a glob that matches nothing."""
         for glob in (*self.include, *self.exclude):
             if not any(fnmatchcase(name, glob) for name in names):
                 raise MappingError(
@@ -138,10 +119,6 @@ def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
     """Map *b* to the layout of *a*, as a whole, or else as far as it goes.
 
     A configuration that only *a* has says the sizes of both.
-
-    Raises:
-        UsageError: The user named something that does not exist.
-        MappingError: Layouts were named, and do not fit.
     """
     state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:

@@ -52,14 +52,7 @@ def _checksums(entry: TensorEntry) -> dict[Box, int] | None:
 
 @dataclass(slots=True)
 class Windows:
-    """Reads the same boxes of two checkpoints.
-
-    Attributes:
-        a: The first one, located.
-        mapping: How the second one, located, becomes it.
-        jobs: Threads; 0: its part of the cores, at most four.
-        seen: What the files were when they were first read.
-    """
+    """Reads the same boxes of two checkpoints, both located; *seen*: what the files first were."""
 
     a: Catalog
     mapping: StateMapping
@@ -69,19 +62,10 @@ class Windows:
     def errors(
         self, pairs: Sequence[Pair], tolerance: Tolerance | None, advance: Advance | None
     ) -> dict[str, Errors]:
-        """Compare the elements of *pairs*.
-
-        Args:
-            pairs: Tensors of one shape on both sides.
-            tolerance: What counts as equal; None: equal bits.
-            advance: Called with the bytes of A that were compared.
+        """Compare the elements of *pairs*, which have one shape on both sides.
 
         Returns:
             For each name in A how its elements differ, also where they do not.
-
-        Raises:
-            DamagedError: A file ends too early.
-            ChangedError: A file was written to meanwhile.
         """
         found = {one.entry.name: Errors() for one in pairs}
         for batch in _batches(pairs):

@@ -46,17 +46,6 @@ def inspect(
 
     A checkpoint that can be read but is not whole is described all the same: see
     :attr:`~ckptctl.ops.inspection.result.Inspection.problems`.
-
-    Args:
-        path: A directory or a file.
-        options: What to say of it.
-        progress: Called with the bytes that statistics are going to read; see :data:`Watch`.
-
-    Raises:
-        SourceNotFoundError: There is no such path.
-        FormatError: It is not a checkpoint that ckptctl reads.
-        DamagedError: Its index cannot be read.
-        StorageError: What is behind a URL did not answer.
     """
     options = options or InspectOptions()
     with families.using(options.converter):
@@ -103,11 +92,7 @@ def _run(path: str, members: tuple[Member, ...]) -> Inspection:
 
 
 def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
-    """Return the tensors whose name matches one of the globs; all without a glob.
-
-    Raises:
-        MappingError: There are tensors, and none matches.
-    """
+    """Return the tensors whose name matches one of the globs; all without a glob."""
     tensors = list(tensors)
     found = [tensor for tensor in tensors if matches(tensor.name, include)]
     if tensors and not found:
@@ -166,17 +151,7 @@ def _short_files(catalog: Catalog, needed: Mapping[str, int]) -> Iterable[str]:
 def describe(
     path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None = None
 ) -> Inspection:
-    """Say what *catalog* holds.
-
-    Args:
-        path: What the user named.
-        catalog: The checkpoint.
-        measured: Statistics by the name of the tensor.
-        model_type: Its family, where the user named it.
-
-    Raises:
-        MappingError: The model may lie in one of several places.
-    """
+    """Describe *catalog*; *measured* has statistics by the name of the tensor."""
     from ckptctl.ops.recognition.lacking import described
     from ckptctl.ops.recognition.recognise import recognise
     from ckptctl.ops.recognition.roots import unwrapped

@@ -24,20 +24,10 @@ def measured(
     bins: int,
     failed: Callable[[CkptError, TensorEntry], None] | None = None,
 ) -> dict[str, Statistics]:
-    """Return the statistics of *entries* by name; torch is imported here.
+    """Measure the *entries*, whose extents must be ``raw``; torch is imported here.
 
-    A tensor with holes is measured as far as it is there, and one whose dtype has no numbers has
-    none.
-
-    Args:
-        files: The checkpoint that holds them; their extents must be ``raw``.
-        entries: The tensors.
-        progress: Called with the bytes that are going to be read.
-        bins: Steps of each histogram.
-        failed: Called with what is wrong with a tensor, which is then left out.
-
-    Raises:
-        CkptError: A tensor cannot be read, and nothing is to be called.
+    A tensor with holes is measured as far as it is there; one whose dtype has no numbers is left
+    out, as is one that *failed* is called with an error of.
     """
     from ckptctl.storage.statistics import measure
 

@@ -53,8 +53,6 @@ class Branch:
         tensors: Tensors in all copies, inside one copy of the parent.
         nbytes: Bytes in all copies, inside one copy of the parent; aliases count nothing.
         dtype: Of a single tensor; None: this is a group.
-        shape: Of a single tensor.
-        alias_of: Of a single tensor.
         children: What one copy holds; empty where the depth was limited.
     """
 
@@ -77,12 +75,9 @@ class _Node:
 def build(
     tensors: Iterable[ListedTensor], sort: Order = "name", depth: int | None = None
 ) -> list[Branch]:
-    """Return the tree of *tensors*.
+    """Build the tree of *tensors*; *sort* by size puts the largest first.
 
-    Args:
-        tensors: In any order.
-        sort: ``name``: natural order. ``size``: largest first.
-        depth: Show names down to this many parts and sum up what lies below; None: everything.
+    What lies below *depth* parts of a name is summed up.
     """
     root = _Node()
     for tensor in tensors:

@@ -40,18 +40,6 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
 
     A checkpoint that is not whole has a page, too; of one whose index cannot be read the page says
     why.
-
-    Args:
-        path: A directory or a file.
-        options: What goes into it, where to, and what it is compared with.
-        progress: Called with the bytes that are going to be read; see :data:`Watch`.
-
-    Raises:
-        UsageError: How to compare is said, but not with what.
-        SourceNotFoundError: One of them does not exist.
-        FormatError: One of them is not a checkpoint that ckptctl reads.
-        RefusedError: The page exists, or lies inside a checkpoint.
-        MappingError: No tensor matches the globs.
     """
     output = Path(options.output) if options.output else None
     other = options.other
@@ -195,17 +183,7 @@ HEAD = 1024
 
 @contextmanager
 def written(output: Path | None, sources: Sequence[str | Path], overwrite: bool) -> Iterator[Write]:
-    """Hold the place of a page; what it yields writes and publishes it.
-
-    Args:
-        output: The page; None: nothing is written.
-        sources: Checkpoints, which it must not lie in.
-        overwrite: Whether to replace an earlier report.
-
-    Raises:
-        RefusedError: It exists, or lies inside a checkpoint.
-        StorageError: It cannot be written.
-    """
+    """Hold the place of a page outside of the *sources*; what it yields writes and publishes it."""
     if output is None:
         yield lambda _: None
         return

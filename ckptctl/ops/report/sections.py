@@ -29,11 +29,7 @@ IN_ALL = 100_000
 
 
 class ChunkMaps:
-    """Makes the maps of one report, until there is no more room for boxes.
-
-    Args:
-        room: Boxes that there is room for, in all.
-        each: Boxes that there is room for of one tensor.
+    """Makes the maps of one report, until there is no more room for boxes, in all or of one tensor.
 
     Attributes:
         chunks: Boxes that had no place.
@@ -47,12 +43,7 @@ class ChunkMaps:
         self._each = each
 
     def map(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
-        """Return the map of a tensor.
-
-        Args:
-            entry: The tensor.
-            lost: Boxes in files that cannot be used, and those files.
-        """
+        """Map a tensor; *lost*: boxes in files that cannot be used, and those files."""
         try:
             boxes = [extent.box for extent in entry.extents]
             found = () if entry.unsupported else coverage(entry.shape, boxes).holes
@@ -98,12 +89,9 @@ BINS = 40
 def values(
     catalog: Catalog, names: Sequence[str], progress: Watch
 ) -> tuple[Mapping[str, Statistics], list[Finding]]:
-    """Return the statistics of the tensors called *names*, and what is wrong with their bytes.
+    """Measure the tensors called *names*; say what is wrong with their bytes.
 
-    Args:
-        catalog: The checkpoint; it need not be whole.
-        names: Tensors; those that share the memory of others are measured as these.
-        progress: Called with the bytes that are going to be read.
+    The checkpoint need not be whole. Tensors that share the memory of others are measured as these.
     """
     from ckptctl.storage.computed import open_reader
 
@@ -136,12 +124,7 @@ _OPTIONS = {
 
 
 def compared(found: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
-    """Return *found* with how it differs from *other*, or why that cannot be said.
-
-    Raises:
-        SourceNotFoundError: There is no such path.
-        FormatError: It is not a checkpoint that ckptctl reads.
-    """
+    """Return *found* with how it differs from *other*, or why that cannot be said."""
     from ckptctl.ops.comparison.diff import diff
     from ckptctl.ops.comparison.options import DiffOptions
 

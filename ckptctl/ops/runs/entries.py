@@ -35,18 +35,13 @@ class RunEntry:
     """Something in a run whose name says that it is a checkpoint.
 
     Attributes:
-        path: Where it is.
-        named: What its name says.
-        nbytes: Bytes of all its files.
-        files: How many these are.
         time: When the newest file of weights or a trainer's state was written, seconds since the
             epoch; of other files where there are none of these.
         touched: When the newest of all files was written, or the folder changed.
         staging: Whether it is made here under another name and not finished.
-        identity: What tells it from another of its name.
         shared: Bytes of those files that have another hard link, here or elsewhere.
-        newest: The name of the file that *time* is of; empty: of none.
-        link: Where it leads, if it is a symbolic link; empty: it is none.
+        newest: The name of the file that *time* is of.
+        link: Where it leads, if it is a symbolic link.
     """
 
     path: Path
@@ -85,12 +80,7 @@ def is_run(root: Path) -> bool:
 
 
 def entries(root: Path) -> list[RunEntry]:
-    """Return the entries of *root*, links included, in natural order.
-
-    Raises:
-        SourceNotFoundError: There is no such directory.
-        FormatError: There is nothing of that kind.
-    """
+    """Return the entries of *root*, links included, in natural order."""
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
     found = [one for item in root.iterdir() if (one := entry_at(item))]

@@ -35,16 +35,12 @@ LATEST = 253_402_300_799.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What is known of a checkpoint.
+    """Whether a checkpoint is whole.
 
     Attributes:
-        format: Its format; None: none is known.
-        parts: What it consists of: itself, or checkpoints inside of it; nothing where it is not
-            understood.
-        verdict: ``whole``; ``torn``: there is evidence; ``not understood``: it may be whole. That
-            is so of what cannot be read here: a disk that fails, permissions, a link that leads out
-            of it, a feature that ckptctl does not read.
-        problem: Why it is not whole; empty: it is.
+        parts: Itself, or checkpoints inside of it; nothing where it is not understood.
+        verdict: ``not understood`` is also what cannot be read here: a disk that fails,
+            permissions, a link that leads out of it, a feature that ckptctl does not read.
         begun: Whether nothing in it is known to be a checkpoint's: a trainer may have just begun.
     """
 
@@ -57,14 +53,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Retainable):
-    """One checkpoint of a run.
-
-    Attributes:
-        entry: Where it is.
-        record: Its ``ckptctl.run.json``.
-        format: Its format; None: none is known.
-        parts: What it consists of: itself, or checkpoints inside of it.
-    """
+    """One checkpoint of a run; its *parts* are those of its :class:`Health`."""
 
     entry: RunEntry
     record: RunRecord = field(default_factory=RunRecord)
@@ -118,11 +107,7 @@ def _finite(value: float) -> float | None:
 
 
 def health(path: Path) -> Health:
-    """Judge the checkpoint at *path*: whole if every part of it is.
-
-    Raises:
-        StorageError: What is behind a URL did not answer.
-    """
+    """Judge the checkpoint at *path*: whole if every part of it is."""
     try:
         found = _health(path)
     except OSError as error:
@@ -222,11 +207,7 @@ def _unrecognised(path: Path, part: Path) -> Health:
 
 
 def _holds_nothing(path: Path) -> bool:
-    """Return whether a file is empty, or a folder has no files, however deep.
-
-    Raises:
-        OSError: A folder cannot be listed: nobody knows what it holds.
-    """
+    """Return whether a file is empty, or a folder has no files, however deep."""
     if not path.is_dir():
         return path.stat().st_size == 0
     waiting = [path]

@@ -36,13 +36,7 @@ Megatron, accelerate."""
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A folder of checkpoints.
-
-    Attributes:
-        root: As it was named.
-        checkpoints: By series and step.
-        others: Names of what else lies there, hidden things apart.
-    """
+    """A folder of checkpoints; *others* are the names of what else lies there, unhidden."""
 
     root: Path
     checkpoints: tuple[Checkpoint, ...]
@@ -67,18 +61,14 @@ def read_run(
     in_use: Collection[str] = (),
     branches: bool = True,
 ) -> RunFolder:
-    """Return the checkpoints in *root*.
+    """Read the checkpoints in *root*.
 
     Args:
         root: A directory.
         now: Seconds since the epoch; None: what the clock says.
-        series: Only those whose names have this in common; None: all.
+        series: Only those whose names have this in common.
         in_use: Names of those with which a training is at work.
         branches: Whether what the run left behind is left alone.
-
-    Raises:
-        SourceNotFoundError: There is no such directory.
-        FormatError: No entry is named as checkpoints of a run are.
     """
     now, root = clock.time() if now is None else now, source_path(root)
     found = [one for one in entries(root) if series in (None, one.named.series)]
@@ -99,9 +89,6 @@ class Company:
     """Which of the files that trainers write last the checkpoints of a series have.
 
     Whoever lacks one may be unfinished, or saved in another way: that is a guess, no evidence.
-
-    Args:
-        found: The checkpoints; links do not count, nor what Lightning saves last.
     """
 
     def __init__(self, found: Sequence[RunEntry]) -> None:
@@ -139,12 +126,7 @@ def run_at(path: str | Path) -> RunFolder | None:
 
 
 def overview(path: str | Path, run: RunFolder) -> Inspection:
-    """Describe a run as ``inspect`` does.
-
-    Args:
-        path: As it was named.
-        run: What :func:`run_at` returns.
-    """
+    """Describe a run as ``inspect`` does."""
     torn = tuple(one for one in run.checkpoints if not one.complete)
     problems = tuple(f"`{one.path}`: {one.problem}" for one in torn)
     members = tuple(map(_member, run.checkpoints))

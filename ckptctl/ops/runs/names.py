@@ -33,7 +33,7 @@ _COUNTERS = ("step", "epoch")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a name says.
+    """The meaning of a name.
 
     Attributes:
         series: What is equal in all names of a run.

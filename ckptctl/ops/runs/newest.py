@@ -25,7 +25,6 @@ class Newest:
     """The newest complete checkpoint of a run, and what else might have been.
 
     Attributes:
-        chosen: The checkpoint.
         skipped: Those that are newer and not complete.
         others: The newest complete ones of other series, among which it was chosen.
         doubts: Where the highest step is not the last save: both, and which of them was chosen.
@@ -44,16 +43,6 @@ def newest(root: Path, now: float | None = None, series: str | None = None) -> N
     there is another. Of several series the one that was written last counts; what Lightning saves
     last is compared with its numbered ones by the step, and named where none of them has it. Older
     checkpoints are not looked at, but for what was saved later than a higher step.
-
-    Args:
-        root: The run.
-        now: Seconds since the epoch; None: the clock's.
-        series: The one that counts, of which there has to be a checkpoint; None: all.
-
-    Raises:
-        SourceNotFoundError: There is none.
-        UnsupportedError: A newer one is not understood: it may be whole.
-        FormatError: No entry is named as checkpoints of a run are.
     """
     now, root = clock.time() if now is None else now, source_path(root)
     skipped: list[Checkpoint] = []

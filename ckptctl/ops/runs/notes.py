@@ -51,14 +51,7 @@ def metrics(folder: Path, record: RunRecord | None = None) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What ``ckptctl.run.json`` says.
-
-    Attributes:
-        members: All of it.
-        metrics: What the checkpoint was rated with.
-        lineage: Which save of its run it is.
-        problem: Why it cannot be read, or not be understood; empty: it can, or there is none.
-    """
+    """What ``ckptctl.run.json`` says; *problem*: why it cannot be read or understood."""
 
     members: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, object] = field(default_factory=dict)
@@ -106,7 +99,7 @@ def _count(value: object) -> int:
 def encoded(
     rated: Mapping[str, float], lineage: Lineage, known: Mapping[str, object] | None = None
 ) -> bytes:
-    """Return the content of a record; *known*: the members of the one that it replaces."""
+    """Encode a record; *known* are the members of the one that it replaces."""
     own = {"save": lineage.save, "resumed": [one._asdict() for one in lineage.resumed]}
     own |= {"left": lineage.left} if lineage.left else {}
     counted = own if lineage.save else {}
@@ -116,13 +109,12 @@ def encoded(
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What the callbacks of a checkpoint noted.
+    """The notes of Lightning's callbacks in a checkpoint.
 
     Attributes:
         best: Names of the best checkpoints, one for each callback.
         scores: What this one was rated with, by the name of what was monitored.
-        step: The step at which it was saved; None: it does not say.
-        problem: Why they cannot be read; empty: they can, or there are none.
+        problem: Why they cannot be read.
         damaged: Whether that is because of what the file holds.
     """
 

@@ -51,12 +51,9 @@ AT_WORK_WITH = "the run that is at work"
 
 
 class Claim(NamedTuple):
-    """A checkpoint that stays.
+    """A checkpoint that stays, by its name or by a *text* that may name it in many ways.
 
-    Attributes:
-        reason: Why; of one that stays and counts, what names it.
-        name: Its name.
-        text: Instead of the name a text that may name it in many ways.
+    The reason of one that stays and counts is what names it.
     """
 
     reason: str
@@ -66,13 +63,9 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """What protections see of a run.
+    """What protections see of a run: *checkpoints*, the newest last.
 
-    Attributes:
-        root: Its folder.
-        checkpoints: What is named as one there, the newest last.
-        in_use: Names of those with which a training is at work.
-        branches: Whether what the run left behind stays.
+    Those in *in_use* a training is at work with; *branches*: what the run left behind stays.
     """
 
     root: Path
@@ -100,10 +93,8 @@ class Protection:
     """Something because of which a checkpoint is not removed.
 
     Attributes:
-        name: What it is called.
         trainer: Who writes the file, or is known by it.
         file: Where that stands.
-        claims: Yields what stays in a run.
         effect: ``stays``, or ``left alone``: it does not count, either.
     """
 
@@ -255,9 +246,6 @@ def require_pointers(root: Path) -> None:
 
     What a torn checkpoint calls the best counts only while it can be read: training does not go on
     from it.
-
-    Raises:
-        RefusedError: Nobody knows what it names.
     """
     items = sorted(item for item in root.iterdir() if parse(item.name) or is_last(item.name))
     members = [item for item in items if not item.is_symlink()]

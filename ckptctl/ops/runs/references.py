@@ -52,13 +52,7 @@ def decoded(data: bytes) -> str:
 
 
 def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
-    """Return those of *names* that a text names anywhere.
-
-    Args:
-        text: What a pointer says.
-        names: Of the checkpoints of a run.
-        alike: What :func:`alike` returns for them.
-    """
+    """Return those of *names* that a text names anywhere, *alike* or as they are."""
     found = [name for name in names if name in text and _alone(name, text)]
     found += [known for part in _parts(text) if (known := alike(part))]
     if not found:
@@ -127,12 +121,8 @@ def _place(path: Path) -> tuple[int, int] | None:
 def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[tuple[str, str]]:
     """Yield entries of *root* that links lead to, into or through, and what to call the link.
 
-    Where a folder is too full to look at all of it, that is every one of *names*.
-
-    Args:
-        root: The run.
-        names: Of its checkpoints.
-        near: Look at links directly in the run and beside it alone.
+    Where a folder is too full to look at all of it, that is every one of *names*, the run's
+    checkpoints; *near*: look at links directly in the run and beside it alone.
     """
     real = real_path(root)
     folders = () if near else (*names, *_others(real, names))

@@ -30,11 +30,7 @@ LOW, HIGH = ("loss",), ("accuracy",)
 
 
 def parse_best(text: str) -> Best:
-    """Parse ``METRIC[:min|max]``.
-
-    Raises:
-        UsageError: It does not say which end is good, and the name does not, either.
-    """
+    """Parse ``METRIC[:min|max]``."""
     metric, colon, end = text.rpartition(":")
     if colon and end in ENDS and metric:
         return Best(metric, ENDS[end])
@@ -62,16 +58,10 @@ def require_policy(policy: Policy) -> None:
 
 
 def require_root(root: Path, *, force: bool = False) -> Path:
-    """Return the folder whose entries may be removed, resolved.
+    """Resolve the folder whose entries may be removed, or refuse it.
 
-    Args:
-        root: As it was named.
-        force: Whether it may be a checkpoint itself.
-
-    Raises:
-        SourceNotFoundError: There is no such directory.
-        RefusedError: It is a link, ``/``, the home directory or above it, a checkpoint; or a file
-            is where what is removed goes.
+    It may not be a link, ``/``, the home directory or above it, nor, without *force*, a checkpoint;
+    and no file may be where what is removed goes.
     """
     require_local(
         root,
@@ -148,9 +138,7 @@ def require_order(checkpoints: Sequence[Checkpoint]) -> None:
 def require_match(checkpoints: Sequence[Retainable], policy: Policy) -> None:
     """Refuse a policy with a pattern that matches nothing, or of which no rule keeps anything.
 
-    Raises:
-        RefusedError: A pattern matches no name at all, or patterns and metrics alone are asked for
-            and none of them keeps anything, and there is more than the newest one.
+    That is so where patterns and metrics alone are asked for and there is more than the newest one.
     """
     names = [one.name for one in checkpoints]
     counted = (policy.last, policy.every, policy.within)
@@ -181,11 +169,7 @@ def _require_any(checkpoints: Sequence[Retainable], policy: Policy) -> None:
 
 
 def with_known_metrics(policy: Policy, checkpoints: Sequence[Retainable]) -> Policy:
-    """Return *policy* with the names that the checkpoints have for its metrics and patterns.
-
-    Raises:
-        UsageError: No complete checkpoint has one of the metrics.
-    """
+    """Return *policy* with the names that the checkpoints have for its metrics and patterns."""
     whole = (one for one in checkpoints if one.counts)
     known = sorted({name for one in whole for name in one.metrics})
     names = [one.name for one in checkpoints]

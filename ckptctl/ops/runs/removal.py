@@ -37,12 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PruneDecision(Decision[Checkpoint]):
-    """What becomes of one checkpoint.
-
-    Attributes:
-        nbytes: Bytes that are freed: those of files that have no other hard link.
-        thinning: What is left out of it, where it loses its optimizer state instead of going.
-    """
+    """The fate of one checkpoint; *nbytes* are freed: files without another hard link."""
 
     nbytes: int = 0
     thinning: Thinning | None = None
@@ -66,16 +61,7 @@ class PruneDecision(Decision[Checkpoint]):
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What pruning will do.
-
-    Attributes:
-        root: The run, resolved.
-        policy: What is kept.
-        run: What there is.
-        decisions: What becomes of it, by series and step.
-        thin: Whether checkpoints lose their optimizer state instead of being removed.
-        leftovers: What an earlier run has left in the trash.
-    """
+    """What pruning will do; *leftovers* lie in the trash since an earlier run."""
 
     root: Path
     policy: Policy
@@ -121,14 +107,7 @@ class PrunePlan:
 
 @dataclass(frozen=True, slots=True)
 class PruneResult:
-    """What pruning did.
-
-    Attributes:
-        plan: What it was to do.
-        done: Names of what was removed, or thinned.
-        failed: Why others were not, by their names.
-        freed: Bytes.
-    """
+    """What pruning did: names of what is removed or thinned, and why others are not."""
 
     plan: PrunePlan
     done: tuple[str, ...]
@@ -199,15 +178,6 @@ def plan_discard(root: Path, series: str, step: int, now: float | None = None) -
 
     That are checkpoints with a higher step that are complete or torn. What is protected stays, and
     the decision says why; what the run left behind goes.
-
-    Args:
-        root: The run.
-        series: Only those whose names have this in common.
-        step: The step that stays, as do all before it.
-        now: Seconds since the epoch; None: what the clock says.
-
-    Raises:
-        CkptError: See :func:`plan_prune`.
     """
     real = require_root(root)
     require_pointers(real)
@@ -256,11 +226,7 @@ def _priced(decision: Decision[Checkpoint], thin: bool = False) -> PruneDecision
 
 
 def run_prune(plan: PrunePlan) -> PruneResult:
-    """Carry out *plan*, the oldest checkpoint first; of one with nothing to do, sweep the trash.
-
-    Raises:
-        RefusedError: Another run is at work there, or what was to be kept is not there any more.
-    """
+    """Carry out *plan*, the oldest checkpoint first; of one with nothing to do, sweep the trash."""
     done: list[str] = []
     failed: dict[str, CkptError] = {}
     freed = 0

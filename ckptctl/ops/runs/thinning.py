@@ -68,8 +68,6 @@ class Thinning:
     """What is taken out of a checkpoint.
 
     Attributes:
-        entry: The checkpoint.
-        format: Its format.
         files: Files and folders of the optimizer alone; none: it is written anew without.
         freed: Bytes, about.
         dropped: Names of the leaves that are left out of what is written anew.
@@ -112,11 +110,7 @@ def _none_of_it(named: Sequence[str]) -> str:
 
 
 def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
-    """Carry out *thinning*; what is taken out goes into the trash.
-
-    Raises:
-        CkptError: It failed; the checkpoint is as it was, or lacks files of the optimizer.
-    """
+    """Carry out *thinning*; what is taken out goes into the trash."""
     if not thinning.files:
         _rewrite(thinning, deletion)
         return

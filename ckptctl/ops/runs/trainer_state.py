@@ -36,9 +36,9 @@ class TrainerState:
 
     Attributes:
         there: Whether there is one that says anything, or that cannot be read.
-        best: The path of the best checkpoint; empty: it names none.
+        best: The path of the best checkpoint.
         rated: What the log says of the step at which it was saved.
-        problem: Why it cannot be read, or not to its end; empty: it can.
+        problem: Why it cannot be read, or not to its end.
         damaged: Whether that is because of what it holds.
     """
 
@@ -80,11 +80,7 @@ def trainer_state(folder: Path) -> TrainerState:
 
 @lru_cache(maxsize=1024)
 def _read(path: Path, _: FileIdentity) -> TrainerState:
-    """Read a state; twice, where its log comes before the step that is looked for in it.
-
-    Raises:
-        _CutError: The system refused, or it is no JSON object.
-    """
+    """Read a state; twice, where its log comes before the step that is looked for in it."""
     said: dict[str, object] = {}
     try:
         again, rated = _pass(path, said)
@@ -104,11 +100,7 @@ def _best(said: Mapping[str, object]) -> str:
 
 
 def _pass(path: Path, said: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
-    """Read the whole text once.
-
-    Args:
-        path: The state.
-        said: What is known of the best checkpoint and the step; gets every key that is met.
+    """Read the whole text once, and note in *said* every key that is met.
 
     Returns:
         Whether the log was met while the step was not known, and what it says of that step.
@@ -135,11 +127,7 @@ def _pass(path: Path, said: dict[str, object]) -> tuple[bool, Mapping[str, objec
 
 
 class _Text:
-    """A JSON text that is read from its beginning to its end.
-
-    Args:
-        file: Where it comes from.
-    """
+    """A JSON text that is read from its beginning to its end."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file

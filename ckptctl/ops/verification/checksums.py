@@ -29,15 +29,7 @@ BATCH = 4096
 
 @dataclass(frozen=True, order=True, slots=True)
 class Recorded:
-    """A byte range, and the CRC-32 that is recorded of it.
-
-    Attributes:
-        file: Relative to the root.
-        offset: First byte.
-        nbytes: Number of bytes.
-        crc32: Of those bytes.
-        name: The tensor; None: another record of a zip.
-    """
+    """A byte range and the CRC-32 that is recorded of it; *name*: of its tensor, if it is one."""
 
     file: str
     offset: int
@@ -47,13 +39,7 @@ class Recorded:
 
 
 class ReadBlock(NamedTuple):
-    """A part of a range, which is read in one go.
-
-    Attributes:
-        number: The place of its range in the list of all.
-        offset: First byte in the file.
-        nbytes: Number of bytes.
-    """
+    """A part of a range that is read in one go, and the place of the range in the list."""
 
     number: int
     offset: int
@@ -68,12 +54,9 @@ def threads(jobs: int | None) -> int:
 def recorded(
     files: SourceFiles, catalog: Catalog, resolved: Catalog
 ) -> tuple[list[Recorded], list[Finding]]:
-    """Return all checksums of a checkpoint, in the order of the bytes, and what is wrong with them.
+    """List all checksums of a checkpoint, in the order of the bytes, and what is wrong with them.
 
-    Args:
-        files: Its files.
-        catalog: As it was read.
-        resolved: With the bytes of every item located.
+    In *resolved*, the bytes of every item are located.
     """
     known: dict[tuple[str, int, int, int], Recorded] = {}
     for entry in resolved.tensors.values():
@@ -124,15 +107,7 @@ def crcs(
     jobs: int | None,
     advance: Advance | None,
 ) -> list[tuple[ReadBlock, int | CkptError]]:
-    """Read *some* blocks of *ranges*; return the CRC-32 of each, or why it cannot be read.
-
-    Args:
-        files: Files of the checkpoint.
-        ranges: In the order of the bytes.
-        some: Of :func:`blocks`.
-        jobs: Threads; None: its part of the cores, at most four.
-        advance: Called with bytes done, from any thread.
-    """
+    """Read *some* :func:`blocks` of *ranges*: the CRC-32 of each, or why it cannot be read."""
 
     def sum_of(block: ReadBlock) -> int | CkptError:
         try:
@@ -151,13 +126,7 @@ def crcs(
 def compared(
     root: Path, ranges: Sequence[Recorded], found: Iterable[tuple[ReadBlock, int | CkptError]]
 ) -> tuple[list[Finding], list[Recorded]]:
-    """Return what is wrong, and with which of *ranges*.
-
-    Args:
-        root: The checkpoint's.
-        ranges: In the order of the bytes.
-        found: What :func:`crcs` returned for all of their blocks.
-    """
+    """Compare *ranges* with the :func:`crcs` of their blocks: what is wrong, and with which."""
     findings: list[Finding] = []
     bad: list[Recorded] = []
     for index, parts in groupby(sorted(found, key=itemgetter(0)), key=lambda pair: pair[0].number):

@@ -34,12 +34,7 @@ from ckptctl.storage.threads import Advance
 
 @dataclass(slots=True)
 class Data:
-    """What reading the data shows.
-
-    Attributes:
-        findings: What is wrong.
-        proven: For each data file the bytes that a checksum proves.
-    """
+    """What reading the data shows."""
 
     findings: list[Finding] = field(default_factory=list)
     proven: dict[str, int] = field(default_factory=dict)
@@ -47,14 +42,7 @@ class Data:
 
 @dataclass(slots=True)
 class _Todo:
-    """What is to be read: the same on all ranks.
-
-    Attributes:
-        ranges: Those with a checksum.
-        lines: Files with a digest.
-        floating: Tensors that are searched for values that are not finite.
-        findings: What is wrong with the checksums themselves.
-    """
+    """What is to be read, the same on all ranks; *findings* are about the checksums themselves."""
 
     ranges: Sequence[Recorded]
     lines: Sequence[digest_lists.Listed]
@@ -73,14 +61,7 @@ def read_data(
 ) -> Data:
     """Read the data and compare it with all checksums, or search it for NaN and Inf.
 
-    Args:
-        catalog: As it was read.
-        resolved: With the bytes of every sound item located.
-        full: Whether to check checksums.
-        nan: Whether to search floating values.
-        jobs: Threads.
-        progress: Called with the bytes that this rank is going to read.
-        ranks: Those that share the reading; all of them return the same.
+    All ranks return the same. In *resolved*, the bytes of every sound item are located.
     """
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
         before = _identities(catalog)
@@ -167,12 +148,7 @@ def listable(path: Path) -> list[Finding]:
 
 
 def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
-    """Add the SHA-256 sums of the checkpoint at *path*; return where they are.
-
-    Raises:
-        RefusedError: There is such a list.
-        StorageError: It cannot be written.
-    """
+    """Add the SHA-256 sums of the checkpoint at *path*; return where they are."""
     names = digest_lists.members(path)
     target = digest_lists.target_of(path)
     with source_files(root_of(path)) as files, progress(_sizes(files, names)) as advance:

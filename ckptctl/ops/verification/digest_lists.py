@@ -33,14 +33,9 @@ _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One line of a list.
+    """One line of a list; *algorithm*: ``sha256``, ``md5``, or ``git-sha1``, that of a blob.
 
-    Attributes:
-        list_: The list.
-        algorithm: ``sha256``, ``md5``, or ``git-sha1``: that of a blob in git.
-        file: The file that it is about.
-        digest: Hexadecimal, in lower case.
-        severity: Of a file that has another one.
+    *severity* is that of a file with another digest.
     """
 
     list_: str
@@ -85,14 +80,7 @@ def _file_of(line: re.Match[str]) -> str:
 def check_lists(
     files: SourceFiles, lines: Sequence[Listed], jobs: int | None, advance: Advance | None
 ) -> tuple[list[Finding], list[str]]:
-    """Read every file that is listed; return what differs, and the files that do not.
-
-    Args:
-        files: Files of the checkpoint.
-        lines: What the lists say.
-        jobs: Threads.
-        advance: Called with bytes done, from any thread.
-    """
+    """Read every file that is listed; return what differs, and the files that do not."""
 
     def compared(line: Listed) -> Finding | None:
         try:
@@ -120,11 +108,7 @@ def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | Non
 
 
 def require_room(target: Path) -> None:
-    """Refuse to replace a list.
-
-    Raises:
-        RefusedError: There is one.
-    """
+    """Refuse to replace a list."""
     if os.path.lexists(target):
         compare = command("verify", target.parent, options=("--level", "full"))
         raise RefusedError(
@@ -156,20 +140,7 @@ def write_list(
     advance: Advance | None,
     ranks: Coordinator,
 ) -> None:
-    """Write the SHA-256 of every file to *target*, whole or not at all.
-
-    Args:
-        files: Files of the checkpoint.
-        target: What is added.
-        names: The files.
-        jobs: Threads.
-        advance: Called with bytes done, from any thread.
-        ranks: Those that share the reading; rank 0 writes.
-
-    Raises:
-        RefusedError: There is such a file.
-        StorageError: It cannot be written.
-    """
+    """Write the SHA-256 of every file to *target*, whole or not at all."""
     # `ls` reads lists and carries out no plan.
     from ckptctl.ops.ranks.sharing import portion
 

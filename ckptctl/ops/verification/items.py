@@ -124,15 +124,7 @@ def portion_of(catalog: Catalog, ranks: Coordinator) -> Catalog:
 
 
 def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
-    """Compare every replica with the copy that is used.
-
-    Args:
-        catalog: As it was read, with its replicas.
-        advance: Called with the bytes that were read.
-
-    Raises:
-        UnsupportedError: Two differ; naming the tensor, the box and both files.
-    """
+    """Compare every replica with the copy that is used; refuse the first that differs."""
     resolved = formats.resolve(catalog)
     for found in _different(resolved, advance):
         raise UnsupportedError(
@@ -145,11 +137,7 @@ def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
 
 
 def differing(catalog: Catalog) -> Iterator[Finding]:
-    """Yield every replica that differs from the copy that is used, or cannot be read.
-
-    Args:
-        catalog: As it was read, with its replicas.
-    """
+    """Yield every replica that differs from the copy that is used, or cannot be read."""
     for entry in replicated(catalog, catalog.replicas).tensors.values():
         try:
             part = formats.resolve(replicated(catalog, {entry.name}))

@@ -13,11 +13,7 @@ Level = Literal["fast", "headers", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
-    """What to verify, and how much of it; see ``ckptctl verify --help``.
-
-    Attributes:
-        model: Whether the tensors are compared with those that the model has to have.
-    """
+    """What to verify, and how much of it; see ``ckptctl verify --help``."""
 
     level: Annotated[
         Level,

@@ -25,12 +25,7 @@ _Ranges = list[tuple[int, int, str, str]]
 
 
 def structure(catalog: Catalog, lost: Lost) -> Iterator[Finding]:
-    """Yield what is wrong with *catalog*.
-
-    Args:
-        catalog: As it was read, extents resolved or not.
-        lost: What is known to lie in files that are missing.
-    """
+    """Yield what is wrong with *catalog*; *lost* is known to lie in files that are missing."""
     if not catalog.tensors:
         yield Finding("there are no tensors", severity="unknown")
     unread = _unread(catalog)

@@ -129,11 +129,9 @@ MAX_METADATA = 4096
 
 
 def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[Listed], list[Finding]]:
-    """Return what is known of files of the Hub, and what is wrong with that.
+    """Return the digests that the Hub has of files, and what is wrong with its records.
 
-    Args:
-        files: Files of the checkpoint.
-        used: Its data files; other files count in the same directories, and at the top.
+    Files other than the data files *used* count in the same directories, and at the top.
     """
     folders = {Path(), *(Path(name).parent for name in used)}
     if not files.local:

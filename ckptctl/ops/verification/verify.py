@@ -47,23 +47,7 @@ def verify(
     progress: Watch = unwatched,
     ranks: Coordinator | None = None,
 ) -> Verification:
-    """Say whether the checkpoint at *path* is whole; list everything that is wrong with it.
-
-    Args:
-        path: A directory or a file.
-        options: What to verify; None: everything but the data.
-        progress: Called with the bytes that are going to be read.
-        ranks: Those that share the reading of the data, all of which return the same; None: this
-            process alone.
-
-    Raises:
-        UsageError: Options contradict each other.
-        SourceNotFoundError: There is no such path.
-        FormatError: It is not a checkpoint that ckptctl reads.
-        RefusedError: There is a list of SHA-256 sums already, and one was asked for.
-        ChangedError: Another checkpoint took its place meanwhile.
-        StorageError: What is behind a URL did not answer.
-    """
+    """Say whether the checkpoint at *path* is whole; list everything that is wrong with it."""
     return examine(path, options or VerifyOptions(), progress, ranks)[0]
 
 
