@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptctl import formats
 from ckptctl.errors import FormatError, SourceNotFoundError, listed
@@ -75,18 +74,18 @@ def is_run(root: Path) -> bool:
     """Return whether *root* holds something that is named as a checkpoint and not being made."""
     if not root.is_dir():
         return False
-    found = (entry_at(item) for item in root.iterdir())
-    return any(one is not None and not one.staging for one in found)
+    there = (entry_at(item) for item in root.iterdir())
+    return any(entry is not None and not entry.staging for entry in there)
 
 
 def entries(root: Path) -> list[RunEntry]:
     """Return the entries of *root*, links included, in natural order."""
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
-    found = [one for item in root.iterdir() if (one := entry_at(item))]
-    if not found:
+    there = [entry for item in root.iterdir() if (entry := entry_at(item))]
+    if not there:
         raise _no_run(root)
-    return sorted(found, key=lambda one: (one.named.series, one.named.order, one.path.name))
+    return sorted(there, key=lambda one: (one.named.series, one.named.order, one.path.name))
 
 
 def entry_at(item: Path) -> RunEntry | None:
@@ -105,67 +104,45 @@ def entry_at(item: Path) -> RunEntry | None:
     folder = stat.S_ISDIR(status.st_mode)
     if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
         return None
-    named = parse(target or item.name) or _last(item)
-    if named is None:
-        return None
-    sums = _measured(_files(item) if folder else [(item.name, status)])
+    named = parse(target or item.name)
+    if named is None:  # Lightning's last one: the step is inside
+        step = stated_step(item)
+        if step is None:
+            return None
+        named = Named("last", (step,))
+    files = list(_files(item)) if folder else [(item.name, status)]
+    dated = (
+        (name.endswith(STATE), file.st_mtime, name)
+        for name, file in files
+        if name not in ADDED and stat.S_ISREG(file.st_mode)
+    )
+    _, time, newest = max([(False, 0.0, ""), *dated])
     return RunEntry(
         item,
         named,
-        sums.nbytes,
-        sums.files,
-        sums.time or status.st_mtime,
-        max(sums.touched, status.st_mtime),
-        target is not None,
-        FileIdentity.of(own),
-        sums.shared,
-        sums.newest,
-        link,
+        nbytes=sum(file.st_size for _, file in files),
+        files=len(files),
+        time=time or status.st_mtime,
+        touched=max([status.st_mtime, *(file.st_mtime for _, file in files)]),
+        staging=target is not None,
+        identity=FileIdentity.of(own),
+        shared=sum(file.st_size for _, file in files if file.st_nlink > 1),
+        newest=newest,
+        link=link,
     )
 
 
 def _leads_to_another(link: Path) -> bool:
     """Return whether *link* leads to another checkpoint of its folder, and so is none itself."""
     target = real_path(link)
-    known = parse(target.name) is not None or is_last(target.name)
-    return known and target.parent == real_path(link.parent)
-
-
-def _last(item: Path) -> Named | None:
-    """Return the step that Lightning's last checkpoint states, as a name; None: it does not."""
-    step = stated_step(item)
-    return None if step is None else Named("last", (step,))
+    named = parse(target.name) is not None or is_last(target.name)
+    return named and target.parent == real_path(link.parent)
 
 
 def unstated(root: Path) -> tuple[str, ...]:
     """Return the names of Lightning's last checkpoints that do not say at which step they are."""
     lasts = (item for item in root.iterdir() if is_last(item.name) and not item.is_symlink())
     return tuple(sorted(item.name for item in lasts if stated_step(item) is None))
-
-
-class _Measured(NamedTuple):
-    """What all files of a checkpoint come to; the time of its state, and that of anything."""
-
-    nbytes: int = 0
-    files: int = 0
-    shared: int = 0
-    time: float = 0.0
-    touched: float = 0.0
-    newest: str = ""
-
-
-def _measured(found: Iterable[tuple[str, os.stat_result]]) -> _Measured:
-    nbytes = files = shared = 0
-    touched = 0.0
-    dated: tuple[bool, float, str] = (False, 0.0, "")
-    for name, status in found:
-        nbytes += status.st_size
-        files += 1
-        shared += status.st_size if status.st_nlink > 1 else 0
-        touched = max(touched, status.st_mtime)
-        if name not in ADDED and stat.S_ISREG(status.st_mode):
-            dated = max(dated, (name.endswith(STATE), status.st_mtime, name))
-    return _Measured(nbytes, files, shared, dated[1], touched, dated[2])
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -91,7 +91,10 @@ class Checkpoint(Retainable):
             "problem": self.problem or None,
             "lacks": self.lacks or None,
             "protected_by": list(self.protection),
-            "metrics": {name: _finite(value) for name, value in sorted(self.metrics.items())},
+            "metrics": {
+                name: value if math.isfinite(value) else None
+                for name, value in sorted(self.metrics.items())
+            },
             "link": self.entry.link or None,
         }
 
@@ -101,79 +104,71 @@ def rfc3339(seconds: float) -> str:
     return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
 
 
-def _finite(value: float) -> float | None:
-    """Return a number as JSON knows them: None for NaN and infinity."""
-    return value if math.isfinite(value) else None
-
-
 def health(path: Path) -> Health:
     """Judge the checkpoint at *path*: whole if every part of it is."""
     try:
-        found = _health(path)
+        judged = _health(path)
     except OSError as error:
         what = StorageError.from_os_error(error, "read", str(path)).what
         return Health(None, (), "not understood", what)
     require_answers(path)
-    return found
+    return judged
 
 
 def examine(entry: RunEntry, now: float) -> Checkpoint:
     """Examine one checkpoint by itself; *now* in seconds since the epoch."""
     unfinished = Health(None, (), "torn", "it is not finished")
     seen = unfinished if entry.staging else health(entry.path)
-    found = Checkpoint.of(entry)
-    rated = {**entry.named.metrics, **metrics(entry.path, found.record)}
-    found = replace(found, metrics=rated, format=seen.format, parts=seen.parts)
+    checkpoint = Checkpoint.of(entry)
+    rated = {**entry.named.metrics, **metrics(entry.path, checkpoint.record)}
+    checkpoint = replace(checkpoint, metrics=rated, format=seen.format, parts=seen.parts)
     if seen.verdict == "whole":
-        return found
+        return checkpoint
     # Its age counts from the last change of anything in it.
-    found = replace(found, time=entry.touched, problem=seen.problem)
-    torn, minutes = seen.verdict == "torn", max(0, int((now - entry.touched) / 60))
-    writer = _writer(entry)
+    checkpoint = replace(checkpoint, time=entry.touched, problem=seen.problem)
+    staging = entry.path if entry.staging else staging_directory(entry.path)
+    writer = lock.holder(staging) if staging.is_dir() and not staging.is_symlink() else None
     if writer:
-        return replace(found, state="writing", problem=f"process {writer} is writing it")
-    if (torn or seen.begun) and now - entry.touched < AT_WORK:
-        problem = f"{seen.problem}; written {minutes} min ago"
-        return replace(found, state="writing", problem=problem)
-    return replace(found, state="incomplete" if torn else NOT_UNDERSTOOD)
-
-
-def _writer(entry: RunEntry) -> str | None:
-    """Return the process that is making this checkpoint, as far as its lock says."""
-    folder = entry.path if entry.staging else staging_directory(entry.path)
-    return lock.holder(folder) if folder.is_dir() and not folder.is_symlink() else None
+        return replace(checkpoint, state="writing", problem=f"process {writer} is writing it")
+    torn, age = seen.verdict == "torn", now - entry.touched
+    if (torn or seen.begun) and age < AT_WORK:
+        problem = f"{seen.problem}; written {max(0, int(age / 60))} min ago"
+        return replace(checkpoint, state="writing", problem=problem)
+    return replace(checkpoint, state="incomplete" if torn else NOT_UNDERSTOOD)
 
 
 def _health(path: Path) -> Health:
-    torn = _unfinished(path)
-    if torn:
-        missing = (torn / METADATA).relative_to(path)
-        return Health("dcp", (path,), "torn", f"`{missing}` is missing")
+    for folder in (path, *(item for item in _inside(path) if item.is_dir())):
+        # what ranks save in DCP's format, without what is saved last
+        if lacks_metadata(folder) and not formats.sniff(folder):
+            missing = (folder / METADATA).relative_to(path)
+            return Health("dcp", (path,), "torn", f"`{missing}` is missing")
     writing = unfinished(path)
     if writing is not None:
         kind = next(iter(formats.sniff(path)), None)
-        return Health(kind, (path,), "torn", _whole_text(writing))
-    parts = _parts(path)
+        why = f" ({writing.why})" if writing.why else ""
+        return Health(kind, (path,), "torn", f"{writing.what}{why}")
+    parts = [path] if formats.sniff(path) else formats.list_run(path) or formats.below(path)
     real = real_path(path)
     outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)
     if outside is not None:
         what = f"`{outside.relative_to(path)}` leads outside the checkpoint"
         return Health(None, (), "not understood", what)
-    found = tuple((part, name) for part in parts for name in formats.sniff(part))
-    if found:
-        return _of_parts(path, found)
+    sniffed = tuple((part, name) for part in parts for name in formats.sniff(part))
+    if sniffed:
+        return _of_parts(path, sniffed)
     if _holds_nothing(path):
         return Health(None, (), "torn", "there is nothing in it")
     what = "nothing in it is recognised as a checkpoint"
     return Health(None, (), "not understood", what, begun=True)
 
 
-def _of_parts(path: Path, found: tuple[tuple[Path, str], ...]) -> Health:
+def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...]) -> Health:
     """Judge a checkpoint by its parts: torn if one is, understood if all are."""
-    parts = tuple(dict.fromkeys(part for part, _ in found))
-    several = len(parts) != len(found)
+    parts = tuple(dict.fromkeys(part for part, _ in sniffed))
+    several = len(parts) != len(sniffed)
     judged = [_unrecognised(path, part) for part in _other_parts(path, parts)]
-    for part, name in found:
+    for part, name in sniffed:
         verdict, problem = _judged(part, name if several else None)
         inside = "" if part == path else f"`{part.relative_to(path)}`: "
         judged.append(Health(name, parts, verdict, inside + problem))
@@ -183,8 +178,8 @@ def _of_parts(path: Path, found: tuple[tuple[Path, str], ...]) -> Health:
     for one in judged:
         if one.verdict != "whole":
             return replace(one, parts=())
-    model = [name for part, name in found if not formats.NO_MODEL.fullmatch(part.name)]
-    return Health((model or [found[0][1]])[0], parts)
+    model = [name for part, name in sniffed if not formats.NO_MODEL.fullmatch(part.name)]
+    return Health((model or [sniffed[0][1]])[0], parts)
 
 
 def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
@@ -219,14 +214,6 @@ def _holds_nothing(path: Path) -> bool:
     return True
 
 
-def _unfinished(path: Path) -> Path | None:
-    """Return a folder with what ranks save in DCP's format and without what is saved last."""
-    for folder in (path, *(item for item in _inside(path) if item.is_dir())):
-        if lacks_metadata(folder) and not formats.sniff(folder):
-            return folder
-    return None
-
-
 def _inside(folder: Path) -> list[Path]:
     """Return the entries of a folder, in order; none of a file, or where they cannot be listed."""
     try:
@@ -235,42 +222,25 @@ def _inside(folder: Path) -> list[Path]:
         return []
 
 
-def _whole_text(error: CkptError) -> str:
-    return f"{error.what} ({error.why})" if error.why else error.what
-
-
-def _parts(path: Path) -> list[Path]:
-    if formats.sniff(path):
-        return [path]
-    return formats.list_run(path) or formats.below(path)
-
-
 def _judged(path: Path, name: str | None) -> tuple[Verdict, str]:
     """Return whether *path* is whole, and why not."""
     asked = VerifyOptions(format=name, level="fast", model=False)
     try:
-        found = verify(path, asked)
+        verified = verify(path, asked)
     except MappingError as error:
         # The files do not say how ranks divide tensors; whether all are there can be told.
-        by_rules = _by_rules(path, asked)
-        if by_rules is None:
+        try:
+            verified = verify(path, replace(asked, rules=BUILT_IN_RULES))
+        except CkptError:
             return "not understood", error.what
-        found = by_rules
     except CkptError as error:
         return "torn" if severity_of(error) == "error" else "not understood", error.what
-    return found.verdict, _first(found, path)
+    return verified.verdict, _first_problem(verified, path)
 
 
-def _by_rules(path: Path, asked: VerifyOptions) -> Verification | None:
-    try:
-        return verify(path, replace(asked, rules=BUILT_IN_RULES))
-    except CkptError:
-        return None
-
-
-def _first(found: Verification, path: Path) -> str:
+def _first_problem(verified: Verification, path: Path) -> str:
     """Return the first thing that is wrong, and where inside of *path*."""
-    wrong = (*found.errors, *found.unknown)
+    wrong = (*verified.errors, *verified.unknown)
     if not wrong:
         return ""
     first, more = wrong[0], len(wrong) - 1
