@@ -18,8 +18,8 @@ from ckptctl.ops.runs.notes import encoded, metrics, run_record
 from ckptctl.ops.runs.removal import PruneResult, plan_discard, plan_prune, run_prune
 from ckptctl.planner.retention import Lineage, Policy
 from ckptctl.storage import trash
+from ckptctl.storage.file_system import add_file
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.sync import add_file
 
 Hook = Callable[[Path], object]
 SERIES = "step-"

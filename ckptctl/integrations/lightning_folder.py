@@ -20,8 +20,8 @@ from ckptctl.ops.destinations import replaceable
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import destination
+from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.publish import staging
-from ckptctl.storage.sync import add_file, sync_directory
 
 META = "meta.pt"
 MODEL = "state_dict"

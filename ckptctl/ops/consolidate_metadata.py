@@ -22,10 +22,10 @@ from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.destinations import require_writable
+from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import require_local
 from ckptctl.storage.publish import staging
-from ckptctl.storage.sync import write_file
 from ckptctl.storage.threads import no_collection
 
 

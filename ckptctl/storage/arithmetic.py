@@ -1,8 +1,8 @@
-"""Everything about bytes that takes torch: permuting single elements and casting them.
+"""Arithmetic on bytes, which takes torch: permuting single elements, casting them, their numbers.
 
 Elements that are only moved are opaque integers of their size, so every dtype keeps its bits. This
-module, its neighbours ``statistics``, ``errors_between`` and ``numbers`` and those in ``kinds`` are
-the only ones below ``distributed/`` that import torch, and they do so when first called.
+module, its neighbours ``statistics`` and ``errors_between`` and those in ``kinds`` are the only
+ones below ``distributed/`` that import torch, and they do so when first called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.storage.out_of_range import NONE, OutOfRange
-from ckptctl.storage.statistics import UNMEASURED
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +39,8 @@ Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
 OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 FEW_MATRICES = 512
+UNMEASURED = frozenset({"float4_e2m1fn_x2"})
+"""Dtypes that torch itself cannot turn into numbers."""
 
 
 @contextmanager

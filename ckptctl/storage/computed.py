@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Computed, is_computed, made_of
 from ckptctl.storage.arithmetic import elements, out_of_range
-from ckptctl.storage.computed_inputs import Inputs, last_of
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.kinds import given_to, kinds
+from ckptctl.storage.kinds import Inputs, given_to, kinds, last_of
 from ckptctl.storage.out_of_range import NONE, OutOfRange
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box
-from ckptctl.storage.statistics import UNMEASURED
+from ckptctl.storage.arithmetic import UNMEASURED
 
 if TYPE_CHECKING:
     from torch import Tensor

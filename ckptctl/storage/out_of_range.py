@@ -1,7 +1,4 @@
-"""Elements that a cast, a dequantisation or a merge could not keep, and what becomes of them.
-
-What a source holds itself is none of them: its infinities and NaN may stay what they are.
-"""
+"""Elements that a cast, a dequantisation or a merge could not keep, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,9 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class OutOfRange:
-    """Numbers of elements, none of which the source had.
+    """Numbers of elements that a cast, a dequantisation or a merge could not keep.
+
+    What a source holds itself is none of them: its infinities and NaN may stay what they are.
 
     Attributes:
         infinite: They became infinite.

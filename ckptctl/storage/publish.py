@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.storage import lock, rename, trash
+from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.destinations import (
     Recognise,
     already_exists,
@@ -26,8 +26,8 @@ from ckptctl.storage.destinations import (
     destination,
     staging_directory,
 )
+from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import path_at, real_path
-from ckptctl.storage.sync import sync_directory
 from ckptctl.storage.threads import terminable
 
 DATA = "data"
@@ -85,7 +85,7 @@ class Staging:
             if _inode(self.target) != self._identity:
                 raise RefusedError("the output was replaced meanwhile", where=str(self.target))
             if self._replaced:
-                rename.rename(self.target, self._finished, rename.EXCHANGE)
+                file_system.rename(self.target, self._finished, file_system.EXCHANGE)
             else:
                 self.target.rename(self._finished)
             sync_directory(self.target.parent)
@@ -99,13 +99,13 @@ class Staging:
         exists = self._overwrite and os.path.lexists(self.target)
         if exists:
             check_target(self.target, overwrite=True, is_checkpoint=self._is_checkpoint)
-        flags = rename.EXCHANGE if exists else rename.NOREPLACE
+        flags = file_system.EXCHANGE if exists else file_system.NOREPLACE
         try:
-            rename.rename(self._finished, self.target, flags)
+            file_system.rename(self._finished, self.target, flags)
             self._replaced = exists
         except FileExistsError:
             raise already_exists(self.target) from None
-        except rename.UnsupportedRenameError:
+        except file_system.UnsupportedRenameError:
             if exists:
                 raise RefusedError(
                     "this file system cannot replace a checkpoint in one step",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.storage.arithmetic import UNMEASURED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +26,6 @@ WINDOW = 4 << 20
 BINS = 10
 Window = tuple[int, tuple[int, ...], tuple[int, ...]]
 """First element, sizes, strides."""
-UNMEASURED = frozenset({"float4_e2m1fn_x2"})
-"""Dtypes that torch itself cannot turn into numbers."""
 
 
 def _unseen(_: int) -> None:

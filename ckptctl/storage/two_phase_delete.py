@@ -18,9 +18,8 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage import lock, rename, trash
-from ckptctl.storage.mounts import mounted_in
-from ckptctl.storage.sync import sync_directory
+from ckptctl.storage import file_system, lock, trash
+from ckptctl.storage.file_system import mounted_in, sync_directory
 
 TRASH = ".ckptctl-trash"
 DOING = "removing checkpoints here"
@@ -117,7 +116,7 @@ class TwoPhaseDelete:
         try:
             if target == self.folder and target.exists():
                 target.rmdir()  # empty, or another run is at it
-            rename.move(path, target)
+            file_system.move(path, target)
             for folder in dict.fromkeys((target.parent, path.parent)):
                 sync_directory(folder)
         except OSError as error:

@@ -34,7 +34,7 @@ OUTSIDE_PLANNER = {"os", "pathlib", "shutil", "tempfile", "time", "datetime", "r
 LATE = {"torch", "rich", "numpy", "safetensors", "huggingface_hub", "fsspec", "transformers"}
 ARITHMETIC = tuple(
     f"ckptctl.storage.{n}"
-    for n in ("arithmetic", "statistics", "errors_between", "numbers", "computed", "kinds.")
+    for n in ("arithmetic", "statistics", "errors_between", "computed", "kinds")
 )
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
 

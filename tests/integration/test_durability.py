@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.storage import rename
+from ckptctl.storage import file_system
 from tests import ext4
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
@@ -66,7 +66,12 @@ class Watch:
         self.entered: set[Path] = set()
         self.named = 0
         self._patch(patch, os, "fsync", self._sync)
-        for module, name in ((rename, "rename"), (os, "rename"), (os, "link"), (os, "replace")):
+        for module, name in (
+            (file_system, "rename"),
+            (os, "rename"),
+            (os, "link"),
+            (os, "replace"),
+        ):
             self._patch(patch, module, name, self._move)
 
     def _patch(self, patch: pytest.MonkeyPatch, module: Any, name: str, note: Any) -> None:

@@ -25,7 +25,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import CkptError
-from ckptctl.storage import lock, rename
+from ckptctl.storage import file_system, lock
 from tests.integration.test_kill import HOOKED, MEMORY, forked
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-llama3-hf"
@@ -59,7 +59,7 @@ class Trouble:
     def install(self) -> None:
         for name in HOOKED if self.number is None else FAILING:
             setattr(os, name, self.wrap(getattr(os, name)))
-        setattr(rename, "rename", self.wrap(rename.rename))  # noqa: B010
+        setattr(file_system, "rename", self.wrap(file_system.rename))  # noqa: B010
         if self.number is None:
             setattr(fcntl, "flock", self.wrap(fcntl.flock))  # noqa: B010
 

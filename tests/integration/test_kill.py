@@ -23,7 +23,7 @@ import pytest
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
-from ckptctl.storage import rename
+from ckptctl.storage import file_system
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.publish import staging
@@ -122,7 +122,7 @@ class Bomb:
     def install(self) -> None:
         for name in HOOKED:
             setattr(os, name, self.wrap(getattr(os, name)))
-        setattr(rename, "rename", self.wrap(rename.rename))  # noqa: B010
+        setattr(file_system, "rename", self.wrap(file_system.rename))  # noqa: B010
         setattr(fcntl, "flock", self.wrap(fcntl.flock))  # noqa: B010
 
     def wrap(self, function: Callable[..., object]) -> Callable[..., object]:

@@ -29,7 +29,7 @@ from ckptctl.errors import (
 )
 from ckptctl.ops.runs import listing as runs
 from ckptctl.ops.runs.newest import newest
-from ckptctl.storage.execution import upload_queue
+from ckptctl.storage.execution import finisher
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.paths import named
 from ckptctl.storage.remote import retries
@@ -164,7 +164,7 @@ def test_the_index_is_uploaded_last(tiny: str, url: str, monkeypatch: pytest.Mon
         original(self, *args, **options)
 
     monkeypatch.setattr(type(MEMORY), "put_file", noting)
-    monkeypatch.setattr(upload_queue, "KEPT", 0)
+    monkeypatch.setattr(finisher, "KEPT", 0)
     ckptctl.convert(tiny, f"{url}/hf", to="hf", max_shard_size=60_000, verify=True)
     assert names[-1] == "model.safetensors.index.json"
     assert len(names) == len(set(names)) == 12, "each file goes once"
@@ -176,7 +176,7 @@ def test_few_files_wait_on_the_disk(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uploads are slow, files many: what is on the disk stays within a few of them."""
-    monkeypatch.setattr(upload_queue, "KEPT", 0)
+    monkeypatch.setattr(finisher, "KEPT", 0)
     weights = {f"{n:02}": torch.full((1 << 18,), float(n)) for n in range(24)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     plan = ckptctl.plan_conversion(
@@ -190,7 +190,7 @@ def test_few_files_wait_on_the_disk(
         threading.Event().wait(0.02)
         MEMORY.put_file(str(path), f"/{tmp_path.name}/{name}")
 
-    uploads = upload_queue.UploadQueue(put, ["model.safetensors.index.json"])
+    uploads = finisher.UploadQueue(put, ["model.safetensors.index.json"])
     from ckptctl.storage.execution.options import ExecutionOptions
 
     execute(plan, root, ExecutionOptions(jobs=2), lambda _: None, uploads=uploads)

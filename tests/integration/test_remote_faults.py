@@ -19,7 +19,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError, StorageError
-from ckptctl.storage.execution import upload_queue
+from ckptctl.storage.execution import finisher
 from ckptctl.storage.remote import retries
 from tests.checkpoints import differences, load_any_reference
 from tests.conftest import DATA
@@ -61,7 +61,7 @@ class Faults:
 def under(monkeypatch: pytest.MonkeyPatch) -> Callable[[Faults], Any]:
     """Return what makes the faults happen within a block."""
     monkeypatch.setattr(retries, "patience", retries.Patience(0))
-    monkeypatch.setattr(upload_queue, "KEPT", 0)
+    monkeypatch.setattr(finisher, "KEPT", 0)
 
     def context(faults: Faults) -> Any:
         patch = pytest.MonkeyPatch()

@@ -14,7 +14,7 @@ import torch
 from ckptctl.distributed.saving import destination
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError, StorageError
-from ckptctl.storage import rename
+from ckptctl.storage import file_system
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import saving_ranks
 from tests.integration.saving_ranks import stock_load, tensors
@@ -83,7 +83,7 @@ def test_metadata_that_appeared_meanwhile_stays(
     """Two runs save to one place without collectives, on a system without ``renameat2``."""
 
     def unsupported(*_: object) -> None:
-        raise rename.UnsupportedRenameError
+        raise file_system.UnsupportedRenameError
 
     original = destination.RankFolder.fill
 
@@ -91,7 +91,7 @@ def test_metadata_that_appeared_meanwhile_stays(
         original(*words)
         (tmp_path / "x/__0.metadata").write_bytes(b"of another run")
 
-    monkeypatch.setattr(rename, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename", unsupported)
     monkeypatch.setattr(destination.RankFolder, "fill", fill)
     with pytest.raises(StorageError, match="EEXIST"):
         save({"w": torch.ones(3)}, tmp_path / "x", collectives=False)

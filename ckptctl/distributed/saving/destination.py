@@ -19,11 +19,12 @@ from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import OutputFile, Plan, Transfer
-from ckptctl.storage import paths, rename
+from ckptctl.storage import file_system, paths
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import destination
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.publish import Staging, data_directory, staging
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import RemoteLock
@@ -31,7 +32,6 @@ from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
 from ckptctl.storage.remote.writing import NAME, Writing
-from ckptctl.storage.sync import add_file, sync_directory
 
 Beside = Callable[[], Mapping[str, bytes]]
 DATA = re.compile(r"__\d+_\d+\.distcp")
@@ -202,7 +202,7 @@ class RankFolder(Folder):
         unfinished = final.with_name(f"{final.name}.tmp")
         add_file(unfinished, metadata, sync=self._options.sync)
         try:
-            rename.move(unfinished, final)
+            file_system.move(unfinished, final)
             if self._options.sync:
                 sync_directory(self.target)
                 sync_directory(self.target.parent)

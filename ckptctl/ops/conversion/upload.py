@@ -1,7 +1,7 @@
 """Carrying out a plan whose destination is a URL: file by file, by way of a scratch directory.
 
 It is in the directory for temporary files (``TMPDIR``). It holds the files in work and at most
-:data:`~ckptctl.storage.execution.upload_queue.WAITING` complete ones; each is removed when it is
+:data:`~ckptctl.storage.execution.finisher.WAITING` complete ones; each is removed when it is
 uploaded. It is locked as long as its process lives: what a killed one left is removed by the next
 run of the same user.
 """
@@ -22,8 +22,8 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage import lock, trash
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.finisher import KEPT, WAITING, UploadQueue
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
-from ckptctl.storage.execution.upload_queue import KEPT, WAITING, UploadQueue
 from ckptctl.storage.paths import source_path
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.upload import (

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from ckptctl.ops.doctor import probes
 from ckptctl.ops.doctor.check import Check
-from ckptctl.storage import mounts
+from ckptctl.storage import file_system
 from ckptctl.storage.paths import real_path
 from ckptctl.units import format_bytes, format_seconds
 
@@ -52,7 +52,7 @@ def checks(place: Path) -> Iterator[Check]:
 
 
 def _kind(place: Path) -> Check:
-    kind = mounts.file_system(place)
+    kind = file_system.type_of(place)
     found = f"{place} on {kind or 'unknown'}"
     if kind in GONE_LATER:
         return Check(GROUP, "place", found, "warn", GONE_LATER[kind])

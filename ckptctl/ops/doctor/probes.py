@@ -7,8 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from ckptctl.storage import rename
-from ckptctl.storage.sync import sync_directory
+from ckptctl.storage import file_system
+from ckptctl.storage.file_system import sync_directory
 
 FICLONE = 0x40049409
 """``FICLONE`` of ``linux/fs.h`` (man 2 ioctl_ficlone)."""
@@ -21,12 +21,12 @@ def missing_renames(folder: Path) -> list[str]:
     a.touch()
     missing = []
     for flags, name in (
-        (rename.NOREPLACE, "rename without replacing"),
-        (rename.EXCHANGE, "exchange"),
+        (file_system.NOREPLACE, "rename without replacing"),
+        (file_system.EXCHANGE, "exchange"),
     ):
         try:
-            rename.rename(a, b, flags)
-        except (rename.UnsupportedRenameError, OSError):
+            file_system.rename(a, b, flags)
+        except (file_system.UnsupportedRenameError, OSError):
             missing.append(name)
         a.touch()
         b.touch()

@@ -23,9 +23,9 @@ from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.verify import examine
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.destinations import Replaceable, require_space
+from ckptctl.storage.file_system import write_file
 from ckptctl.storage.paths import shown
 from ckptctl.storage.publish import staging
-from ckptctl.storage.sync import write_file
 from ckptctl.units import natural
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ckptctl.ops.runs.entries import entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, rfc3339
 from ckptctl.ops.runs.protections import points_inside
 from ckptctl.planner.retention import Best, Policy, Retainable, disorder
-from ckptctl.storage.mounts import mounted_in
+from ckptctl.storage.file_system import mounted_in
 from ckptctl.storage.paths import path_hint, real_path, require_local
 from ckptctl.storage.two_phase_delete import TRASH
 

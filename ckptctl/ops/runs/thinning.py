@@ -26,9 +26,9 @@ from ckptctl.ops.runs.entries import ADDED, RunEntry, entry_at
 from ckptctl.ops.runs.health import Checkpoint
 from ckptctl.ops.verification.digest_lists import LISTS
 from ckptctl.ops.verification.digest_lists import without as lines_without
-from ckptctl.storage import rename, trash
+from ckptctl.storage import file_system, trash
+from ckptctl.storage.file_system import sync_directory, write_file
 from ckptctl.storage.files import source_files
-from ckptctl.storage.sync import sync_directory, write_file
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete
 
 REWRITTEN = ("dcp", "torch")
@@ -167,9 +167,9 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     if now is None or not now.same(entry):
         raise RefusedError("it has changed since it was looked at", where=str(entry.path))
     try:
-        rename.rename(target, entry.path, rename.EXCHANGE)
+        file_system.rename(target, entry.path, file_system.EXCHANGE)
         sync_directory(deletion.root)
-    except rename.UnsupportedRenameError:
+    except file_system.UnsupportedRenameError:
         raise RefusedError(
             "this file system cannot replace a checkpoint in one step", where=str(entry.path)
         ) from None

@@ -19,9 +19,9 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.verification.checksums import threads
 from ckptctl.ops.verification.result import of_error
 from ckptctl.storage.crc import hasher, windows
+from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.publish import staging
-from ckptctl.storage.sync import write_file
 from ckptctl.storage.threads import Advance
 
 SUMS = "SHA256SUMS"

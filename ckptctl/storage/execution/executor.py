@@ -19,13 +19,12 @@ from ckptctl.planner.balance import Share, lanes
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.execution.finisher import Finisher
+from ckptctl.storage.execution.finisher import Finisher, UploadQueue
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.lanes import Lane, Lanes, PlanUnits, Unit
 from ckptctl.storage.execution.ledger import Books, Ledger, News
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
-from ckptctl.storage.execution.upload_queue import UploadQueue
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.sources import Sources, blaming
 from ckptctl.storage.threads import Advance, Supervisor, daemon, join

@@ -1,10 +1,15 @@
-"""Syncs and file frames, in threads of their own, so that waiting for a disk stops no copy."""
+"""What becomes of complete files: frames, syncs, uploads, in threads of their own.
+
+So waiting for a disk or a network stops no copy. Files that go to another place take disk while
+they wait for that: new ones are begun only while few do, and a run needs the room of a few files,
+not that of its output.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,11 +18,17 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.ledger import Ledger
 from ckptctl.storage.execution.output_files import open_target, write_all
-from ckptctl.storage.execution.upload_queue import UploadQueue
-from ckptctl.storage.sync import begin_writeback
+from ckptctl.storage.file_system import begin_writeback
 from ckptctl.storage.threads import daemon
 
 THREADS = 3
+WAITING = 2
+"""Complete files that may wait, or be on their way, when another one is begun."""
+KEPT = 10_000_000
+"""Files up to this size stay on the disk until all is done."""
+
+Put = Callable[[str, Path], None]
+"""Takes a file's name in the output and where it is now."""
 Task = Callable[[], None]
 
 
@@ -147,3 +158,45 @@ def _sync(descriptor: int, path: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         raise StorageError.from_os_error(error, "sync", str(path)) from error
+
+
+class UploadQueue:
+    """Between those who fill files and the place that they go to."""
+
+    def __init__(self, put: Put, last: Collection[str]) -> None:
+        self._put = put
+        self._last = last
+        self._changed = threading.Condition()
+        self._waiting = 0
+
+    def wait(self, stopped: Callable[[], bool]) -> None:
+        """Return once there is room for another file, or all is over."""
+        with self._changed:
+            while self._waiting >= WAITING and not stopped():
+                self._changed.wait(0.1)
+
+    def announce(self, name: str) -> None:
+        """Count a file that is going to be complete at once."""
+        if name not in self._last:
+            with self._changed:
+                self._waiting += 1
+
+    def take(self, name: str, path: Path) -> None:
+        """Bring a complete file to its place, and free its disk; the last ones wait for the end."""
+        if name in self._last:
+            return
+        try:
+            self._put(name, path)
+            if path.stat().st_size > KEPT:
+                os.truncate(path, 0)
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def close(self, root: Path, ready: Callable[[], None]) -> None:
+        """Bring the files that come last to their place, in their order."""
+        for number, name in enumerate(self._last, 1):
+            if number == len(self._last):
+                ready()
+            self._put(name, root / name)

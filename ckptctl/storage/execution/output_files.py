@@ -11,8 +11,8 @@ from ckptctl.errors import StorageError
 from ckptctl.planner.copying.tile import Write
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage import trash
+from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import contained
-from ckptctl.storage.sync import sync_directory
 
 
 def open_target(path: Path) -> int:

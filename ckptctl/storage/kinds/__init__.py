@@ -1,22 +1,77 @@
 """How virtual files are computed: a :class:`Kind` each, found in the modules of this package.
 
-A module has ``KINDS``, its kinds by name. Nothing else needs to be told about them.
+A module has ``KINDS``, its kinds by name. Nothing else needs to be told about them. Each reads the
+tensors that a virtual file is made of from :class:`Inputs`.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ckptctl.catalog import Computed
-    from ckptctl.storage.computed_inputs import Given, Inputs
+from ckptctl.catalog import Box, Computed, TensorEntry, is_computed
+from ckptctl.planner.copying.runs import product_boxes
+from ckptctl.storage.arithmetic import elements
+from ckptctl.storage.compare import read_box
 
-    Compute = Callable[[Inputs, Computed, range, range, memoryview], None]
+if TYPE_CHECKING:
+    import torch
+
+    from ckptctl.storage.computed import ComputedFiles
+
+
+class Inputs:
+    """What one virtual file is made of."""
+
+    def __init__(self, files: ComputedFiles, name: str, computed: Computed) -> None:
+        self._files = files
+        self._name = name
+        self._computed = computed
+
+    def entry(self, key: str) -> TensorEntry:
+        """Return the tensor called *key* in the definition."""
+        return self._computed.inputs[key].entry
+
+    def tensor(self, key: str, rows: range) -> torch.Tensor:
+        """Return consecutive rows of the input *key*, seen as a matrix of its last dimension.
+
+        Returns:
+            ``[len(rows), last dimension]``; a fresh copy.
+        """
+        entry = self.entry(key)
+        return elements(memoryview(self._rows(key, rows)), entry.dtype, last_of(entry.shape))
+
+    def given(self, key: str, rows: range) -> torch.Tensor | None:
+        """Return what :meth:`tensor` is made of in the source; None: all of that is finite."""
+        file = self.entry(key).extents[0].file
+        return self._files.given(file, rows) if is_computed(file) else self.tensor(key, rows)
+
+    def whole(self, key: str) -> torch.Tensor:
+        """Return all of a small input as it is shaped; kept for the next call, so do not write.
+
+        Nothing bounds its size: it is for inputs that are small by nature.
+        """
+        entry = self.entry(key)
+        rows = range(math.prod(entry.shape[:-1]))
+        kept = self._files.kept((self._name, key), lambda: memoryview(self._rows(key, rows)))
+        return elements(kept, entry.dtype, last_of(entry.shape)).view(entry.shape)
+
+    def _rows(self, key: str, rows: range) -> bytearray:
+        found = self._computed.inputs[key]
+        entry, reader = found.entry, self._files.reader(found.root)
+        parts = [read_box(reader, entry, box) for box in _boxes(entry.shape, rows)]
+        return parts[0] if len(parts) == 1 else bytearray(b"".join(parts))
+
+
+Given = Callable[[Inputs, range], "torch.Tensor | None"]
+"""Returns of consecutive rows the elements that the source itself has there, ``[rows, last
+dimension]``: what is infinite or NaN among these may be so. None: nothing is."""
+Compute = Callable[[Inputs, Computed, range, range, memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +109,17 @@ def given_to(computed: Computed) -> Given | None:
 def needs_torch(computed: Computed) -> bool:
     """Return whether torch computes *computed*."""
     return not kinds()[computed.kind].plain(computed)
+
+
+def last_of(shape: tuple[int, ...]) -> int:
+    """Return the last dimension of *shape*; 1 where there is none."""
+    return shape[-1] if shape else 1
+
+
+def _boxes(shape: tuple[int, ...], rows: range) -> Iterator[Box]:
+    """Yield the boxes that hold consecutive rows of a tensor of *shape*."""
+    if not shape:
+        yield Box((), ())
+        return
+    for offsets, sizes in product_boxes(rows.start, rows.stop, shape[:-1]):
+        yield Box((*offsets, 0), (*sizes, shape[-1]))

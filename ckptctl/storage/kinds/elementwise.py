@@ -13,8 +13,7 @@ import math
 
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.computed_inputs import Inputs
-from ckptctl.storage.kinds import Kind
+from ckptctl.storage.kinds import Inputs, Kind
 
 
 def _constant(

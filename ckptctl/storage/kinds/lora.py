@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.computed_inputs import Inputs, last_of
-from ckptctl.storage.kinds import Kind
+from ckptctl.storage.kinds import Inputs, Kind, last_of
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.computed_inputs import Inputs
-from ckptctl.storage.kinds import Kind
+from ckptctl.storage.kinds import Inputs, Kind
 
 if TYPE_CHECKING:
     import torch

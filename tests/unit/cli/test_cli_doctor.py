@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ckptctl.formats import plugins
-from ckptctl.ops.doctor import file_system, installation, probes
-from ckptctl.storage import crc, mounts, rename
+from ckptctl.ops.doctor import file_system as doctored
+from ckptctl.ops.doctor import installation, probes
+from ckptctl.storage import crc, file_system
 from tests.unit.cli.conftest import environment
 
 
@@ -122,9 +123,9 @@ def test_a_file_system_that_cannot(
 
 def test_a_file_system_without_atomic_renames(run, tmp_path, monkeypatch):
     def unsupported(*_):
-        raise rename.UnsupportedRenameError
+        raise file_system.UnsupportedRenameError
 
-    monkeypatch.setattr(rename, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename", unsupported)
     check = found(run, tmp_path)["atomic rename"]
     assert check["found"] == "no rename without replacing and no exchange"
     assert check["status"] == "warn" and "--overwrite" in check["hint"]
@@ -134,7 +135,7 @@ def test_a_file_system_without_atomic_renames(run, tmp_path, monkeypatch):
     ("kind", "status"), [("ext4", "ok"), ("nfs4", "warn"), ("overlay", "warn"), ("tmpfs", "warn")]
 )
 def test_kinds_of_file_systems(run, tmp_path, monkeypatch, kind, status):
-    monkeypatch.setattr(mounts, "file_system", lambda path: kind)
+    monkeypatch.setattr(file_system, "type_of", lambda path: kind)
     check = found(run, tmp_path)["place"]
     assert check["status"] == status and check["found"].endswith(f" on {kind}")
 
@@ -143,13 +144,13 @@ def test_nothing_can_be_written(run, tmp_path, monkeypatch):
     def refuse(**_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(file_system, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(doctored, "TemporaryDirectory", refuse)
     check = found(run, tmp_path)["writing"]
     assert (check["status"], check["found"]) == ("warn", "Permission denied")
 
 
 def test_little_space(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_system, "LITTLE", 2**62)
+    monkeypatch.setattr(doctored, "LITTLE", 2**62)
     assert "prune" in found(run, tmp_path)["free space"]["hint"]
 
 
@@ -240,12 +241,12 @@ def test_the_file_system_of_a_path(monkeypatch, tmp_path):
         "2 1 0:2 / /mnt/a\\040b rw shared:1 - nfs4 server:/ rw\n"
         "3 1 0:3 / /mnt/a\\040b rw - tmpfs none rw\n"
     )
-    monkeypatch.setattr(mounts, "_TABLE", table)
-    assert mounts.file_system(Path("/mnt/a b/c")) == "tmpfs"
-    assert mounts.file_system(Path("/mnt/a")) == "ext4"
-    assert mounts.mounted_in(Path("/mnt")) == [Path("/mnt/a b")]
-    monkeypatch.setattr(mounts, "_TABLE", tmp_path / "none")
-    assert mounts.file_system(Path("/")) is None
+    monkeypatch.setattr(file_system, "_MOUNTS", table)
+    assert file_system.type_of(Path("/mnt/a b/c")) == "tmpfs"
+    assert file_system.type_of(Path("/mnt/a")) == "ext4"
+    assert file_system.mounted_in(Path("/mnt")) == [Path("/mnt/a b")]
+    monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "none")
+    assert file_system.type_of(Path("/")) is None
 
 
 def test_where_it_looks(run, tmp_path):

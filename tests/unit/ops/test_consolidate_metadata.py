@@ -13,7 +13,7 @@ from ckptctl import formats
 from ckptctl.errors import ChangedError, CkptError, FormatError, RefusedError, StorageError
 from ckptctl.ops import consolidate_metadata
 from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
-from ckptctl.storage.sync import write_file
+from ckptctl.storage.file_system import write_file
 from tests.checkpoints import differences, load_any_reference
 from tests.contract.support import snapshot
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.storage import publish, rename, trash
+from ckptctl.storage import file_system, publish, trash
 from ckptctl.storage.destinations import require_space, require_writable
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Terminated
@@ -112,15 +112,15 @@ def test_the_last_moment_is_covered_by_the_kernel(tmp_path, monkeypatch):
 @pytest.mark.parametrize("lacking", [False, True])
 def test_a_target_that_appears_after_the_check_survives(tmp_path, monkeypatch, lacking):
     """Without *overwrite* nothing is ever exchanged, nor replaced by a plain rename."""
-    real = rename.rename
+    real = file_system.rename
 
     def unsupported(*args):
         if lacking:
-            raise rename.UnsupportedRenameError
+            raise file_system.UnsupportedRenameError
         real(*args)
 
     monkeypatch.setattr(publish, "check_target", lambda *_, **__: None)
-    monkeypatch.setattr(rename, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename", unsupported)
     target = tmp_path / "out.pt"
     with (
         pytest.raises(RefusedError, match="exists"),
@@ -220,14 +220,14 @@ def test_no_journal_vouches_for_the_old_output(tmp_path, monkeypatch):
     """A run killed right after the exchange leaves the old output in the staging directory."""
     target = tmp_path / "out"
     make(target, "old")
-    real = rename.rename
+    real = file_system.rename
 
     def killed(*args):
         real(*args)
         raise SystemExit
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(rename, "rename", killed)
+        patch.setattr(file_system, "rename", killed)
         patch.setattr(publish, "_discard", lambda _: [])
         with staging(target, overwrite=True, is_checkpoint=yes) as stage:
             stage.journal.write_text("j")
@@ -242,9 +242,9 @@ def test_no_journal_vouches_for_the_old_output(tmp_path, monkeypatch):
 
 def test_without_renameat2(tmp_path, monkeypatch):
     def unsupported(*_):
-        raise rename.UnsupportedRenameError
+        raise file_system.UnsupportedRenameError
 
-    monkeypatch.setattr(rename, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename", unsupported)
     (note,) = make(tmp_path / "out", "a")
     assert "renameat2" in note
     with pytest.raises(RefusedError, match="one step"):

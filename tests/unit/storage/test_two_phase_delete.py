@@ -9,7 +9,7 @@ import pytest
 
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage import rename, trash, two_phase_delete
+from ckptctl.storage import file_system, trash, two_phase_delete
 from ckptctl.storage.two_phase_delete import TRASH, deleting, leftovers
 
 
@@ -96,14 +96,14 @@ def test_trash_that_is_a_link_is_refused(root: Path, tmp_path: Path) -> None:
 
 def test_without_renameat2_nothing_is_replaced(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
-        raise rename.UnsupportedRenameError
+        raise file_system.UnsupportedRenameError
 
-    monkeypatch.setattr(rename, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename", unsupported)
     (root / "free").mkdir()
     with pytest.raises(FileExistsError):
-        rename.move(root / "one", root / "free")
+        file_system.move(root / "one", root / "free")
     assert names(root) == ["free", "one", "two"]
-    rename.move(root / "one", root / "three")
+    file_system.move(root / "one", root / "three")
     assert names(root) == ["free", "three", "two"]
 
 
@@ -112,7 +112,7 @@ def test_a_removal_is_durable_before_the_first_byte_goes(
 ) -> None:
     """Else a power cut could bring half a checkpoint back under its own name."""
     happened: list[str] = []
-    sync, move, remove = os.fsync, rename.move, trash.remove
+    sync, move, remove = os.fsync, file_system.move, trash.remove
 
     def synced(descriptor: int) -> None:
         happened.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
@@ -128,7 +128,7 @@ def test_a_removal_is_durable_before_the_first_byte_goes(
 
     with deleting(root) as found:
         monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(rename, "move", moved)
+        monkeypatch.setattr(file_system, "move", moved)
         monkeypatch.setattr(trash, "remove", removed)
         found.delete("one", identity(root / "one"))
         monkeypatch.undo()

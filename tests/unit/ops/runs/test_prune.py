@@ -22,7 +22,7 @@ from ckptctl.ops.runs import removal as op
 from ckptctl.ops.runs.refusals import parse_best
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Best, Policy
-from ckptctl.storage import lock, rename, trash, two_phase_delete
+from ckptctl.storage import file_system, lock, trash, two_phase_delete
 from tests.runs import START, age, save_step, tear
 from tests.unit.ops.runs.test_listing import trainer
 
@@ -529,7 +529,7 @@ def test_a_rename_that_fails_leaves_the_checkpoint(run, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     before = snapshot(run)
-    monkeypatch.setattr(rename, "move", fail)
+    monkeypatch.setattr(file_system, "move", fail)
     result = prune(run)
     assert result.done == ()
     assert "EROFS" in result.failed["step-1"].what

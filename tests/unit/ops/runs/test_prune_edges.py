@@ -11,7 +11,7 @@ import pytest
 from ckptctl.errors import RefusedError
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
-from ckptctl.storage import rename, trash
+from ckptctl.storage import file_system, trash
 from tests.checkpoints import save_training_dcp, tiny_llama
 from tests.runs import START, age, save_step
 
@@ -57,7 +57,7 @@ def test_a_thinned_one_is_on_the_disk_before_the_whole_one_goes(
         age(save_training_dcp(tmp_path / f"step-{step}", model), START + step)
     plan = plan_prune(tmp_path, LAST, thin=True)
     happened: list[str] = []
-    sync, move, remove = os.fsync, rename.rename, trash.remove
+    sync, move, remove = os.fsync, file_system.rename, trash.remove
 
     def synced(descriptor: int) -> None:
         sync(descriptor)
@@ -66,7 +66,7 @@ def test_a_thinned_one_is_on_the_disk_before_the_whole_one_goes(
 
     def moved(path: Path, target: Path, flags: int) -> None:
         move(path, target, flags)
-        if flags == rename.EXCHANGE:
+        if flags == file_system.EXCHANGE:
             happened.append("exchange")
 
     def removed(path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_thinned_one_is_on_the_disk_before_the_whole_one_goes(
         remove(path)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(rename, "rename", moved)
+    monkeypatch.setattr(file_system, "rename", moved)
     monkeypatch.setattr(trash, "remove", removed)
     assert run_prune(plan).done == ("step-1",)
     assert happened[happened.index("exchange") :][:3] == ["exchange", "sync", "remove"]

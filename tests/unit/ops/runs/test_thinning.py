@@ -15,7 +15,7 @@ from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import Policy
-from ckptctl.storage import rename
+from ckptctl.storage import file_system
 from tests.checkpoints import (
     differences,
     load_any_reference,
@@ -130,7 +130,7 @@ def test_a_failure_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(rename, "rename", fail)
+    monkeypatch.setattr(file_system, "rename", fail)
     _, result = thin(tmp_path)
     assert isinstance(result.failed["step-1"], StorageError)
     assert not differences(load_any_reference(tmp_path / "step-1"), before)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.storage import rename
+from ckptctl.storage import file_system
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -14,16 +14,16 @@ def test_nothing_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
 ) -> None:
     def unsupported(*_: object) -> None:
-        raise rename.UnsupportedRenameError
+        raise file_system.UnsupportedRenameError
 
     if not supported:
-        monkeypatch.setattr(rename, "rename", unsupported)
+        monkeypatch.setattr(file_system, "rename", unsupported)
     (tmp_path / "one").write_text("1")
     (tmp_path / "two").write_text("2")
     (tmp_path / "link").symlink_to("nowhere")
     for taken in ("two", "link"):
         with pytest.raises(FileExistsError):
-            rename.move(tmp_path / "one", tmp_path / taken)
+            file_system.move(tmp_path / "one", tmp_path / taken)
     assert (tmp_path / "two").read_text() == "2"
-    rename.move(tmp_path / "one", tmp_path / "three")
+    file_system.move(tmp_path / "one", tmp_path / "three")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "three", "two"]
