@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from ckptctl import dtypes
 from ckptctl.file_identity import FileIdentity
+from ckptctl.results import JsonField, Result
 
 Codec = Literal["raw", "torch"]
 Severity = Literal["error", "unknown", "warning"]
@@ -34,15 +35,10 @@ Path = tuple[str | int | Index, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: DCP's chunk.
+    """A rectangular part of a tensor: DCP's chunk; of a 0-d tensor both are empty."""
 
-    Attributes:
-        offsets: The first index along each dimension.
-        sizes: The number of elements along each dimension; ``()`` for a 0-d tensor.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Annotated[tuple[int, ...], JsonField("its first index along each dimension")]
+    sizes: Annotated[tuple[int, ...], JsonField("its length along each dimension")]
 
     @property
     def numel(self) -> int:
@@ -254,46 +250,31 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is not as it should be.
+class Finding(Result, order="severity what where file tensor box why"):
+    """One thing that is not as it should be."""
 
-    Attributes:
-        what: One line without a full stop.
-        why: The evidence: sizes, names, offsets.
-        severity: ``error``: the checkpoint is torn, and this is the evidence; ``unknown``: this
-            is not understood, or cannot be read; ``warning``: it is whole, but look at this.
-        file: The file concerned, relative to the checkpoint where it is a part of it.
-        tensor: The tensor, or other leaf, concerned.
-        box: The part of the tensor.
-    """
-
-    what: str
-    why: str | None = None
-    severity: Severity = "error"
-    file: str | None = None
-    tensor: str | None = None
-    box: Box | None = None
+    what: Annotated[str, JsonField("the finding in one line")]
+    why: Annotated[str | None, JsonField("the evidence")] = None
+    severity: Annotated[
+        Severity,
+        JsonField(
+            "`error`: evidence that it is torn; `unknown`: not understood, or it cannot be read; "
+            "`warning`"
+        ),
+    ] = "error"
+    file: Annotated[str | None, JsonField("the file concerned")] = None
+    tensor: Annotated[str | None, JsonField("the tensor, or other leaf, concerned")] = None
+    box: Annotated[Box | None, JsonField("the part of the tensor")] = None
 
     @property
-    def where(self) -> str:
+    def where(
+        self,
+    ) -> Annotated[str, JsonField("tensor, box and file in one line; empty: the whole")]:
         """Return the tensor, its box and the file, as far as they are known."""
         tensor = f"`{self.tensor}`" if self.tensor else ""
         box = str(self.box) if self.box and self.box.sizes else ""
         parts = (" ".join(filter(None, (tensor, box))), self.file)
         return ", ".join(part for part in parts if part)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        box = self.box
-        return {
-            "severity": self.severity,
-            "what": self.what,
-            "where": self.where,
-            "file": self.file,
-            "tensor": self.tensor,
-            "box": box and {"offsets": list(box.offsets), "sizes": list(box.sizes)},
-            "why": self.why,
-        }
 
 
 @dataclass(frozen=True, slots=True)

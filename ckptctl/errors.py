@@ -22,6 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copyreg import __newobj__  # type: ignore[attr-defined]
+from typing import Annotated
+
+from ckptctl.results import JsonField, Result
 
 SHOWN = 5
 ALTERNATIVES = 3
@@ -29,7 +32,7 @@ CLOSE = 0.8
 """How alike names are that begin differently and may be mistaken for each other."""
 
 
-class CkptError(Exception):
+class CkptError(Result, Exception, order="code exit_code message"):
     """What went wrong, where, why, and what to do about it.
 
     Args:
@@ -39,8 +42,12 @@ class CkptError(Exception):
         hint: The next step, if there is one.
     """
 
-    exit_code = 70
-    code = "internal"
+    code: Annotated[str, JsonField("[error code](exit-codes.md)")] = "internal"
+    exit_code: Annotated[int, JsonField("what the program ends with")] = 70
+    what: Annotated[str, JsonField("what went wrong", name="message")]
+    where: Annotated[str | None, JsonField("the file, tensor or option concerned")]
+    why: Annotated[str | None, JsonField("the evidence")]
+    hint: Annotated[str | None, JsonField("the next step")]
 
     def __init__(
         self,
@@ -59,17 +66,6 @@ class CkptError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle its attributes, whatever its class is made of: ranks tell each other of errors."""
         return __newobj__, (type(self), self.what), self.__dict__
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published error object (``docs/reference/json.md``)."""
-        return {
-            "code": self.code,
-            "exit_code": self.exit_code,
-            "message": self.what,
-            "where": self.where,
-            "why": self.why,
-            "hint": self.hint,
-        }
 
 
 class UsageError(CkptError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -83,7 +84,7 @@ def inspect(
     _require_one(found, [name for name, given in asked.items() if given])
     shown = op.select(found.tensors, include)
     if json:
-        output.document(SCHEMA, {**found.to_json(), "tensors": [t.to_json() for t in shown]})
+        output.document(SCHEMA, replace(found, tensors=tuple(shown)).to_json())
     elif quiet:
         _print_names(output, found, shown)
     elif found.checkpoints:

@@ -35,8 +35,7 @@ def latest(
     found = newest(root)
     chosen = found.chosen
     if json:
-        rest = [one.to_json() for one in found.skipped]
-        output.document(SCHEMA, {**chosen.to_json(), "skipped": rest})
+        output.document(SCHEMA, found.to_json())
         return
     if chosen.lacks:
         output.note(f"{chosen.name} {LACKS.format(chosen.lacks)}")

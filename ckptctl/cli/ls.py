@@ -38,7 +38,7 @@ def ls(root: Root, json: Json = False, quiet: Quiet = False) -> None:
     output = Output(json, quiet)
     run = read_run(root)
     if output.mode == "json":
-        output.document(SCHEMA, _document(run))
+        output.document(SCHEMA, run.to_json())
     elif output.mode == "quiet":
         for one in run.checkpoints:
             output.line(str(one.path))
@@ -58,17 +58,6 @@ def _count_others(output: Output, run: RunFolder) -> None:
     if others:
         count = counted(len(others), "other name")
         output.report(f"{count} not recognised as checkpoints: {listed(others, SHOWN)}", "dim")
-
-
-def _document(run: RunFolder) -> dict[str, object]:
-    return {
-        "root": str(run.root),
-        "series": list(run.series),
-        "checkpoints": [
-            {**one.to_json(), "newest": one.name in run.newest} for one in run.checkpoints
-        ],
-        "others": list(run.others),
-    }
 
 
 def print_run(output: Output, run: RunFolder) -> None:

@@ -131,7 +131,7 @@ def _ask(typed: Typed, output: Output, plan: PrunePlan) -> None:
 
 def _print_plan(output: Output, plan: PrunePlan) -> None:
     if output.mode == "json":
-        output.document(SCHEMA, {"dry_run": True, "thin": plan.thin, **plan.to_json()})
+        output.document(SCHEMA, plan.to_json())
     elif output.mode == "quiet":
         _print_names(output, plan, [one.name for one in plan.of("remove")])
     else:
@@ -220,8 +220,7 @@ def _print_names(output: Output, plan: PrunePlan, names: list[str]) -> None:
 def _print_result(output: Output, result: PruneResult) -> None:
     plan = result.plan
     if output.mode == "json":
-        body = {"dry_run": False, "thin": plan.thin, **plan.to_json(), **result.to_json()}
-        output.document(SCHEMA, body)
+        output.document(SCHEMA, result.to_json())
     elif output.mode == "quiet":
         _print_names(output, plan, list(result.done))
     elif output.mode == "human":

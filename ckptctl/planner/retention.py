@@ -16,7 +16,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
+
+from ckptctl.results import JsonField, or_none
 
 
 class Resume(NamedTuple):
@@ -94,6 +96,11 @@ CLOCK = 2.0
 """Seconds by which times may differ for no reason: the coarsest clock of a file system (FAT)."""
 
 
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics by name, with None for NaN and infinity, which JSON does not know."""
+    return {n: value if math.isfinite(value) else None for n, value in sorted(metrics.items())}
+
+
 @dataclass(frozen=True, slots=True)
 class Retainable:
     """One checkpoint of a run.
@@ -102,10 +109,6 @@ class Retainable:
         series: What its name has in common with those that it is counted with.
         order: Sorts it among these: step, epoch, version.
         time: When it was written, in seconds since the epoch.
-        state: ``complete``; ``incomplete``: there is evidence; ``writing``: incomplete, and
-            somebody may be at work on it; ``not understood``: it may be complete, or no checkpoint.
-        lacks: A file that most others have and this one, though complete, has not: training may not
-            go on from it. Where it counts, others are kept as if it did not.
         pinned: What else names it, and so keeps it.
         exempt: Why it is left alone whatever is asked, and does not count; empty: it is not. The
             same as *state* where that says so.
@@ -116,11 +119,27 @@ class Retainable:
     series: str
     order: tuple[int, ...]
     time: float
-    state: State = "complete"
-    problem: str = ""
-    lacks: str = ""
+    state: Annotated[
+        State,
+        JsonField(
+            "`complete`, `incomplete` (there is evidence), `writing` (incomplete, and changed less "
+            "than ten minutes ago or locked), `not understood` (it may be complete, or none at all)"
+        ),
+    ] = "complete"
+    problem: Annotated[str, JsonField("why it is not complete", to=or_none)] = ""
+    lacks: Annotated[
+        str,
+        JsonField(
+            "a file that most others have and that trainers write last: training may not go on "
+            "from this one, so that others are kept as if it did not count",
+            to=or_none,
+        ),
+    ] = ""
     pinned: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Annotated[
+        Mapping[str, float],
+        JsonField("what it was rated with; null: NaN or infinite", to=finite),
+    ] = field(default_factory=dict)
     exempt: str = ""
     lineage: Lineage = UNKNOWN
 
@@ -140,12 +159,28 @@ class Retainable:
         return "" if self.exempt == self.state else self.exempt
 
     @property
-    def protection(self) -> tuple[str, ...]:
+    def protection(
+        self,
+    ) -> Annotated[
+        tuple[str, ...],
+        JsonField(
+            "pointers, links and states of trainers that name it, and what it is itself",
+            name="protected_by",
+        ),
+    ]:
         """Return the reasons that keep it, beside its state and the rules."""
         return (*self.pinned, *([self.aside] if self.aside else ()))
 
     @property
-    def step(self) -> int:
+    def step(
+        self,
+    ) -> Annotated[
+        int,
+        JsonField(
+            "number in its name: the step, or the epoch where there is none; of `last.ckpt`, the "
+            "step that it states"
+        ),
+    ]:
         """Return its step, or its epoch where there is no step."""
         return self.order[0]
 
@@ -204,7 +239,7 @@ class Decision(Generic[C]):
 
     checkpoint: C
     action: Action
-    reasons: tuple[str, ...]
+    reasons: Annotated[tuple[str, ...], JsonField("why")]
 
 
 def decide(

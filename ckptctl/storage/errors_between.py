@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box
+from ckptctl.results import JsonField
 from ckptctl.storage.arithmetic import UNMEASURED
 
 if TYPE_CHECKING:
@@ -28,23 +29,28 @@ NEAR = 2.0**62
 class Errors:
     """How two tensors of one shape differ.
 
-    Attributes:
-        count: Elements.
-        differing: Those that differ; with tolerances, by more than these allow.
-        nonfinite: Those of *differing* of which one is NaN or infinite.
-        max_abs: Largest ``|a - b|`` of finite elements, those within tolerances too; None: no
-            element differs, or none of those that do is finite, or the dtype has no numbers.
-        max_rel: Largest ``|a - b| / |b|`` of them where b is not 0; None: likewise.
-        worst: Index of the element that differs most: the first of *nonfinite*, else that of
-            *max_abs*, else the first of *differing*; None: no element differs, or it is not known.
+    The largest differences include those within tolerances, and are None where no element differs,
+    or none of those that do is finite, or the dtype has no numbers.
     """
 
-    count: int = 0
-    differing: int = 0
-    nonfinite: int = 0
-    max_abs: float | None = None
-    max_rel: float | None = None
-    worst: tuple[int, ...] | None = None
+    count: Annotated[int, JsonField("elements")] = 0
+    differing: Annotated[
+        int, JsonField("elements that differ by more than the tolerances allow")
+    ] = 0
+    nonfinite: Annotated[int, JsonField("those of them of which one is NaN or infinite")] = 0
+    max_abs: Annotated[
+        float | None, JsonField("largest absolute difference of finite elements")
+    ] = None
+    max_rel: Annotated[
+        float | None, JsonField("largest difference relative to B, where that is not 0")
+    ] = None
+    worst: Annotated[
+        tuple[int, ...] | None,
+        JsonField(
+            "index of the element that differs most: the first that is not finite, else that of "
+            "`max_abs`; null: not known"
+        ),
+    ] = None
 
     def __add__(self, other: Errors) -> Errors:
         """Return the errors of both parts together."""
@@ -59,17 +65,6 @@ class Errors:
 
     def _rank(self) -> tuple[bool, bool, float]:
         return self.worst is not None, self.nonfinite > 0, self.max_abs or 0.0
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "count": self.count,
-            "differing": self.differing,
-            "nonfinite": self.nonfinite,
-            "max_abs": self.max_abs,
-            "max_rel": self.max_rel,
-            "worst": None if self.worst is None else list(self.worst),
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from operator import add
+from typing import Annotated
 
 from ckptctl.errors import RefusedError
+from ckptctl.results import JsonField
 
 SHOWN = 3
+OUT_OF_RANGE = JsonField(
+    "what a cast, a dequantisation or a merge could not keep, and the source had otherwise, by the "
+    "name of the tensor in the output; on model-parallel ranks a repeated tensor counts each time"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +22,11 @@ class OutOfRange:
     """Numbers of elements that a cast, a dequantisation or a merge could not keep.
 
     What a source holds itself is none of them: its infinities and NaN may stay what they are.
-
-    Attributes:
-        infinite: They became infinite.
-        nan: They became NaN.
-        saturated: They became the largest number of their dtype.
     """
 
-    infinite: int = 0
-    nan: int = 0
-    saturated: int = 0
+    infinite: Annotated[int, JsonField("elements that became infinite")] = 0
+    nan: Annotated[int, JsonField("elements that became NaN")] = 0
+    saturated: Annotated[int, JsonField("elements that became the largest number of the dtype")] = 0
 
     def __add__(self, other: OutOfRange) -> OutOfRange:
         return OutOfRange(*map(add, astuple(self), astuple(other)))

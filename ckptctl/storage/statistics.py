@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from ckptctl import dtypes
 from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.results import JsonField
 from ckptctl.storage.arithmetic import UNMEASURED
 
 if TYPE_CHECKING:
@@ -36,38 +37,21 @@ def _unseen(_: int) -> None:
 class Statistics:
     """The values of one tensor; of a complex one, its real and imaginary parts.
 
-    Attributes:
-        count: Number of values.
-        nan: Values that are not a number.
-        inf: Infinite values of either sign.
-        minimum: Smallest finite value, of 64-bit integers exactly; None: there is none.
-        maximum: Largest finite value.
-        mean: Mean of the finite values.
-        std: Their standard deviation (population).
-        histogram: Finite values in equal steps from minimum to maximum; empty: none.
+    Of 64-bit integers the smallest and the largest are exact.
     """
 
-    count: int = 0
-    nan: int = 0
-    inf: int = 0
-    minimum: float | None = None
-    maximum: float | None = None
-    mean: float | None = None
-    std: float | None = None
-    histogram: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "count": self.count,
-            "nan": self.nan,
-            "inf": self.inf,
-            "min": self.minimum,
-            "max": self.maximum,
-            "mean": self.mean,
-            "std": self.std,
-            "histogram": list(self.histogram),
-        }
+    count: Annotated[int, JsonField("number of values; of complex ones, both parts")] = 0
+    nan: Annotated[int, JsonField("those that are no number")] = 0
+    inf: Annotated[int, JsonField("those that are infinite")] = 0
+    minimum: Annotated[
+        float | None, JsonField("of the finite values, as the four below", name="min")
+    ] = None
+    maximum: Annotated[float | None, JsonField(name="max")] = None
+    mean: Annotated[float | None, JsonField()] = None
+    std: Annotated[float | None, JsonField("of the population")] = None
+    histogram: Annotated[
+        tuple[int, ...], JsonField("equal steps from min to max: ten, in a report forty")
+    ] = ()
 
 
 def measure(

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("catalog", "units"),
     ("options", "dtypes", "file_identity", "installed"),
     ("errors",),
+    ("results",),
     ("__init__",),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

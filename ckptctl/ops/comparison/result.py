@@ -4,37 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from ckptctl.results import JsonField, Result
 from ckptctl.storage.errors_between import Errors
 
 Kind = Literal["shape", "dtype", "values"]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """One tensor that both checkpoints have and that is not the same in them.
+class TensorDifference(Result, order="name sources kinds"):
+    """One tensor that both checkpoints have and that is not the same in them."""
 
-    Attributes:
-        name: Its name in A.
-        sources: The names in B of the tensors that hold it.
-        shape_a: Its shape in A.
-        shape_b: The shape that B's has, in A's layout.
-        dtype_a: torch's name of its dtype in A.
-        dtype_b: That in B.
-        values: How its elements differ; None: they were not compared, or they are equal.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    shape_a: tuple[int, ...]
-    shape_b: tuple[int, ...]
-    dtype_a: str
-    dtype_b: str
-    values: Errors | None = None
+    name: Annotated[str, JsonField("name in A")]
+    sources: Annotated[tuple[str, ...], JsonField("names in B")]
+    shape_a: Annotated[tuple[int, ...], JsonField("shape in A")]
+    shape_b: Annotated[tuple[int, ...], JsonField("shape of B's in the layout of A")]
+    dtype_a: Annotated[str, JsonField("dtype in A")]
+    dtype_b: Annotated[
+        str, JsonField("dtype in B; several, joined by commas, where its parts differ")
+    ]
+    values: Annotated[
+        Errors | None, JsonField("how the elements differ; null: not compared, or equal")
+    ] = None
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(
+        self,
+    ) -> Annotated[tuple[Kind, ...], JsonField("what differs: `shape`, `dtype`, `values`")]:
         """Return what differs."""
         found: list[Kind] = []
         found += ["shape"] if self.shape_a != self.shape_b else []
@@ -49,126 +46,68 @@ class TensorDifference:
         worst = (values.max_abs or 0.0, values.max_rel or 0.0)
         return (self.shape_a == self.shape_b, not values.nonfinite, -worst[0], -worst[1])
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "name": self.name,
-            "sources": list(self.sources),
-            "kinds": list(self.kinds),
-            "shape_a": list(self.shape_a),
-            "shape_b": list(self.shape_b),
-            "dtype_a": self.dtype_a,
-            "dtype_b": self.dtype_b,
-            "values": self.values.to_json() if self.values else None,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class LeafDifference:
-    """A leaf that is no tensor and that both have with different values.
+    """A leaf that is no tensor and that both have with different values."""
 
-    Attributes:
-        name: Its name in A.
-        a: The value in A, in short.
-        b: The value in B, in short.
-    """
-
-    name: str
-    a: str
-    b: str
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {"name": self.name, "a": self.a, "b": self.b}
+    name: Annotated[str, JsonField("name in A")]
+    a: Annotated[str, JsonField("value in A, in short")]
+    b: Annotated[str, JsonField("value in B, in short")]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two checkpoints.
+    """One of the two checkpoints."""
 
-    Attributes:
-        path: As it was named.
-        format: Its format.
-        layout: Its layout, where names had to be mapped.
-        only: Tensors that the other one does not have.
-        only_leaves: Other leaves that it does not have.
-        left_out: What was not compared, and why.
-    """
-
-    path: str
-    format: str
-    layout: str | None = None
-    only: tuple[str, ...] = ()
-    only_leaves: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "path": self.path,
-            "format": self.format,
-            "layout": self.layout,
-            "only": list(self.only),
-            "only_leaves": list(self.only_leaves),
-            "left_out": dict(self.left_out),
-        }
+    path: Annotated[str, JsonField("as it was named")]
+    format: Annotated[str, JsonField("[format](formats.md)")]
+    layout: Annotated[str | None, JsonField("layout; null: names did not have to be mapped")] = None
+    only: Annotated[tuple[str, ...], JsonField("tensors that only this one has")] = ()
+    only_leaves: Annotated[
+        tuple[str, ...], JsonField("leaves that are no tensors and that only this one has")
+    ] = ()
+    left_out: Annotated[
+        Mapping[str, Annotated[str, JsonField("the reason")]],
+        JsonField("what was not compared"),
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """How two checkpoints differ.
+class Difference(Result, order="same"):
+    """How two checkpoints differ."""
 
-    Attributes:
-        a: The first one.
-        b: The second one.
-        model_type: The family, where names had to be mapped.
-        structure: Whether values were left alone.
-        compared: Tensors that both have.
-        by_checksum: Those of them that recorded checksums show to be equal, unread.
-        within: Those whose elements differ by no more than the tolerances allow.
-        tensors: Those that differ, the worst first.
-        compared_leaves: Other leaves that both have.
-        leaves: Those that differ.
-        bytes_read: Bytes of elements that were compared, of A.
-        notes: What the user should know.
-        seconds: Time it took.
-    """
-
-    a: Side
-    b: Side
-    model_type: str | None
-    structure: bool
-    compared: int
-    by_checksum: int
-    within: int
-    tensors: tuple[TensorDifference, ...]
-    compared_leaves: int
-    leaves: tuple[LeafDifference, ...]
-    bytes_read: int
-    notes: tuple[str, ...]
-    seconds: float
+    a: Annotated[Side, JsonField("the first checkpoint")]
+    b: Annotated[Side, JsonField("the second checkpoint")]
+    model_type: Annotated[str | None, JsonField("[model type](models.md), where names were mapped")]
+    structure: Annotated[bool, JsonField("whether values were left alone")]
+    compared: Annotated[int, JsonField("tensors that both have")]
+    by_checksum: Annotated[
+        int,
+        JsonField("those of them that recorded checksums show to be equal; they were not read"),
+    ]
+    within: Annotated[
+        int, JsonField("those whose elements differ by no more than the tolerances allow")
+    ]
+    tensors: Annotated[
+        tuple[TensorDifference, ...],
+        JsonField(
+            "those that differ: other shapes first, then values that are not finite, then by "
+            "`max_abs`, the largest first"
+        ),
+    ]
+    compared_leaves: Annotated[int, JsonField("leaves that are no tensors and that both have")]
+    leaves: Annotated[tuple[LeafDifference, ...], JsonField("those that differ")]
+    bytes_read: Annotated[int, JsonField("bytes of elements of A that were compared")]
+    notes: Annotated[tuple[str, ...], JsonField("what else a reader should know")]
+    seconds: Annotated[float, JsonField("time that it took")]
 
     @property
-    def same(self) -> bool:
+    def same(
+        self,
+    ) -> Annotated[
+        bool, JsonField("whether nothing differs of what was compared; the exit code is 0, else 1")
+    ]:
         """Return whether nothing differs of what was compared."""
         only = (*self.a.only, *self.b.only, *self.a.only_leaves, *self.b.only_leaves)
         return not (only or self.tensors or self.leaves)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "same": self.same,
-            "a": self.a.to_json(),
-            "b": self.b.to_json(),
-            "model_type": self.model_type,
-            "structure": self.structure,
-            "compared": self.compared,
-            "by_checksum": self.by_checksum,
-            "within": self.within,
-            "tensors": [one.to_json() for one in self.tensors],
-            "compared_leaves": self.compared_leaves,
-            "leaves": [one.to_json() for one in self.leaves],
-            "bytes_read": self.bytes_read,
-            "notes": list(self.notes),
-            "seconds": self.seconds,
-        }

@@ -3,76 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.results import JsonField, Result
+from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
 
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """One tensor, or a slice of it.
+    """One tensor, or a slice of it."""
 
-    Attributes:
-        name: Its name, in the layout that was asked for.
-        sources: Names in the checkpoint of the tensors that hold it.
-        dtype: torch's name of its dtype, after a cast.
-        shape: The shape of what was taken.
-        whole: The shape of the tensor.
-        nbytes: Bytes of what was taken.
-        preview: Its first and last values, where nothing was written and few were asked for.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    nbytes: int
-    preview: str | None = None
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "name": self.name,
-            "sources": list(self.sources),
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "whole": list(self.whole),
-            "bytes": self.nbytes,
-            "preview": self.preview,
-        }
+    name: Annotated[str, JsonField("name, in the layout that was asked for")]
+    sources: Annotated[tuple[str, ...], JsonField("names in the checkpoint")]
+    dtype: Annotated[str, JsonField("dtype, after a cast")]
+    shape: Annotated[tuple[int, ...], JsonField("shape of what was taken")]
+    whole: Annotated[tuple[int, ...], JsonField("shape of the tensor")]
+    nbytes: Annotated[int, JsonField("bytes of what was taken", name="bytes")]
+    preview: Annotated[
+        str | None,
+        JsonField(
+            "its first and last values as text; null: a file was written, or many tensors were "
+            "named"
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
-class Extraction:
-    """What was taken out of a checkpoint.
+class Extraction(Result):
+    """What was taken out of a checkpoint."""
 
-    Attributes:
-        source: The checkpoint, as it was named.
-        output: The file that was written; None: none.
-        tensors: What was taken.
-        nbytes: Size of the file; 0 without one.
-        bytes_read: Bytes of elements that were read.
-        notes: What the user should know.
-        out_of_range: What became infinite, NaN or saturated in the file, by tensor.
-    """
-
-    source: str
-    output: str | None
-    tensors: tuple[Extracted, ...]
-    nbytes: int
-    bytes_read: int
-    notes: tuple[str, ...] = ()
-    out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "source": self.source,
-            "output": self.output,
-            "tensors": [one.to_json() for one in self.tensors],
-            "bytes": self.nbytes,
-            "bytes_read": self.bytes_read,
-            "notes": list(self.notes),
-            "out_of_range": {name: asdict(lost) for name, lost in self.out_of_range.items()},
-        }
+    source: Annotated[str, JsonField("the checkpoint as it was named")]
+    output: Annotated[str | None, JsonField("the file that was written")]
+    tensors: Annotated[tuple[Extracted, ...], JsonField("what was taken")]
+    nbytes: Annotated[int, JsonField("size of the file; 0: none was written", name="bytes")]
+    bytes_read: Annotated[int, JsonField("bytes of elements that were read")]
+    notes: Annotated[tuple[str, ...], JsonField("what the user should know")] = ()
+    out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)

@@ -4,211 +4,170 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
 
-from ckptctl.planner.retention import NOT_UNDERSTOOD, State
+from ckptctl.results import JsonField, Result
+from ckptctl.storage.statistics import Statistics
 from ckptctl.units import natural
 
-if TYPE_CHECKING:
-    from ckptctl.storage.statistics import Statistics
+Whole = Literal["complete", "incomplete", "not understood"]
+STATE = JsonField(
+    "`complete`, `incomplete` (there is evidence), `not understood` (it may be complete)"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of a checkpoint.
+class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupported stats"):
+    """One tensor of a checkpoint."""
 
-    Attributes:
-        name: Fully qualified name.
-        dtype: torch's name of the dtype.
-        shape: As torch counts it.
-        nbytes: Bytes of its elements.
-        chunks: Number of boxes that it is stored in.
-        alias_of: The tensor whose memory it shares, if any.
-        statistics: Its values, when they were asked for.
-        unsupported: Why its elements cannot be read; None: they can.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    chunks: int
-    alias_of: str | None = None
-    statistics: Statistics | None = None
-    unsupported: str | None = None
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        found: dict[str, object] = {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "bytes": self.nbytes,
-            "chunks": self.chunks,
-            "alias_of": self.alias_of,
-            "unsupported": self.unsupported,
-        }
-        if self.statistics:
-            found["stats"] = self.statistics.to_json()
-        return found
+    name: Annotated[str, JsonField("as it is stored")]
+    dtype: Annotated[str, JsonField("torch's name, as in `bfloat16`")]
+    shape: Annotated[tuple[int, ...], JsonField("as torch counts it")]
+    nbytes: Annotated[int, JsonField("its size; 0: its elements cannot be read", name="bytes")]
+    chunks: Annotated[int, JsonField("boxes that it is stored in")]
+    alias_of: Annotated[str | None, JsonField("the tensor whose memory it shares")] = None
+    statistics: Annotated[
+        Statistics | None,
+        JsonField(
+            "with `--stats` only, and not of dtypes without numbers", name="stats", optional=True
+        ),
+    ] = None
+    unsupported: Annotated[str | None, JsonField("why its elements cannot be read")] = None
 
 
 @dataclass(frozen=True, slots=True)
 class DTypeUse:
-    """How much of a checkpoint has one dtype.
+    """How much of a checkpoint has one dtype; aliases have no elements of their own."""
 
-    Attributes:
-        tensors: Number of tensors.
-        elements: Their elements; aliases count nothing.
-        nbytes: Their bytes; aliases count nothing.
-    """
-
-    tensors: int
-    elements: int
-    nbytes: int
+    tensors: Annotated[int, JsonField("tensors of that dtype")]
+    elements: Annotated[int, JsonField("their elements")]
+    nbytes: Annotated[int, JsonField("their bytes", name="bytes")]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FileSize:
+    """A file of a checkpoint."""
+
+    path: Annotated[str, JsonField("relative to the checkpoint")]
+    nbytes: Annotated[int, JsonField("its size", name="bytes")]
+
+
+def in_order(files: Mapping[str, int]) -> list[FileSize]:
+    """Return files in natural order."""
+    return [FileSize(name, files[name]) for name in natural(files)]
+
+
+@dataclass(frozen=True, slots=True)
+class Member(Result, order="path format tensors bytes complete state problems"):
     """One checkpoint of a run folder.
 
     Attributes:
-        path: Where it is.
-        format: Its format; None: it could not be read.
-        tensors: Number of tensors.
-        nbytes: Bytes of all tensors.
-        problems: Why it is not complete; empty: it is.
-        torn: Whether that is evidence; if not, it may be complete.
+        torn: Whether its problems are evidence; if not, it may be complete.
     """
 
-    path: str
-    format: str | None
-    tensors: int
-    nbytes: int
-    problems: tuple[str, ...]
+    path: Annotated[str, JsonField("where it is")]
+    format: Annotated[str | None, JsonField("null: it cannot be read")]
+    tensors: Annotated[int, JsonField("how many it has")]
+    nbytes: Annotated[int, JsonField("bytes of them", name="bytes")]
+    problems: Annotated[tuple[str, ...], JsonField("why it is not complete")]
     torn: bool
 
     @property
-    def complete(self) -> bool:
+    def complete(self) -> Annotated[bool, JsonField("whether every byte of them is there")]:
         """Return whether nothing is missing."""
         return not self.problems
 
     @property
-    def state(self) -> State:
+    def state(self) -> Annotated[Whole, STATE]:
         """Return the answer in the words of ``ls``."""
         return state_of(self.problems, self.torn)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "path": self.path,
-            "format": self.format,
-            "tensors": self.tensors,
-            "bytes": self.nbytes,
-            "complete": self.complete,
-            "state": self.state,
-            "problems": list(self.problems),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(
+    Result,
+    order="path format model_type candidates layout root parameters bytes complete state problems "
+    "lacks dtypes files assets metadata notes quantised dequantisable",
+):
     """What is known of a path.
 
     Attributes:
-        path: What was inspected.
-        format: Its format; ``run``: a folder of checkpoints.
-        model_type: The family, if exactly one fits.
-        candidates: The families that fit.
-        layout: How its tensors are named.
-        root: Prefix of the model's tensors inside the checkpoint.
-        parameters: Elements of the model's tensors, without optimizer state and aliases.
-        nbytes: Bytes of all tensors, aliases counted once.
-        dtypes: Use of each dtype, most bytes first.
-        files: Data files with their sizes in bytes.
-        problems: Why it is not complete; empty: it is.
-        torn: Whether one of these is evidence; if not, it may be complete.
-        lacks: Tensors that its model type has and it does not, by their names in the checkpoint.
-        tensors: In the checkpoint's own order.
-        blobs: Names of the leaves that are not tensors.
-        values: What those of them are that are numbers or short text, as Python writes it.
-        assets: Side files with their sizes in bytes.
-        metadata: Free-form strings that the format carries.
-        notes: What a reader should know.
-        quantised: How tensors are quantised, by the name of the plain tensor that each stands for.
-        dequantisable: Whether ``--dequantize`` understands all of them, and there are any.
-        checkpoints: The members of a run folder.
+        torn: Whether its problems are evidence; if not, it may be complete.
     """
 
-    path: str
-    format: str
-    model_type: str | None = None
-    candidates: tuple[str, ...] = ()
-    layout: str | None = None
-    root: str = ""
-    parameters: int = 0
-    nbytes: int = 0
-    dtypes: Mapping[str, DTypeUse] = field(default_factory=dict)
-    files: Mapping[str, int] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    path: Annotated[str, JsonField("as given")]
+    format: Annotated[str, JsonField("[format](formats.md); `run`: a folder of checkpoints")]
+    model_type: Annotated[str | None, JsonField("[model type](models.md), if exactly one fits")] = (
+        None
+    )
+    candidates: Annotated[tuple[str, ...], JsonField("model types that fit")] = ()
+    layout: Annotated[str | None, JsonField("how the tensors are named")] = None
+    root: Annotated[str, JsonField("prefix of the model's tensors, with its dot")] = ""
+    parameters: Annotated[
+        int,
+        JsonField("elements of the model's tensors, without optimizer state and aliases"),
+    ] = 0
+    nbytes: Annotated[
+        int, JsonField("bytes of all tensors, aliases counted once", name="bytes")
+    ] = 0
+    dtypes: Annotated[
+        Mapping[str, DTypeUse], JsonField("by torch's name of the dtype, most bytes first")
+    ] = field(default_factory=dict)
+    files: Annotated[Mapping[str, int], JsonField("data files, in natural order", to=in_order)] = (
+        field(default_factory=dict)
+    )
+    problems: Annotated[tuple[str, ...], JsonField("why it is not complete")] = ()
     torn: bool = False
-    lacks: tuple[str, ...] = ()
-    tensors: tuple[TensorInfo, ...] = ()
-    blobs: tuple[str, ...] = ()
-    values: Mapping[str, str] = field(default_factory=dict)
-    assets: Mapping[str, int] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    quantised: Mapping[str, str] = field(default_factory=dict)
-    dequantisable: bool = False
-    checkpoints: tuple[Member, ...] = ()
+    lacks: Annotated[
+        tuple[str, ...],
+        JsonField("[tensors that its model type has](../explanation/coverage.md) and it does not"),
+    ] = ()
+    tensors: Annotated[
+        tuple[TensorInfo, ...],
+        JsonField("in the checkpoint's own order; with `--include` those that match"),
+    ] = ()
+    blobs: Annotated[tuple[str, ...], JsonField("names of the leaves that are not tensors")] = ()
+    values: Annotated[
+        Mapping[str, Annotated[str, JsonField("as Python writes it")]],
+        JsonField(
+            "those of them that are numbers or short text; of many in files of their own those "
+            "nearest to the root, behind a URL none of these"
+        ),
+    ] = field(default_factory=dict)
+    assets: Annotated[
+        Mapping[str, int],
+        JsonField("side files: configuration, tokenizer, ...", to=in_order),
+    ] = field(default_factory=dict)
+    metadata: Annotated[
+        Mapping[str, str],
+        JsonField("what the format carries: `__metadata__`, the index's `metadata`"),
+    ] = field(default_factory=dict)
+    notes: Annotated[tuple[str, ...], JsonField("what a reader should know")] = ()
+    quantised: Annotated[
+        Mapping[str, Annotated[str, JsonField("how, for people")]],
+        JsonField("tensors that are quantised, by the name of the plain one that each stands for"),
+    ] = field(default_factory=dict)
+    dequantisable: Annotated[
+        bool,
+        JsonField("whether something is quantised and `--dequantize` understands all of it"),
+    ] = False
+    checkpoints: Annotated[
+        tuple[Member, ...], JsonField("members of a run folder, in natural order")
+    ] = ()
 
     @property
-    def complete(self) -> bool:
+    def complete(
+        self,
+    ) -> Annotated[bool, JsonField("whether every byte of every tensor is there, once")]:
         """Return whether every byte of every tensor of the index is there, once."""
         return not self.problems
 
     @property
-    def state(self) -> State:
+    def state(self) -> Annotated[Whole, STATE]:
         """Return the answer in the words of ``ls``."""
         return state_of(self.problems, self.torn)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published document without its envelope (``docs/reference/json.md``)."""
-        return {
-            "path": self.path,
-            "format": self.format,
-            "model_type": self.model_type,
-            "candidates": list(self.candidates),
-            "layout": self.layout,
-            "root": self.root,
-            "parameters": self.parameters,
-            "bytes": self.nbytes,
-            "complete": self.complete,
-            "state": self.state,
-            "problems": list(self.problems),
-            "lacks": list(self.lacks),
-            "dtypes": {
-                name: {"tensors": use.tensors, "elements": use.elements, "bytes": use.nbytes}
-                for name, use in self.dtypes.items()
-            },
-            "files": _sized(self.files),
-            "assets": _sized(self.assets),
-            "metadata": dict(self.metadata),
-            "notes": list(self.notes),
-            "quantised": dict(self.quantised),
-            "dequantisable": self.dequantisable,
-            "tensors": [tensor.to_json() for tensor in self.tensors],
-            "blobs": list(self.blobs),
-            "values": dict(self.values),
-            "checkpoints": [member.to_json() for member in self.checkpoints],
-        }
 
-
-def state_of(problems: Sequence[str], torn: bool) -> State:
+def state_of(problems: Sequence[str], torn: bool) -> Whole:
     """Return what a checkpoint with these problems is called."""
-    return "complete" if not problems else "incomplete" if torn else NOT_UNDERSTOOD
-
-
-def _sized(files: Mapping[str, int]) -> list[dict[str, object]]:
-    return [{"path": name, "bytes": files[name]} for name in natural(files)]
+    return "complete" if not problems else "incomplete" if torn else "not understood"

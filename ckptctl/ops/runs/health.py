@@ -5,11 +5,11 @@ There are three answers. Only what is torn, with evidence, may be removed or pas
 
 from __future__ import annotations
 
-import math
 import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
@@ -22,6 +22,7 @@ from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import NOT_UNDERSTOOD, Retainable
+from ckptctl.results import JsonField, Result, or_none
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
@@ -31,6 +32,8 @@ BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
 LATEST = 253_402_300_799.0
+CHECKPOINT = "path step time bytes format state problem lacks protected_by metrics link"
+"""The order of what is printed of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +54,33 @@ class Health:
     begun: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint(Retainable):
-    """One checkpoint of a run; its *parts* are those of its :class:`Health`."""
+def rfc3339(seconds: float) -> str:
+    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
+    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
 
-    entry: RunEntry
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Retainable, Result, order=CHECKPOINT):
+    """One checkpoint of a run.
+
+    Attributes:
+        record: Its ``ckptctl.run.json``.
+        parts: What it consists of: itself, or checkpoints inside of it.
+    """
+
+    entry: Annotated[
+        RunEntry,
+        JsonField("where it is", of="path"),
+        JsonField(
+            "when the newest file of its weights or its trainer's state was written, RFC 3339, UTC",
+            of="time",
+            to=rfc3339,
+        ),
+        JsonField("size of all its files", of="nbytes", name="bytes"),
+        JsonField("where it leads, if it is a symbolic link", of="link", to=or_none),
+    ]
     record: RunRecord = field(default_factory=RunRecord)
-    format: str | None = None
+    format: Annotated[str | None, JsonField("[format](formats.md); null: none is known")] = None
     parts: tuple[Path, ...] = ()
 
     @classmethod
@@ -78,30 +101,6 @@ class Checkpoint(Retainable):
     def path(self) -> Path:
         """Return the path of the checkpoint."""
         return self.entry.path
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "path": str(self.path),
-            "step": self.step,
-            "time": rfc3339(self.entry.time),
-            "bytes": self.entry.nbytes,
-            "format": self.format,
-            "state": self.state,
-            "problem": self.problem or None,
-            "lacks": self.lacks or None,
-            "protected_by": list(self.protection),
-            "metrics": {
-                name: value if math.isfinite(value) else None
-                for name, value in sorted(self.metrics.items())
-            },
-            "link": self.entry.link or None,
-        }
-
-
-def rfc3339(seconds: float) -> str:
-    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
-    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
 
 
 def health(path: Path) -> Health:

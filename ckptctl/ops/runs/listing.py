@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl import formats
 from ckptctl.errors import CkptError
@@ -20,6 +21,7 @@ from ckptctl.ops.runs.entries import RunEntry, entries, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine
 from ckptctl.ops.runs.protections import Protected, RunView, protect
 from ckptctl.planner.retention import NOT_UNDERSTOOD, ordered
+from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import shown, source_path
 
 COMPANIONS = (
@@ -35,15 +37,45 @@ Megatron, accelerate."""
 
 
 @dataclass(frozen=True, slots=True)
-class RunFolder:
-    """A folder of checkpoints; *others* are the names of what else lies there, unhidden."""
+class Listed:
+    """A checkpoint of a run, and whether it is the newest."""
 
-    root: Path
+    checkpoint: Annotated[Checkpoint, Inline()]
+    newest: Annotated[
+        bool,
+        JsonField("whether it is the newest complete one of its series, which is never pruned"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder(Result, order="root series checkpoints others"):
+    """A folder of checkpoints.
+
+    Attributes:
+        checkpoints: By series and step.
+    """
+
+    root: Annotated[Path, JsonField("as it was named")]
     checkpoints: tuple[Checkpoint, ...]
-    others: tuple[str, ...] = ()
+    others: Annotated[
+        tuple[str, ...], JsonField("names of what else lies there, hidden things apart")
+    ] = ()
 
     @property
-    def series(self) -> tuple[str, ...]:
+    def listed(
+        self,
+    ) -> Annotated[tuple[Listed, ...], JsonField("by series and step", name="checkpoints")]:
+        """Return the checkpoints, each with whether it is the newest."""
+        newest = self.newest
+        return tuple(Listed(one, one.name in newest) for one in self.checkpoints)
+
+    @property
+    def series(
+        self,
+    ) -> Annotated[
+        tuple[str, ...],
+        JsonField("what the names of each series of checkpoints have in common"),
+    ]:
         """Return the series that it has."""
         return tuple(dict.fromkeys(one.series for one in self.checkpoints))
 

@@ -6,6 +6,7 @@ import time as clock
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl.errors import SourceNotFoundError, UnsupportedError, command, listed
 from ckptctl.formats.assets import SIDECAR
@@ -15,23 +16,23 @@ from ckptctl.ops.runs.listing import Company
 from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier, left_in, went_on_unsaved
+from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
 
 LIGHTNING = ".ckpt"
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
+class Newest(Result):
     """The newest complete checkpoint of a run, and what else might have been.
 
     Attributes:
-        skipped: Those that are newer and not complete.
         others: The newest complete ones of other series, among which it was chosen.
         doubts: Where the highest step is not the last save: both, and which of them was chosen.
     """
 
-    chosen: Checkpoint
-    skipped: tuple[Checkpoint, ...] = ()
+    chosen: Annotated[Checkpoint, Inline()]
+    skipped: Annotated[tuple[Checkpoint, ...], JsonField("newer ones that are not complete")] = ()
     others: tuple[Checkpoint, ...] = ()
     doubts: tuple[str, ...] = ()
 

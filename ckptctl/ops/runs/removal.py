@@ -12,11 +12,11 @@ import time as clock
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.runs.entries import entry_at
-from ckptctl.ops.runs.health import AT_WORK, Checkpoint, health
+from ckptctl.ops.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health
 from ckptctl.ops.runs.listing import RunFolder, read_run
 from ckptctl.ops.runs.protections import Protected, RunView, protect, require_pointers
 from ckptctl.ops.runs.refusals import (
@@ -28,18 +28,27 @@ from ckptctl.ops.runs.refusals import (
     with_known_metrics,
 )
 from ckptctl.planner.retention import Action, Decision, Policy, decide
+from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import named
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete, deleting, leftovers, tidy
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.thinning import Thinning
 
+DRY_RUN = JsonField("whether this is a plan; then `done`, `failed` and `freed` are absent")
+
 
 @dataclass(frozen=True, slots=True)
-class PruneDecision(Decision[Checkpoint]):
-    """The fate of one checkpoint; *nbytes* are freed: files without another hard link."""
+class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action keep reasons"):
+    """What becomes of one checkpoint.
 
-    nbytes: int = 0
+    Attributes:
+        nbytes: Bytes that are freed: those of files that have no other hard link.
+        thinning: What is left out of it, where it loses its optimizer state instead of going.
+    """
+
+    checkpoint: Annotated[Checkpoint, Inline()]
+    nbytes: Annotated[int, JsonField("bytes that are freed", name="freed")] = 0
     thinning: Thinning | None = None
 
     @property
@@ -47,40 +56,97 @@ class PruneDecision(Decision[Checkpoint]):
         """Return its name in the run."""
         return self.checkpoint.name
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            **self.checkpoint.to_json(),
-            "action": "thin" if self.thinning else self.action,
-            "keep": self.action != "remove" or self.thinning is not None,
-            "reasons": list(self.reasons),
-            "freed": self.nbytes,
-            "dropped": list(self.thinning.dropped) if self.thinning else [],
-        }
+    @property
+    def outcome(
+        self,
+    ) -> Annotated[
+        Literal["keep", "remove", "thin", "skip"],
+        JsonField(
+            "`keep`, `remove`, `thin`, or `skip`: it is left alone and does not count",
+            name="action",
+        ),
+    ]:
+        """Return what becomes of it, thinning included."""
+        return "thin" if self.thinning else self.action
+
+    @property
+    def keep(self) -> Annotated[bool, JsonField("whether it is there afterwards")]:
+        """Return whether it is there afterwards."""
+        return self.outcome != "remove"
+
+    @property
+    def dropped(
+        self,
+    ) -> Annotated[tuple[str, ...], JsonField("names of the tensors that thinning takes away")]:
+        """Return the names of the tensors that thinning takes away."""
+        return self.thinning.dropped if self.thinning else ()
 
 
 @dataclass(frozen=True, slots=True)
-class PrunePlan:
-    """What pruning will do; *leftovers* lie in the trash since an earlier run."""
+class PrunePlan(
+    Result,
+    order="dry_run thin root series decisions kept removed thinned skipped bytes leftovers others",
+):
+    """What pruning will do.
 
-    root: Path
+    Attributes:
+        policy: What is kept.
+        run: What there is.
+    """
+
+    root: Annotated[Path, JsonField("absolute path")]
     policy: Policy
-    run: RunFolder
-    decisions: tuple[PruneDecision, ...]
-    thin: bool = False
-    leftovers: tuple[str, ...] = ()
+    run: Annotated[
+        RunFolder,
+        Inline("series"),
+        JsonField(
+            "names of what else lies there and is not touched, hidden things apart", of="others"
+        ),
+    ]
+    decisions: Annotated[
+        tuple[PruneDecision, ...],
+        JsonField("what becomes of each checkpoint, by series and step"),
+    ]
+    thin: Annotated[
+        bool,
+        JsonField("whether optimizer state is taken away instead of whole checkpoints"),
+    ] = False
+    leftovers: Annotated[
+        tuple[str, ...],
+        JsonField("what an earlier run has left in the trash, which is removed, too"),
+    ] = ()
+
+    @property
+    def dry_run(self) -> Annotated[Literal[True], DRY_RUN]:
+        """Return that nothing was done yet."""
+        return True
+
+    @property
+    def kept(self) -> Annotated[int, JsonField("number of those")]:
+        """Return the number of those that stay."""
+        return len(self.of("keep"))
+
+    @property
+    def removed(self) -> Annotated[int, JsonField("likewise, those that are thinned included")]:
+        """Return the number of those that are removed or thinned."""
+        return len(self.of("remove"))
+
+    @property
+    def skipped(self) -> Annotated[int, JsonField("likewise")]:
+        """Return the number of those that are left alone."""
+        return len(self.of("skip"))
 
     def of(self, action: Action) -> tuple[PruneDecision, ...]:
         """Return those of which *action* becomes."""
         return tuple(decision for decision in self.decisions if decision.action == action)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> Annotated[int, JsonField("bytes that are freed in all", name="bytes")]:
         """Return the bytes that are freed."""
         return sum(decision.nbytes for decision in self.decisions)
 
     @property
-    def thinned(self) -> int:
+    def thinned(self) -> Annotated[int, JsonField("number of those that are thinned")]:
         """Return the number of those that keep their weights."""
         return sum(decision.thinning is not None for decision in self.decisions)
 
@@ -89,30 +155,23 @@ class PrunePlan:
         """Return whether there is nothing to do."""
         return not self.of("remove") and not self.leftovers
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "root": str(self.root),
-            "series": list(self.run.series),
-            "decisions": [decision.to_json() for decision in self.decisions],
-            "kept": len(self.of("keep")),
-            "removed": len(self.of("remove")),
-            "thinned": self.thinned,
-            "skipped": len(self.of("skip")),
-            "bytes": self.nbytes,
-            "leftovers": list(self.leftovers),
-            "others": list(self.run.others),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class PruneResult:
-    """What pruning did: names of what is removed or thinned, and why others are not."""
+class PruneResult(Result):
+    """What pruning did."""
 
-    plan: PrunePlan
-    done: tuple[str, ...]
-    failed: Mapping[str, CkptError]
-    freed: int
+    plan: Annotated[PrunePlan, Inline()]
+    done: Annotated[tuple[str, ...], JsonField("names of what was removed, or thinned")]
+    failed: Annotated[
+        Mapping[str, Annotated[CkptError, JsonField("the error")]],
+        JsonField("what could not be removed, by name"),
+    ]
+    freed: Annotated[int, JsonField("bytes that were freed")]
+
+    @property
+    def dry_run(self) -> Annotated[Literal[False], DRY_RUN]:
+        """Return that it was done."""
+        return False
 
     @property
     def thinned(self) -> int:
@@ -122,11 +181,6 @@ class PruneResult:
             decision.thinning is not None and decision.name in done
             for decision in self.plan.decisions
         )
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        failed = {name: error.to_json() for name, error in self.failed.items()}
-        return {"done": list(self.done), "failed": failed, "freed": self.freed}
 
 
 def plan_prune(

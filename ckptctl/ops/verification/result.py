@@ -4,61 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.findings import of_error as of_error
 from ckptctl.ops.verification.options import Level
+from ckptctl.results import JsonField, Result, count, rounded
 
 Verdict = Literal["whole", "torn", "not understood"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class ProvenFile:
+    """A data file, and how much of it a checksum proves."""
+
+    path: Annotated[str, JsonField("relative to the checkpoint")]
+    nbytes: Annotated[int, JsonField("its size", name="bytes")]
+    proven: Annotated[int | None, JsonField("its bytes that a checksum proves; null below `full`")]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification(
+    Result,
+    order="path format level verdict whole tensors bytes proven_bytes structure_only_bytes "
+    "nan_checked files errors unknown warnings",
+):
     """How whole a checkpoint is.
 
     Attributes:
-        path: What was verified, as it was named.
-        format: Its format.
-        level: How much was read: ``fast``, ``headers`` or ``full``.
-        tensors: Number of tensors that could be read.
-        nbytes: Bytes of all data files.
         files: The data files, with their sizes in bytes.
         proven: For each data file the bytes that a checksum proves; empty below ``full``.
-        nan: Whether floating values were searched for NaN and Inf.
-        findings: Everything that is wrong, errors first.
-        manifest: The list of SHA-256 sums that was written; None: none was.
-        notes: What else a reader should know.
-        seconds: Time that it took.
     """
 
-    path: str
-    format: str
-    level: Level
-    tensors: int = 0
+    path: Annotated[str, JsonField("as it was named")]
+    format: Annotated[str, JsonField("[format](formats.md)")]
+    level: Annotated[Level, JsonField("`fast`, `headers` or `full`")]
+    tensors: Annotated[int, JsonField("tensors that could be read")] = 0
     files: Mapping[str, int] = field(default_factory=dict)
     proven: Mapping[str, int] = field(default_factory=dict)
-    nan: bool = False
-    findings: tuple[Finding, ...] = ()
-    manifest: str | None = None
-    notes: tuple[str, ...] = ()
-    seconds: float = 0.0
+    nan: Annotated[
+        bool,
+        JsonField("whether floating values were searched for NaN and Inf", name="nan_checked"),
+    ] = False
+    findings: Annotated[tuple[Finding, ...], JsonField("all that is wrong, errors first")] = ()
+    manifest: Annotated[str | None, JsonField("the list of SHA-256 sums that was written")] = None
+    notes: Annotated[tuple[str, ...], JsonField("what else a reader should know")] = ()
+    seconds: Annotated[float, JsonField("time that it took", to=rounded)] = 0.0
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> Annotated[int, JsonField("size of all data files", name="bytes")]:
         """Return the bytes of all data files."""
         return sum(self.files.values())
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(
+        self,
+    ) -> Annotated[Verdict, JsonField("`whole`, `torn` (with evidence) or `not understood`")]:
         """Return the answer: evidence that it is torn outweighs what is not understood."""
         if self.errors:
             return "torn"
         return "not understood" if self.unknown else "whole"
 
     @property
-    def whole(self) -> bool:
+    def whole(self) -> Annotated[bool, JsonField("whether the verdict is `whole`")]:
         """Return whether all that was looked at is understood and right; warnings do not count."""
         return self.verdict == "whole"
 
@@ -72,17 +81,29 @@ class Verification:
         }[self.verdict]
 
     @property
-    def errors(self) -> tuple[Finding, ...]:
+    def errors(
+        self,
+    ) -> Annotated[
+        tuple[Finding, ...],
+        JsonField("findings that are evidence of its being torn", to=count),
+    ]:
         """Return the evidence that the checkpoint is torn."""
         return self._of("error")
 
     @property
-    def unknown(self) -> tuple[Finding, ...]:
+    def unknown(
+        self,
+    ) -> Annotated[
+        tuple[Finding, ...],
+        JsonField("findings about what is not understood, or cannot be read", to=count),
+    ]:
         """Return the findings about what is not understood, or cannot be read."""
         return self._of("unknown")
 
     @property
-    def warnings(self) -> tuple[Finding, ...]:
+    def warnings(
+        self,
+    ) -> Annotated[tuple[Finding, ...], JsonField("the other findings", to=count)]:
         """Return the other findings."""
         return self._of("warning")
 
@@ -90,42 +111,30 @@ class Verification:
         return tuple(found for found in self.findings if found.severity == severity)
 
     @property
-    def proven_bytes(self) -> int | None:
+    def proven_files(
+        self,
+    ) -> Annotated[tuple[ProvenFile, ...], JsonField("every data file", name="files")]:
+        """Return the data files, with what is proven of them."""
+        full = self.level == "full"
+        return tuple(
+            ProvenFile(name, size, self.proven.get(name, 0) if full else None)
+            for name, size in self.files.items()
+        )
+
+    @property
+    def proven_bytes(
+        self,
+    ) -> Annotated[int | None, JsonField("bytes that a checksum proves; null below `full`")]:
         """Return the bytes that a checksum proves; None: no checksum was looked at."""
         return sum(self.proven.values()) if self.level == "full" else None
 
     @property
-    def structure_only_bytes(self) -> int | None:
+    def structure_only_bytes(
+        self,
+    ) -> Annotated[int | None, JsonField("bytes that no checksum covers; null below `full`")]:
         """Return the bytes that no checksum covers; None: no checksum was looked at."""
         proven = self.proven_bytes
         return None if proven is None else self.nbytes - proven
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        full = self.level == "full"
-        return {
-            "path": self.path,
-            "format": self.format,
-            "level": self.level,
-            "verdict": self.verdict,
-            "whole": self.whole,
-            "tensors": self.tensors,
-            "bytes": self.nbytes,
-            "proven_bytes": self.proven_bytes,
-            "structure_only_bytes": self.structure_only_bytes,
-            "nan_checked": self.nan,
-            "files": [
-                {"path": name, "bytes": size, "proven": self.proven.get(name, 0) if full else None}
-                for name, size in self.files.items()
-            ],
-            "errors": len(self.errors),
-            "unknown": len(self.unknown),
-            "warnings": len(self.warnings),
-            "findings": [found.to_json() for found in self.findings],
-            "manifest": self.manifest,
-            "notes": list(self.notes),
-            "seconds": round(self.seconds, 3),
-        }
 
 
 def unsaid(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:
