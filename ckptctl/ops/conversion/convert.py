@@ -15,15 +15,27 @@ from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, UsageError
-from ckptctl.formats.base import WritableFormat
+from ckptctl.errors import CkptError, RefusedError, UsageError
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
+from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion import proofs
-from ckptctl.ops.conversion.adapter_files import beside
+from ckptctl.ops.conversion.adapter_files import adapter_config_files, beside
 from ckptctl.ops.conversion.assets import Assets, gather, stated_in, unquantised
-from ckptctl.ops.conversion.checks import require_sense
-from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.conversion.missing import Missing, find_missing
+from ckptctl.ops.conversion.checks import (
+    Divide,
+    Reference,
+    keep_together,
+    reference,
+    require_same_keys,
+    require_sense,
+    require_whole_blocks,
+)
+from ckptctl.ops.conversion.config_files import ConfigFiles, config_files
+from ckptctl.ops.conversion.contents import Contents, contents, main_dtype, written_in_full
+from ckptctl.ops.conversion.executable import executable, provenance
+from ckptctl.ops.conversion.leaves import Strings, same_data, strings
+from ckptctl.ops.conversion.missing import Missing, Part, choose, find_missing
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.conversion.proofs import require_published
@@ -31,12 +43,19 @@ from ckptctl.ops.destinations import Destination, replaceable, require_destinati
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.ops.recognition.lacking import require_one_model, root_hint
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
+from ckptctl.planner.axes import Sizes
 from ckptctl.planner.configs.stated import Json
+from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.model_parallel import RankShard, divide
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.out_of_range import require_in_range
@@ -52,7 +71,8 @@ __all__ = [
     "run_conversion",
 ]
 
-Change = Callable[[Catalog, Recognition, Mapping[str, Json]], Catalog]
+Edit = Callable[[Catalog, Recognition, Mapping[str, Json]], Catalog]
+"""Takes a checkpoint, what it is, and its documents; returns what is converted."""
 
 
 def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions) -> ConversionPlan:
@@ -71,48 +91,78 @@ def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions
 
 
 def plan_changed(
-    src: str | Path, dst: str | Path, options: ConversionOptions, change: Change
+    src: str | Path, dst: str | Path, options: ConversionOptions, edit: Edit
 ) -> ConversionPlan:
-    """Decide everything about the conversion of what *change* makes of a checkpoint.
-
-    Args:
-        src: The checkpoint.
-        dst: Where the output will appear.
-        options: What is asked for.
-        change: Takes the checkpoint, what it is, and its documents; returns what is converted.
-
-    Raises:
-        CkptError: See :func:`plan_conversion`.
-    """
+    """Decide everything about the conversion of what *edit* makes of a checkpoint."""
     target = formats.target(options.to)
-    source, destination = _preflight(src, dst, options, target)
-    opened = _catalog(source, options)
+    require_sense(options, target)
+    source = formats.existing(src)
+    may_go = Replaceable(replaceable, file=target.single_file)
+    destination = require_destination(source, named(dst), options.overwrite, may_go)
+
+    opened = _read_catalog(source, options)
     catalog, assets = _with_assets(opened, options, target)
     recognition = recognise(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
     with advised(catalog, recognition.root):
-        changed = change(catalog, recognition, assets.documents)
-        missing = find_missing(opened) if options.allow_missing else Missing()
-        draft = Draft(changed, recognition, options, target, destination, assets, missing)
-        plan = draft.plan()
-    if not options.verify_replicas:
-        return plan
-    written = opened.replicas.keys() - plan.missing.keys() - plan.left_out.keys()
-    return replace(plan, replicated=replicated(opened, written))
+        catalog = edit(catalog, recognition, assets.documents)
+        gone = find_missing(opened) if options.allow_missing else Missing()
+        like = reference(options.like, options.to)
+        layout = _target_layout(recognition, options, target)
+        part = choose(catalog, recognition, options, layout, gone)
+        change = _map(catalog, recognition, part, layout, options, target, assets)
+        part = part.without(change.left_out, options)
+        held = contents(catalog, recognition, part, change, options, target)
+        ranks = len(like.files) if like and target.parallel else options.mp
+        output, carried = _lay_out(
+            catalog, assets, held, change, options, target, destination, like, ranks
+        )
+        files = _config_files(held, assets, change, options, target, ranks)
+        _require_apart(output, files)
+        plan = executable(
+            held,
+            output,
+            files,
+            target=destination.path,
+            single_file=target.single_file,
+            metadata=carried.kept,
+            checksum=options.checksum,
+            provenance=provenance(held.catalog, recognition, part.missing),
+        )
+    left_out = {**held.left_out, **carried.left_out, **output.left_out}
+    notes = (
+        *catalog.notes,
+        *assets.notes(target),
+        *part.doubts,
+        *change.notes,
+        *(f"`{fact}`: {why}" for fact, why in change.decided.items()),
+        *held.notes,
+        *output.notes,
+        *files.notes,
+    )
+    replicas = opened.replicas.keys() - part.missing.keys() - left_out.keys()
+    return ConversionPlan(
+        source=held.catalog,
+        recognition=recognition,
+        options=options,
+        change=change,
+        output=held.tensors,
+        plan=plan,
+        must_equal=held.must_equal,
+        dropped={**change.dropped, **held.tied},
+        left_out=left_out,
+        notes=tuple(dict.fromkeys(notes)),
+        free_bytes=destination.free_bytes(),
+        upload=destination.upload,
+        missing=part.missing,
+        not_carried=assets.not_carried(target),
+        replicated=replicated(opened, replicas) if options.verify_replicas else None,
+        warnings=_warnings(catalog, recognition, change, options, target),
+    )
 
 
-def _preflight(
-    src: str | Path, dst: str | Path, options: ConversionOptions, target: WritableFormat
-) -> tuple[Path, Destination]:
-    """Refuse options that make no sense together, and a destination that must not be touched."""
-    require_sense(options, target)
-    source = formats.existing(src)
-    kind = Replaceable(replaceable, file=target.single_file)
-    return source, require_destination(source, named(dst), options.overwrite, kind)
-
-
-def _catalog(source: Path, options: ConversionOptions) -> Catalog:
+def _read_catalog(source: Path, options: ConversionOptions) -> Catalog:
     """Read the index of the source."""
     trusted = options.assets if options.trust_assets else None
     catalog = open_source(
@@ -128,7 +178,7 @@ def _catalog(source: Path, options: ConversionOptions) -> Catalog:
 def _with_assets(
     catalog: Catalog, options: ConversionOptions, target: WritableFormat
 ) -> tuple[Catalog, Assets]:
-    """Return what is converted of the source, and its config files, nothing of it quantised."""
+    """What is converted of the source, and its config files; nothing of it is quantised."""
     if target.adapters:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
@@ -136,6 +186,151 @@ def _with_assets(
     if options.dequantize:
         return dequantised(catalog, options.dequantize), unquantised(assets)
     return catalog, assets
+
+
+def _target_layout(
+    recognition: Recognition, options: ConversionOptions, target: WritableFormat
+) -> str | None:
+    """The layout to write; None: that of the source.
+
+    Transformers reads models without their head under either kind of names.
+    """
+    implied = BASE if recognition.layout == BASE and target.layout == HF else None
+    return options.to_layout or implied or target.layout
+
+
+def _map(
+    catalog: Catalog,
+    recognition: Recognition,
+    part: Part,
+    layout: str | None,
+    options: ConversionOptions,
+    target: WritableFormat,
+    assets: Assets,
+) -> Change:
+    """Say what the model's tensors become."""
+    root = recognition.root
+    asked = LayoutRequest(
+        layout,
+        catalog.path,
+        source_layout=formats.get(catalog.format).layout,
+        described=target.parallel or target.described,
+        untie=written_in_full(options, catalog, recognition),
+        partial=bool(options.include or options.exclude or part.missing),
+        given=options.sizes or {},
+        vocab=options.vocab_size,
+        whole=part.whole,
+        missing={name.removeprefix(root) for name in part.missing},
+        documents=assets.described,
+        trust_assets=options.trust_assets,
+    )
+    if options.only == "model":
+        require_one_model(recognition, catalog.path)
+    change = change_layout(recognition, part.selection.tensors, asked)
+    keep_together(
+        catalog,
+        {root + name for name in part.selection.tensors},
+        renamed=not change.identity,
+        dtype=options.dtype,
+    )
+    return change
+
+
+def _warnings(
+    catalog: Catalog,
+    recognition: Recognition,
+    change: Change,
+    options: ConversionOptions,
+    target: WritableFormat,
+) -> tuple[str, ...]:
+    """Warn of names that become Hugging Face's only in that they are in its files."""
+    cut = bool(recognition.root) and options.only != "all"
+    new = target.layout == "hf" and (cut or formats.get(catalog.format).layout != "hf")
+    if change.family or recognition.candidates or not new or is_adapter(catalog.tensors):
+        return ()
+    return (f"the model type is not known, all names are kept: {root_hint(recognition)}",)
+
+
+def _lay_out(
+    source: Catalog,
+    assets: Assets,
+    held: Contents,
+    change: Change,
+    options: ConversionOptions,
+    target: WritableFormat,
+    destination: Destination,
+    like: Reference | None,
+    ranks: int,
+) -> tuple[Output, Strings]:
+    """Let the target format say where everything goes, and which strings its files carry."""
+    shares = _division(change, target.layout) if ranks > 1 else None
+    if shares:
+        described = replace(held.catalog, documents={**held.catalog.documents, **assets.documents})
+        require_whole_blocks(described, held.mapped, held.tensors, shares, ranks)
+    carried = strings(source, held.tensors, target)
+    request = OutputRequest(
+        name=destination.path.name,
+        tensors=held.tensors,
+        blobs=held.blobs,
+        max_shard_size=options.shard_bytes,
+        mp=ranks,
+        rank_boxes=partial(shares, ranks=ranks) if shares else None,
+        checksum=options.checksum,
+        metadata=carried.kept,
+    )
+    if like is not None:
+        require_same_keys(like, [tensor.name for tensor in held.tensors])
+        if not target.parallel:
+            request = replace(request, like=like.file_of, like_files=like.files)
+    output = target.lay_out(request)
+    if carried.kept and not same_data(source, held.mapped, output):
+        carried = carried.without_hashes()
+        output = target.lay_out(replace(request, metadata=carried.kept))
+    return output, carried
+
+
+def _division(change: Change, layout: str | None) -> Divide | None:
+    """How ranks divide tensors; None: nobody knows."""
+    family, sizes = change.family, Sizes(change.sizes or {}, {})
+    if family is None or layout is None:
+        return None
+
+    def shares(tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
+        return divide(family, layout, tensor.name, tensor.shape, sizes, ranks)
+
+    return shares
+
+
+def _config_files(
+    held: Contents,
+    assets: Assets,
+    change: Change,
+    options: ConversionOptions,
+    target: WritableFormat,
+    ranks: int,
+) -> ConfigFiles:
+    if is_adapter(held.catalog.tensors):
+        return adapter_config_files(held.catalog, assets, change, target, options.lora_alpha)
+    return config_files(
+        assets,
+        options.to,
+        change,
+        ranks=ranks,
+        dtype=main_dtype(held.tensors),
+        cast=(options.dtype or options.dequantize) is not None,
+    )
+
+
+def _require_apart(output: Output, beside: ConfigFiles) -> None:
+    """Refuse a file that is carried along under the name of one that is written."""
+    written = {MANIFEST, *(file.path for file in output.files)}
+    twice = [file.path for file in beside.files if file.path in written]
+    if twice:
+        raise RefusedError(
+            "a file that is carried along would replace one of the output",
+            where=f"`{twice[0]}`",
+            hint="`--carry` with a narrower GLOB leaves it out",
+        )
 
 
 def run_conversion(

@@ -10,87 +10,74 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from ckptctl import __version__, dtypes
 from ckptctl.catalog import Catalog, Computed, made_of
 from ckptctl.errors import RefusedError
-from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import kind_of
 from ckptctl.formats.base import Output, OutputTensor, Place
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.ops.conversion.config_files import ConfigFiles
+from ckptctl.ops.conversion.contents import Contents
 from ckptctl.ops.conversion.source_checks import with_checks
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.ops.recognition.recognise import Recognition
-from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import Check, CrcOf, OutputFile, Plan, RawCopy, Record, Transfer
 
 
-@dataclass(frozen=True, slots=True)
-class LaidOut:
-    """What will be written, and where.
-
-    Attributes:
-        mapped: Where the elements of each output tensor come from.
-        tensors: The output tensors.
-        output: How the format lays them out.
-        beside: Configuration and side files.
-        destination: Absolute path of the output.
-        single_file: Whether the output is one file.
-        metadata: The strings that its files carry.
-    """
-
-    mapped: Sequence[MappedTensor]
-    tensors: tuple[OutputTensor, ...]
-    output: Output
-    beside: ConfigFiles
-    destination: Path
-    single_file: bool
-    metadata: Mapping[str, str]
-
-
 def executable(
-    catalog: Catalog, laid: LaidOut, *, checksum: bool, provenance: Mapping[str, object]
+    contents: Contents,
+    output: Output,
+    beside: ConfigFiles,
+    *,
+    target: Path,
+    single_file: bool,
+    metadata: Mapping[str, str],
+    checksum: bool,
+    provenance: Mapping[str, object],
 ) -> Plan:
-    """Return the plan that writes an output.
+    """Plan the writing of an output.
 
     Args:
-        catalog: The source; the bytes of what is needed of it are found.
-        laid: The output.
+        contents: What it holds.
+        output: How the format lays that out.
+        beside: Configuration and side files.
+        target: Absolute path of the output.
+        single_file: Whether it is one file.
+        metadata: The strings that its files carry.
         checksum: Whether checksums are computed, and a manifest written.
         provenance: What the manifest says of the source.
     """
-    output, beside = laid.output, laid.beside
-    by_name = {tensor.name: tensor.dtype for tensor in laid.tensors}
-    copies = tuple(transfers(laid.mapped, catalog.tensors, output, by_name))
+    catalog, root = contents.catalog, contents.catalog.root
+    by_name = {tensor.name: tensor.dtype for tensor in contents.tensors}
+    copies = tuple(transfers(contents.mapped, catalog.tensors, output, by_name))
     raw = (*output.raw_copies, *beside.copies)
     files = (*output.files, *beside.files)
-    computed, sources = sources_of(catalog.root, copies, catalog.computed, output.raw_copies)
-    read = dict.fromkeys(view.key for item in laid.mapped for view in item.sources)
-    entries = [catalog.tensors[name] for name in read]
-    copies, checks = with_checks(catalog.root, entries, copies, computed)
-    contents = {**beside.contents, "__metadata__": repr(sorted(laid.metadata.items())).encode()}
-    digest = digest_of(checksum, files, output.records, copies, raw, contents, computed, checks)
-    if checksum and not laid.single_file:
+    computed, sources = sources_of(root, copies, catalog.computed, output.raw_copies)
+    read = dict.fromkeys(view.key for item in contents.mapped for view in item.sources)
+    copies, checks = with_checks(root, [catalog.tensors[name] for name in read], copies, computed)
+    written = {**beside.contents, "__metadata__": repr(sorted(metadata.items())).encode()}
+    digest = digest_of(checksum, files, output.records, copies, raw, written, computed, checks)
+    if checksum and not single_file:
         others = (file for file in beside.files if file.path not in beside.contents)
         carried = {file.path: file.size for file in others if kind_of(file.path) is None}
         head = {"source": provenance, "plan": digest, **({"carried": carried} if carried else {})}
-        files = (*files, manifest(head, laid.tensors, output.boxes, output.records))
+        files = (*files, manifest(head, contents.tensors, output.boxes, output.records))
+    elsewhere = [(place, file) for place, file in sorted(made_of(computed)) if place != root]
     return Plan(
-        source_root=catalog.root,
+        source_root=root,
         sources=sources,
-        target=str(laid.destination),
-        single_file=laid.single_file,
+        target=str(target),
+        single_file=single_file,
         files=files,
         records=output.records,
         transfers=copies,
         raw_copies=raw,
         digest=digest,
         computed=computed,
-        inputs=_inputs(catalog.root, computed),
+        inputs={(place, file): identities(place, (file,))[file] for place, file in elsewhere},
         checks=checks,
         opened=catalog.opened,
     )
@@ -105,15 +92,6 @@ def provenance(catalog: Catalog, known: Recognition, missing: Collection[str]) -
         "model_type": known.model_type,
         **({"missing": list(missing)} if missing else {}),
     }
-
-
-def _inputs(root: str, computed: Mapping[str, Computed]) -> dict[tuple[str, str], FileIdentity]:
-    """Return what virtual files are made of beside the source: an adapter's files."""
-    found: dict[tuple[str, str], FileIdentity] = {}
-    for place, file in sorted(made_of(computed)):
-        if place != root:
-            found[place, file] = identities(place, (file,))[file]
-    return found
 
 
 def digest_of(

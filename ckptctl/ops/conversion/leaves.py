@@ -7,12 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, UsageError, listed
+from ckptctl.errors import UnsupportedError, listed
 from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
-from ckptctl.ops.conversion.output_tensors import unrooted
-from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, orphans, pairs
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.storage.pickles.reader import walk
 from ckptctl.storage.zips.reader import StoredTensor
@@ -165,54 +163,20 @@ def _tells_of_tensors(key: str, text: str, names: Collection[str]) -> bool:
 HINT = "--dequantize bf16 writes the plain tensors that they stand for"
 
 
-def keep_together(
-    catalog: Catalog, chosen: Collection[str], *, renamed: bool, dtype: str | None
-) -> None:
-    """Refuse a conversion after which quantised elements have lost their scales.
-
-    A copy of everything under the same names is not looked at: it loses nothing.
-
-    Args:
-        catalog: The source.
-        chosen: The tensors that are converted.
-        renamed: Whether they get another layout.
-        dtype: What floats are cast to; None: nothing is cast.
-
-    Raises:
-        UsageError: A cast would turn quantised elements into numbers that they are not.
-        MappingError: Scales are left out.
-        DamagedError: Tensors that are said to be quantised have no scales, or others do not fit.
-    """
-    if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
-        return
-    found = [pair for pair in pairs(catalog) if pair.weight in chosen]
-    alone = [pair.weight for pair in found if pair.scale not in chosen]
-    if alone:
-        raise MappingError(
-            f"{len(alone):,} quantised tensors would be written without their scales",
-            where=f"tensor `{alone[0]}`",
-            why=f"their scales are not chosen: {listed(alone)}",
-            hint=f"choose both (--include, --exclude); {HINT}",
-        )
-    if dtype is not None:
-        _require_uncast(catalog, found)
-    if found or _said(catalog):
-        kept = {name: entry for name, entry in catalog.tensors.items() if name in chosen}
-        orphans(replace(catalog, tensors=kept))
+def unrooted(blob: Blob, root: str) -> Blob:
+    """Return a leaf of the model as it is named when the model is at the top."""
+    return replace(blob, name=blob.name.removeprefix(root), path=inside(blob.path, root))
 
 
-def _require_uncast(catalog: Catalog, found: Collection[ScaledWeight]) -> None:
-    cast = [pair.weight for pair in found if catalog.tensors[pair.weight].dtype == FP8]
-    if cast:
-        raise UsageError(
-            f"`--dtype` would cast {len(cast):,} quantised tensors without regard to their scales",
-            where=f"tensor `{cast[0]}`",
-            why=f"its scales are another tensor; among them {listed(cast)}",
-            hint=HINT,
-        )
+def container(path: Path, root: str) -> tuple[Path, str]:
+    """Return the head of *path*, which is below *root*, that lies in it, and what that spells."""
+    held = ((path[:n], f"{join(path[:n])}.") for n in range(len(path) - 1, 0, -1))
+    return next(((head, prefix) for head, prefix in held if root.startswith(prefix)), ((), ""))
 
 
-def _said(catalog: Catalog) -> bool:
-    """Whether config.json says that the checkpoint holds float8 with scales."""
-    stated = catalog.documents.get("config.json", {}).get(QUANTIZATION)
-    return isinstance(stated, dict) and stated.get("quant_method") == "fp8"
+def inside(path: Path, root: str) -> Path:
+    """Return *path* without *root*, whose last part may be a part of one name."""
+    head, prefix = container(path, root)
+    first, *others = path[len(head) :]
+    rest = root.removeprefix(prefix)
+    return (str(first).removeprefix(rest), *others) if rest else (first, *others)

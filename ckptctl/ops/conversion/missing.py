@@ -1,25 +1,34 @@
-"""What of a checkpoint is not whole, and what is nothing without it."""
+"""What of a checkpoint is converted, what of that is not whole, and what is nothing without it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
-from ckptctl.errors import CkptError, CoverageError, UnsupportedError
+from ckptctl.errors import (
+    CkptError,
+    CoverageError,
+    DamagedError,
+    MappingError,
+    UnsupportedError,
+    command,
+)
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
-from ckptctl.ops.recognition.lacking import Lacks
+from ckptctl.ops.recognition.lacking import lacks
 from ckptctl.ops.recognition.quantised import pairs
-from ckptctl.ops.recognition.selection import Selection, wanted
+from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.selection import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
 
 SETTINGS = "param_groups"
+KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +47,94 @@ class Missing:
         return bool(self.names or self.files)
 
 
-def find_missing(catalog: Catalog) -> Missing:
-    """Return everything in *catalog* that is not whole.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a checkpoint is converted.
 
-    Args:
-        catalog: As it was read with ``partial``; the headers of all its items are looked at.
+    Attributes:
+        selection: Its leaves.
+        whole: Names in the model of all tensors that it should have, chosen or not.
+        left_out: Other leaves, and why they do not travel.
+        missing: What would be converted if it were there and whole, and why it is not.
+        doubts: What the user should know of what may be missing.
     """
-    _, wrong = resolved(replace(catalog, replicas={}))
-    errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
-    names = {found.tensor: _reason(found) for found in errors if found.tensor}
-    names = names_in(catalog, mixed_files(catalog, wrong)) | names
-    for name, boxes in catalog.lost.items():
-        if boxes:
-            names.setdefault(name, _gone(boxes))
-    for entry in catalog.tensors.values():
-        if entry.name not in names and (why := _torn(entry)):
-            names[entry.name] = why
-    _spread(names, _sharing(catalog), "it shares its memory with")
-    if names:
-        together = ((pair.weight, pair.scale) for pair in pairs(catalog))
-        _spread(names, together, "it belongs together with")
-    explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
-    explained |= {found.file for found in errors if found.tensor and found.file}
-    unknown = [f for f in errors if not f.tensor and f.file not in explained]
-    return Missing(names, {f.file or f.what: _reason(f) for f in unknown})
+
+    selection: Selection
+    whole: tuple[str, ...]
+    left_out: Mapping[str, str]
+    missing: Mapping[str, str]
+    doubts: Sequence[str]
+
+    def without(self, parts: Mapping[str, str], options: ConversionOptions) -> Part:
+        """Take out *parts* of the model, by their names in it, and what is nothing without them."""
+        root = self.selection.root
+        gone = {**self.missing, **{root + name: why for name, why in parts.items()}}
+        model = {root + name for name in (*self.selection.tensors, *parts)} | gone.keys()
+        outside = self.selection.rest if options.only == "all" else ()
+        missing = {**dependent(gone, model, outside, root), **gone}
+        return replace(self, selection=_without(self.selection, missing), missing=missing)
 
 
-def leave_out(
+def choose(
+    catalog: Catalog,
+    recognition: Recognition,
+    options: ConversionOptions,
+    target_layout: str | None,
+    gone: Missing,
+) -> Part:
+    """Choose what is converted, as options say, and of that what is not missing."""
+    everything, root = options.only == "all", recognition.root
+    selection = select(catalog, root)
+    whole = tuple(selection.tensors)
+    left_out = (
+        {} if everything else dict.fromkeys(selection.rest, f"not part of the model ({KEPT})")
+    )
+    lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
+    there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
+    lacking = lacks(recognition, there, options.sizes or {}, target_layout)
+    selection, unwanted = chosen(
+        selection, options.include, options.exclude, everything, lacking.names
+    )
+    left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
+    nothing = not catalog.tensors and bool(gone)
+    if not selection.tensors and not nothing and not (everything and selection.rest):
+        raise MappingError(
+            "no tensor is left to convert",
+            where=catalog.path,
+            why="it holds training state and no model" if selection.rest else None,
+            hint=KEPT if selection.rest else None,
+        )
+    missing: dict[str, str] = {}
+    if gone:
+        whole, missing = _leave_out(catalog, selection, gone, whole, options)
+        selection = _without(selection, missing)
+        if not selection.tensors:
+            _refuse_all_missing(catalog, missing or gone.names)
+    patterns = options.include, options.exclude
+    lacking = lacking.only(
+        [
+            name
+            for name in lacking.names
+            if wanted(catalog, root + name, root, *patterns, everything)
+        ]
+    )
+    if not options.allow_missing:
+        lacking.require_whole(catalog.path)
+    whole += lacking.names if lacking.certain else ()
+    return Part(selection, whole, left_out, {**missing, **lacking.missing}, lacking.doubts)
+
+
+def _refuse_all_missing(catalog: Catalog, missing: Mapping[str, str]) -> NoReturn:
+    name, why = next(iter(missing.items()))
+    raise DamagedError(
+        "nothing whole is left to convert",
+        where=catalog.path,
+        why=f"`{name}`: {why}; in all {len(missing):,} are missing",
+        hint=f"{command('verify', catalog.path)} lists what is missing",
+    )
+
+
+def _leave_out(
     catalog: Catalog,
     selection: Selection,
     gone: Missing,
@@ -100,23 +170,7 @@ def leave_out(
     return (*model, *inner), {**lacking, **gone.files}
 
 
-def present(catalog: Catalog, selection: Selection, gone: Missing) -> Collection[str]:
-    """Return the names of the model's tensors, whole or not, and of those that are known of."""
-    root = selection.root
-    lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
-    return dict.fromkeys((*selection.tensors, *(name.removeprefix(root) for name in lost)))
-
-
-def asked_of(found: Lacks, catalog: Catalog, options: ConversionOptions) -> Lacks:
-    """Return those tensors that a model lacks that would be converted if it had them."""
-    root, everything = found.recognition.root, options.only == "all"
-    patterns = options.include, options.exclude
-    return found.only(
-        [name for name in found.names if wanted(catalog, root + name, root, *patterns, everything)]
-    )
-
-
-def without(selection: Selection, names: Collection[str]) -> Selection:
+def _without(selection: Selection, names: Collection[str]) -> Selection:
     """Return *selection* without the leaves called *names*, as the checkpoint calls them."""
     root = selection.root
     return replace(
@@ -125,6 +179,32 @@ def without(selection: Selection, names: Collection[str]) -> Selection:
         blobs={n: blob for n, blob in selection.blobs.items() if root + n not in names},
         rest=tuple(name for name in selection.rest if name not in names),
     )
+
+
+def find_missing(catalog: Catalog) -> Missing:
+    """Return everything in *catalog* that is not whole.
+
+    Args:
+        catalog: As it was read with ``partial``; the headers of all its items are looked at.
+    """
+    _, wrong = resolved(replace(catalog, replicas={}))
+    errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
+    names = {found.tensor: _reason(found) for found in errors if found.tensor}
+    names = names_in(catalog, mixed_files(catalog, wrong)) | names
+    for name, boxes in catalog.lost.items():
+        if boxes:
+            names.setdefault(name, _gone(boxes))
+    for entry in catalog.tensors.values():
+        if entry.name not in names and (why := _torn(entry)):
+            names[entry.name] = why
+    _spread(names, _sharing(catalog), "it shares its memory with")
+    if names:
+        together = ((pair.weight, pair.scale) for pair in pairs(catalog))
+        _spread(names, together, "it belongs together with")
+    explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
+    explained |= {found.file for found in errors if found.tensor and found.file}
+    unknown = [f for f in errors if not f.tensor and f.file not in explained]
+    return Missing(names, {f.file or f.what: _reason(f) for f in unknown})
 
 
 def dependent(

@@ -12,8 +12,8 @@ from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError, UsageError, command, listed, nearest
 from ckptctl.ops.conversion.assets import gather, unquantised
+from ckptctl.ops.conversion.contents import cast_to, in_checkpoint
 from ckptctl.ops.conversion.leaves import Strings, strings
-from ckptctl.ops.conversion.output_tensors import cast_to, in_checkpoint
 from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.extraction.result import Extracted, Extraction

@@ -16,7 +16,7 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.conversion.assets import gather, unquantised
-from ckptctl.ops.conversion.leaves import keep_together
+from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.recognition.agreement import Description

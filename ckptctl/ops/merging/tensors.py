@@ -18,8 +18,8 @@ from ckptctl.ops.adapters import (
     require_saved,
     settings,
 )
+from ckptctl.ops.conversion.contents import cast_to
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.output_tensors import cast_to
 from ckptctl.ops.recognition.lacking import require_one
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.recognise import Recognition, recognise

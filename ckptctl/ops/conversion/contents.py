@@ -1,23 +1,152 @@
-"""The tensors of an output: names, places, dtypes, and which of them share memory."""
+"""The tensors and other leaves of an output: names, places, dtypes, and which share memory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ckptctl import dtypes
+from ckptctl import dtypes, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.unknown_classes import require_known
+from ckptctl.ops.conversion.checks import require_scaled
+from ckptctl.ops.conversion.leaves import (
+    Parts,
+    container,
+    inside,
+    inside_model,
+    unpacked,
+    unrooted,
+)
+from ckptctl.ops.conversion.missing import Part
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.training import Rest, follow
+from ckptctl.ops.recognition.dequantise import made
 from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.sources import located
 from ckptctl.planner.configs.stated import tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
 
 BY_CAST = "--dtype casts all of them to one"
 BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What an output holds, and what it is made of.
+
+    Attributes:
+        catalog: The source, with the bytes of its tensors that are read.
+        mapped: What becomes of them.
+        tensors: The tensors of the output, in order.
+        blobs: Its other leaves.
+        must_equal: Names in the source, kept and left out, whose bytes have to be the same.
+        tied: Names of tensors that are left out because another one is the same memory, and why.
+        left_out: Other leaves that do not travel, and why.
+        notes: What the user should know.
+    """
+
+    catalog: Catalog
+    mapped: Sequence[MappedTensor]
+    tensors: tuple[OutputTensor, ...]
+    blobs: Sequence[Blob]
+    must_equal: tuple[tuple[str, str], ...]
+    tied: Mapping[str, str]
+    left_out: Mapping[str, str]
+    notes: Sequence[str]
+
+
+def contents(
+    catalog: Catalog,
+    recognition: Recognition,
+    part: Part,
+    change: Change,
+    options: ConversionOptions,
+    target: WritableFormat,
+) -> Contents:
+    """Say what becomes of the chosen part, and find its bytes, whose coverage is proven."""
+    root, everything = recognition.root, options.only == "all"
+    left_out = dict(part.left_out)
+    catalog, parts = _with_values(catalog, left_out.keys() | part.missing.keys(), target)
+    outside = dict.fromkeys(leaf for n in part.selection.rest for leaf in parts.get(n, (n,)))
+    rest = follow(catalog, tuple(outside) if everything else (), root, change)
+    for item, path in inside_model(catalog, parts, outside, root, everything):
+        if change.identity or everything:
+            rest.tensors.append(item)
+            rest.paths[item.targets[0].key] = path
+        else:
+            left_out[item.sources[0].key] = _no_place(change)
+    catalog, zeros = made(catalog, change.zeros, root, root if everything else "")
+    model = [*in_checkpoint(change.tensors, root, everything), *zeros]
+    mapped = [*model, *rest.tensors]
+    equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
+    equal += rest.must_equal
+    read = {view.key for item in mapped for view in item.sources}
+    read |= {name for pair in equal for name in pair}
+    read |= {root + name for name in change.must_be_zero}
+    bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
+    catalog = replace(catalog, tensors=bytes_of.tensors)
+    aliases, notes = shared_memory(options, target, recognition, catalog, model)
+    tensors = _tensors(catalog, model, rest, change, recognition, options, aliases)
+    tied = _tied_away(tensors) if options.tied == "drop" else {}
+    if tied and not target.records_ties:
+        tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
+    blobs = list(rest.blobs)
+    for name, blob in catalog.blobs.items():
+        apart = name in left_out or name in part.missing or name in outside
+        if apart or not name.startswith(root):
+            continue
+        if not target.nested:
+            left_out[name] = f"{target.name} holds tensors only"
+        elif not change.identity and not everything:
+            left_out[name] = _no_place(change)
+        else:
+            blobs.append(blob if everything else unrooted(blob, root))
+    return Contents(catalog, mapped, tensors, blobs, tuple(equal), tied, left_out, notes)
+
+
+def _with_values(
+    catalog: Catalog, apart: Collection[str], target: WritableFormat
+) -> tuple[Catalog, Parts]:
+    """Read the leaves that are not tensors and that travel; refuses hostile ones."""
+    wanted = {n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart}
+    read = formats.resolve(replace(catalog, tensors={}, blobs=wanted)).blobs
+    catalog = replace(catalog, blobs={**catalog.blobs, **read})
+    parts: Parts = {}
+    if not target.verbatim:
+        catalog, parts = unpacked(catalog, read)
+    names = (part for name in read for part in parts.get(name, (name,)))
+    leaves = (catalog.blobs[name] for name in names if name in catalog.blobs)
+    require_known(leaves, verbatim=target.verbatim)
+    return catalog, parts
+
+
+def _tensors(
+    catalog: Catalog,
+    model: Sequence[MappedTensor],
+    rest: Rest,
+    change: Change,
+    recognition: Recognition,
+    options: ConversionOptions,
+    aliases: bool,
+) -> tuple[OutputTensor, ...]:
+    entries, everything = catalog.tensors, options.only == "all"
+    placed = paths(model, entries, change, recognition.root, everything)
+    pinned = change.family.pinned if change.family else ()
+    own = output_tensors(
+        model, entries, placed, dtype=options.dtype, pinned=pinned, aliases=aliases
+    )
+    require_scaled(options, model, entries, own)
+    others = output_tensors(
+        rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
+    )
+    return (*own, *others)
+
+
+def _no_place(change: Change) -> str:
+    return f"layout {change.target_layout} has no place for it"
 
 
 def in_checkpoint(
@@ -61,10 +190,10 @@ def paths(
         copied = item.sources[0].key in read
         read.add(item.sources[0].key)
         old = entries[item.sources[0].key].path
-        head, prefix = _container(old, root)
+        head, prefix = container(old, root)
         for target in (view.key for view in item.targets):
             if change.identity and not copied:
-                found[target] = old if keep_root else _inside(old, root)
+                found[target] = old if keep_root else inside(old, root)
             elif keep_root:
                 found[target] = (*head, target.removeprefix(prefix))
             else:
@@ -161,11 +290,6 @@ def _mixed(target: str, one: str, other: str, source: str, hint: str) -> Mapping
     )
 
 
-def unrooted(blob: Blob, root: str) -> Blob:
-    """Return a leaf of the model as it is named when the model is at the top."""
-    return replace(blob, name=blob.name.removeprefix(root), path=_inside(blob.path, root))
-
-
 def cast_to(source: str, dtype: str | None) -> str:
     """Return what ``--dtype`` makes of a tensor's dtype: only floating ones change."""
     return dtype if dtype and dtypes.BY_NAME[source].floating else source
@@ -182,20 +306,6 @@ def main_dtype(tensors: Sequence[OutputTensor]) -> str | None:
 
 def _renamed(view: View, prefix: str) -> View:
     return replace(view, key=prefix + view.key)
-
-
-def _container(path: Path, root: str) -> tuple[Path, str]:
-    """Return the head of *path*, which is below *root*, that lies in it, and what that spells."""
-    held = ((path[:n], f"{join(path[:n])}.") for n in range(len(path) - 1, 0, -1))
-    return next(((head, prefix) for head, prefix in held if root.startswith(prefix)), ((), ""))
-
-
-def _inside(path: Path, root: str) -> Path:
-    """Return *path* without *root*, whose last part may be a part of one name."""
-    head, prefix = _container(path, root)
-    first, *others = path[len(head) :]
-    rest = root.removeprefix(prefix)
-    return (str(first).removeprefix(rest), *others) if rest else (first, *others)
 
 
 def written_in_full(options: ConversionOptions, catalog: Catalog, known: Recognition) -> bool:
@@ -225,7 +335,7 @@ def shared_memory(
     return False, [note] if names else []
 
 
-def tied_away(tensors: Iterable[OutputTensor]) -> dict[str, str]:
+def _tied_away(tensors: Iterable[OutputTensor]) -> dict[str, str]:
     """Return the names of all but one of the tensors that share memory, and why they go."""
     return {
         tensor.name: f"it shares its memory with `{tensor.alias_of}`, which is written"

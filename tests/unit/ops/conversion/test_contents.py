@@ -1,5 +1,5 @@
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.ops.conversion.output_tensors import cast_to, main_dtype, output_tensors
+from ckptctl.ops.conversion.contents import cast_to, main_dtype, output_tensors
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 
 
