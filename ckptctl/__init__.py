@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.extraction.extract import Extraction as Extraction
     from ckptctl.ops.inspection.result import Inspection as Inspection
     from ckptctl.ops.loading.options import LoadReport as LoadReport
-    from ckptctl.ops.merging.merge import MergePlan as MergePlan
+    from ckptctl.ops.merging import MergePlan as MergePlan
     from ckptctl.ops.report.data import Report as Report
     from ckptctl.ops.verification.result import Verification as Verification
 
@@ -50,7 +50,7 @@ _HOME = {
     "Extraction": "ckptctl.ops.extraction.extract",
     "Inspection": "ckptctl.ops.inspection.result",
     "LoadReport": "ckptctl.ops.loading.options",
-    "MergePlan": "ckptctl.ops.merging.merge",
+    "MergePlan": "ckptctl.ops.merging",
     "Report": "ckptctl.ops.report.data",
     "Resumed": "ckptctl.distributed.manager",
     "SaveFuture": "ckptctl.distributed.background.save_thread",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
     from ckptctl.ops.extraction.result import Extraction
     from ckptctl.ops.inspection.result import Inspection
-    from ckptctl.ops.merging.merge import MergePlan
+    from ckptctl.ops.merging import MergePlan
     from ckptctl.ops.report.data import Report
     from ckptctl.ops.verification.result import Verification
 
@@ -102,7 +102,7 @@ def plan_merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: MergeOpti
     Raises:
         CkptError: The merge would fail or would not be safe.
     """
-    from ckptctl.ops.merging.merge import plan_merge
+    from ckptctl.ops.merging import plan_merge
 
     return plan_merge(base, adapter, dst, options)
 
@@ -120,7 +120,7 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     Raises:
         CkptError: Nothing was published, unless ``verify`` is what failed.
     """
-    from ckptctl.ops.merging.merge import plan_merge, run_merge
+    from ckptctl.ops.merging import plan_merge, run_merge
     from ckptctl.storage.publish import sweeping
 
     with sweeping(dst):

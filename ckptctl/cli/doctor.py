@@ -15,7 +15,7 @@ from ckptctl.ops.options import place
 from ckptctl.options import Argument
 
 if TYPE_CHECKING:
-    from ckptctl.ops.doctor.check import Check, Status
+    from ckptctl.ops.doctor import Check, Status
 
 SCHEMA = "ckptctl.doctor/1"
 BROKEN = 1

@@ -46,7 +46,7 @@ def merge(
     layouts; neither is changed. DST appears whole, in one step, or not at all. All options but
     --lora-alpha and --scaling are about the model, as in convert.
     """
-    from ckptctl.ops.merging.merge import plan_merge
+    from ckptctl.ops.merging import plan_merge
 
     ranks = coordinator()
     output = output_of(ranks, json, quiet)

@@ -46,12 +46,12 @@ def test_results_have_the_fields_that_are_named() -> None:
 
 
 def test_every_variable_that_is_read_is_documented() -> None:
-    from ckptctl.ops.doctor import surroundings
+    from ckptctl.ops import doctor
     from ckptctl.storage import threads
 
     written = (DOCS / "reference" / "environment.md").read_text()
     sources = "".join(path.read_text() for path in (REPOSITORY / "ckptctl").rglob("*.py"))
-    read = {*READ.findall(sources), *threads.LAUNCHERS, *surroundings.TOKENS} - SHELLS - OLD
+    read = {*READ.findall(sources), *threads.LAUNCHERS, *doctor.TOKENS} - SHELLS - OLD
     assert {"WORLD_SIZE", "NO_COLOR", "HF_HOME"} <= read
     assert not [name for name in sorted(read) if f"`{name}`" not in written]
 

@@ -12,7 +12,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import ChangedError, DamagedError
-from ckptctl.ops.merging.merge import run_merge
+from ckptctl.ops.merging import run_merge
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from tests.checkpoints import load_any_reference, save_hf, tiny_llama

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.formats import plugins
-from ckptctl.ops.doctor import file_system as doctored
-from ckptctl.ops.doctor import installation, probes
+from ckptctl.ops import doctor, probes
 from ckptctl.storage import crc, file_system
 from tests.unit.cli.conftest import environment
 
@@ -70,8 +69,8 @@ def test_for_people(run, tmp_path, monkeypatch):
 
 def test_a_package_that_is_missing_or_old(run, tmp_path, monkeypatch):
     versions = {"torch": "2.5.1+cu124", "isal": None}
-    real = installation._version
-    monkeypatch.setattr(installation, "_version", lambda name: versions.get(name, real(name)))
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, real(name)))
     needs = ["torch>=2.6", "isal>=1.7", "rich>=13.8", "transformers>=5; extra == 'transformers'"]
     monkeypatch.setattr(metadata, "requires", lambda name: needs)
     checks = found(run, tmp_path)
@@ -85,8 +84,8 @@ def test_what_a_checkout_needs_is_what_the_package_says():
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    names = [installation._NEED.match(text)[1] for text in project["dependencies"]]
-    assert names == list(installation.NEEDED)
+    names = [doctor._NEED.match(text)[1] for text in project["dependencies"]]
+    assert names == list(doctor.NEEDED)
 
 
 def test_slow_checksums(run, tmp_path, monkeypatch):
@@ -97,9 +96,9 @@ def test_slow_checksums(run, tmp_path, monkeypatch):
 
 
 def test_a_slow_start(monkeypatch):
-    monkeypatch.setattr(installation, "HEAVY", ())
-    assert installation._start(0.1).status == "ok"
-    assert installation._start(0.9).status == "warn"
+    monkeypatch.setattr(doctor, "HEAVY", ())
+    assert doctor._start(0.1).status == "ok"
+    assert doctor._start(0.9).status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -144,13 +143,13 @@ def test_nothing_can_be_written(run, tmp_path, monkeypatch):
     def refuse(**_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(doctored, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(doctor, "TemporaryDirectory", refuse)
     check = found(run, tmp_path)["writing"]
     assert (check["status"], check["found"]) == ("warn", "Permission denied")
 
 
 def test_little_space(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctored, "LITTLE", 2**62)
+    monkeypatch.setattr(doctor, "LITTLE", 2**62)
     assert "prune" in found(run, tmp_path)["free space"]["hint"]
 
 
@@ -213,7 +212,7 @@ def test_places_are_those_of_the_hub_client(where, tmp_path):
         "cache": {"XDG_CACHE_HOME": str(tmp_path)},
     }[where]
     code = (
-        "from ckptctl.ops.doctor import surroundings as s\n"
+        "from ckptctl.ops import doctor as s\n"
         "from huggingface_hub import constants as c\n"
         "assert s._cache().found.startswith(c.HF_HUB_CACHE), (s._cache(), c.HF_HUB_CACHE)\n"
         "assert str(s._home() / 'token') == c.HF_TOKEN_PATH"

@@ -20,7 +20,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.merging.tensors import Merging
+from ckptctl.ops.merging import Merging
 from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.storage.kinds import lora
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
@@ -293,7 +293,7 @@ def test_a_changed_adapter_is_noticed(base, tmp_path):
     plan = ckptctl.plan_merge(base, folder, tmp_path / "out")
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    from ckptctl.ops.merging.merge import run_merge
+    from ckptctl.ops.merging import run_merge
 
     with pytest.raises(CkptError):
         run_merge(plan)
@@ -339,7 +339,7 @@ def test_an_adapter_of_mistral(tmp_path):
 
 def test_ranks_without_bound(base, tmp_path, monkeypatch):
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE, rank=4))
-    monkeypatch.setattr("ckptctl.ops.merging.tensors.LARGEST", 1000)
+    monkeypatch.setattr("ckptctl.ops.merging.LARGEST", 1000)
     with pytest.raises(RefusedError, match="bounded memory"):
         ckptctl.merge(base, folder, tmp_path / "out")
 

@@ -1,0 +1,412 @@
+"""Look at the installation, the plug-ins, a directory and what surrounds the program.
+
+torch is not imported, nothing is changed and nothing is left behind. What is found is ``ok``;
+``warn``: something is slower, or cannot be done here; ``fail``: something is broken.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import stat
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import ckptctl
+from ckptctl import families, formats
+from ckptctl.errors import CkptError, SourceNotFoundError
+from ckptctl.formats import plugins
+from ckptctl.ops import probes
+from ckptctl.storage import crc, file_system
+from ckptctl.storage.destinations import require_path
+from ckptctl.storage.paths import path_hint, real_path
+from ckptctl.units import format_bytes, format_seconds
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was found.
+
+    Attributes:
+        name: What was looked at.
+        found: What there is.
+        status: Whether that is good.
+        hint: What to do about it; None: nothing.
+        group: What it belongs to, as in ``file system``.
+    """
+
+    name: str
+    found: str
+    status: Status = "ok"
+    hint: str | None = None
+    group: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the published object (``docs/reference/json.md``)."""
+        return {
+            "group": self.group,
+            "name": self.name,
+            "status": self.status,
+            "found": self.found,
+            "hint": self.hint,
+        }
+
+
+def doctor(directory: Path) -> tuple[Check, ...]:
+    """Everything that was looked at, by group; *directory* is where checkpoints are, or will be."""
+    require_path(directory)
+    place = directory.expanduser().absolute()
+    if not place.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(directory), hint=path_hint(place))
+    groups = {
+        "installation": _installation(),
+        "plug-ins": _plug_ins(),
+        "file system": _file_system(place),
+        "surroundings": _surroundings(),
+    }
+    return tuple(replace(check, group=name) for name, checks in groups.items() for check in checks)
+
+
+# ----------------------------------------------------------------------------------- installation
+
+NAME = "ckptctl"
+NEEDED = ("torch", "typer", "rich", "safetensors", "huggingface_hub", "fsspec", "isal")
+"""What a checkout needs, which has no metadata that would say so."""
+SLOW_START = 0.5
+HEAVY = ("torch", "numpy")
+_NEED = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
+
+
+def _installation() -> Iterator[Check]:
+    """What is installed, in which version, and how long the program takes to start."""
+    yield _start(time.process_time())
+    yield _itself()
+    yield Check("python", f"{platform.python_version()} at {sys.executable}")
+    for name, least in _needed():
+        yield _package(name, least)
+    yield _checksums()
+
+
+def _start(seconds: float) -> Check:
+    found = f"{seconds:.2f} s of CPU"
+    early = [name for name in HEAVY if name in sys.modules]
+    if early:
+        found += f", {' and '.join(early)} imported"
+    if seconds <= SLOW_START and not early:
+        return Check("start", found)
+    return Check(
+        "start",
+        found,
+        "warn",
+        "see what is imported before ckptctl: `python -X importtime -m ckptctl --version`; "
+        "*.pth files in site-packages and sitecustomize.py are where to look",
+    )
+
+
+def _itself() -> Check:
+    where = Path(ckptctl.__file__).parent
+    found = f"{ckptctl.__version__} at {where}"
+    installed = _version(NAME)
+    if installed in (None, ckptctl.__version__):
+        return Check(NAME, found)
+    hint = "install it again, or run from another directory"
+    return Check(NAME, f"{found}, but {installed} is installed", "warn", hint)
+
+
+def _needed() -> list[tuple[str, str]]:
+    """Packages that ckptctl needs, with the least version that will do, or nothing."""
+    try:
+        said = metadata.requires(NAME) or []
+    except metadata.PackageNotFoundError:
+        said = list(NEEDED)
+    plain = (_NEED.match(text) for text in said if "extra ==" not in text)
+    return [(found[1], found[2] or "") for found in plain if found]
+
+
+def _package(name: str, least: str) -> Check:
+    version = _version(name)
+    install = f"`pip install '{name}>={least}'`" if least else f"`pip install {name}`"
+    if version is None:
+        return Check(name, "not installed", "fail", install)
+    if least and _numbers(version) < _numbers(least):
+        return Check(name, f"{version}, older than {least}", "fail", install)
+    return Check(name, version)
+
+
+def _checksums() -> Check:
+    if crc.crc32 is not zlib.crc32:
+        return Check("checksums", "computed by isal")
+    hint = "`pip install isal` makes them about ten times faster"
+    return Check("checksums", "computed by zlib", "warn", hint)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> list[int]:
+    release = re.match(r"[0-9.]*", version)
+    return [int(part) for part in (release[0] if release else "").split(".") if part]
+
+
+# --------------------------------------------------------------------------------------- plug-ins
+
+
+def _plug_ins() -> Iterator[Check]:
+    """Formats and model types that other packages add: whether they load and names collide."""
+    yield from _added("format", plugins.ENTRY_POINTS, formats.names(), plugins.load)
+    yield from _added("model type", families.GROUP, families.built_in(), families.family)
+
+
+def _added(
+    kind: str, group: str, built_in: Collection[str], load: Callable[[str], object]
+) -> Iterator[Check]:
+    points = metadata.entry_points(group=group)
+    if not points:
+        yield Check(f"{kind}s", f"{len(built_in):,} built in, none added")
+    counts = Counter(point.name for point in points)
+    for point in sorted(points, key=lambda one: one.name):
+        package = point.dist.name if point.dist else point.module
+        name, found = f"{kind} {point.name}", f"added by {package}"
+        if point.name in built_in:
+            hint = f"it is not used: ckptctl has a {kind} of that name; have it renamed"
+            yield Check(name, found, "warn", hint)
+        elif counts[point.name] > 1:
+            hint = "another package adds one of that name: uninstall either"
+            yield Check(name, found, "warn", hint)
+        else:
+            try:
+                load(point.name)
+                yield Check(name, found)
+            except CkptError as error:
+                why = "; ".join(filter(None, (error.why, error.hint)))
+                yield Check(name, f"{found}, cannot be loaded", "fail", why)
+
+
+# ------------------------------------------------------------------------------------ file system
+
+PREFIX = ".ckptctl-doctor-"
+LITTLE = 5 * 10**9
+SLOW_SYNC = 0.5
+SKEW = 60.0
+LARGE = 4 * 2**30 + 1
+NETWORK = frozenset(
+    ("9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4")
+)
+GONE_LATER = {
+    "overlay": "inside a container, what is written here goes with it: mount a volume",
+    "tmpfs": "what is written here takes memory, and is gone after a restart",
+    "ramfs": "what is written here takes memory, and is gone after a restart",
+}
+
+
+def _file_system(place: Path) -> Iterator[Check]:
+    """What the file system of a directory can do, tried out in a hidden folder that is removed."""
+    yield _kind(real_path(place))
+    yield _space(place)
+    try:
+        before = place.stat()
+        with TemporaryDirectory(prefix=PREFIX, dir=place) as folder:
+            yield from _probed(Path(folder))
+    except OSError as error:
+        hint = "checkpoints here can be read, but none can be written"
+        yield Check("writing", error.strerror or str(error), "warn", hint)
+        return
+    with suppress(OSError):
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _kind(place: Path) -> Check:
+    kind = file_system.type_of(place)
+    found = f"{place} on {kind or 'unknown'}"
+    if kind in GONE_LATER:
+        return Check("place", found, "warn", GONE_LATER[kind])
+    if kind in NETWORK:
+        hint = "a network: others may see files late; run `verify` where they are used"
+        return Check("place", found, "warn", hint)
+    return Check("place", found)
+
+
+def _space(place: Path) -> Check:
+    free = shutil.disk_usage(place).free
+    found = format_bytes(free)
+    if free >= LITTLE:
+        return Check("free space", found)
+    hint = "`ckptctl prune ROOT --keep-last N` removes old checkpoints of a run"
+    return Check("free space", found, "warn", hint)
+
+
+def _probed(folder: Path) -> Iterator[Check]:
+    yield _renames(folder)
+    yield _large(folder)
+    yield _sync(folder)
+    yield _locks(folder)
+    yield _names(folder)
+    yield _clock(folder)
+    yield Check("copying", probes.copying(folder))
+    yield Check("hard links", _yes(probes.hard_links(folder)))
+    yield Check("unnamed files", _yes(probes.unnamed_files(folder)))
+
+
+def _renames(folder: Path) -> Check:
+    missing = probes.missing_renames(folder)
+    if not missing:
+        return Check("atomic rename", "without replacing, and by exchange")
+    hint = "outputs are published under a lock, and `--overwrite` is refused here"
+    return Check("atomic rename", f"no {' and no '.join(missing)}", "warn", hint)
+
+
+def _large(folder: Path) -> Check:
+    problem = probes.large_file(folder, LARGE)
+    if problem is None:
+        return Check("large files", f"above {format_bytes(LARGE - 1)}")
+    hint = "`--max-shard-size 4GB` keeps files below 4 GiB; `ulimit -f` shows the shell's limit"
+    return Check("large files", f"not above 4 GiB: {problem}", "warn", hint)
+
+
+def _sync(folder: Path) -> Check:
+    try:
+        seconds = probes.sync_seconds(folder)
+    except OSError as error:
+        hint = "what is written may be lost in a power failure: choose another place"
+        return Check("sync", error.strerror or str(error), "fail", hint)
+    found = f"{format_seconds(seconds)} for 1 MiB"
+    if seconds <= SLOW_SYNC:
+        return Check("sync", found)
+    hint = "each output is synced once per file: large shards are better here"
+    return Check("sync", found, "warn", hint)
+
+
+def _locks(folder: Path) -> Check:
+    problem = probes.lock(folder)
+    if problem is None:
+        return Check("locks", "yes")
+    hint = "two runs with the same destination cannot be told apart: mount it with locks"
+    return Check("locks", problem, "fail", hint)
+
+
+def _names(folder: Path) -> Check:
+    if probes.tells_case(folder):
+        return Check("names", "case matters")
+    hint = "files whose names differ in case alone would be one"
+    return Check("names", "case does not matter", "warn", hint)
+
+
+def _clock(folder: Path) -> Check:
+    ahead = probes.clock_ahead(folder)
+    if abs(ahead) <= SKEW:
+        return Check("clock", "agrees with this machine's")
+    found = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    hint = "`ls` and `prune` judge by times whether a checkpoint is being written: set the clocks"
+    return Check("clock", found, "warn", hint)
+
+
+def _yes(found: bool) -> str:
+    return "yes" if found else "no"
+
+
+# ----------------------------------------------------------------------------------- surroundings
+
+MANY_FILES = 1024
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+def _surroundings() -> Iterator[Check]:
+    """Terminal, limits, the Hub's cache."""
+    yield _encoding()
+    yield _terminal()
+    yield _open_files()
+    yield _ranks()
+    yield _cache()
+    yield _token()
+
+
+def _encoding() -> Check:
+    found = (sys.stdout.encoding or "ascii").lower()
+    if found.replace("-", "").replace("_", "") == "utf8":
+        return Check("encoding", found)
+    hint = "what it cannot show is escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
+    return Check("encoding", found, "warn", hint)
+
+
+def _terminal() -> Check:
+    if not sys.stdout.isatty():
+        return Check("terminal", "none: answers are plain text, tab-separated")
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    width = shutil.get_terminal_size().columns
+    return Check("terminal", f"{width} columns, {'no ' if plain else ''}colour")
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MANY_FILES:
+        return Check("open files", "no limit" if soft < 0 else f"up to {soft:,}")
+    most = "unlimited" if hard == resource.RLIM_INFINITY else hard
+    hint = f"checkpoints of many ranks have more files: `ulimit -n {most}`"
+    return Check("open files", f"up to {soft:,}", "warn", hint)
+
+
+def _ranks() -> Check:
+    world = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world in ("", "0", "1") or not missing:
+        return Check("ranks", f"{world or 1}")
+    hint = "unset WORLD_SIZE, or start ckptctl with torchrun"
+    found = f"WORLD_SIZE is {world}, {' and '.join(missing)} not set"
+    return Check("ranks", found, "warn", hint)
+
+
+def _home() -> Path:
+    """The folder of Hugging Face's libraries, as ``huggingface_hub.constants`` finds it.
+
+    Importing that costs more than all the rest of the start.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser()
+
+
+def _cache() -> Check:
+    said = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    place = Path(os.path.expandvars(said)).expanduser() if said else _home() / "hub"
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    found = f"{place}{', offline' if offline else ''}"
+    there = next(one for one in (place, *place.parents) if one.exists())
+    if place.exists() or os.access(there, os.W_OK):
+        return Check("Hub cache", found + ("" if place.exists() else ", not there yet"))
+    hint = f"nothing can be written to {there}: set HF_HOME to another folder"
+    return Check("Hub cache", found, "warn", hint)
+
+
+def _token() -> Check:
+    """Say where the token comes from; what it is is never read."""
+    variable = next((name for name in TOKENS if os.environ.get(name)), None)
+    if variable:
+        return Check("Hub token", f"from {variable}")
+    said = os.environ.get("HF_TOKEN_PATH")
+    path = Path(os.path.expandvars(said)).expanduser() if said else _home() / "token"
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return Check("Hub token", "none: private and gated repositories are out of reach")
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        hint = f"others can read it: `chmod 600 {path}`"
+        return Check("Hub token", f"in {path}", "warn", hint)
+    return Check("Hub token", f"in {path}")

@@ -1,1 +1,0 @@
-"""An adapter merged into its model while that is converted."""
