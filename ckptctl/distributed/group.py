@@ -128,9 +128,6 @@ def launched() -> TorchGroup:
 
     They may wait for each other as long as one of them copies; that a process has ended is noticed
     at once, because its connections are closed.
-
-    Raises:
-        StorageError: They do not find each other.
     """
     try:
         dist.init_process_group("gloo", timeout=MEETING)
@@ -149,16 +146,7 @@ def launched() -> TorchGroup:
 def gather_bytes(
     own: bytes, group: dist.ProcessGroup | None, *, everywhere: bool = True
 ) -> list[bytes]:
-    """Return the messages of all ranks, in their order.
-
-    Args:
-        own: This rank's.
-        group: The ranks.
-        everywhere: Whether all of them need the answer; else rank 0 does.
-
-    Returns:
-        The messages; where the answer is not needed, it may be empty.
-    """
+    """Return the messages of all ranks, in their order."""
     world = dist.get_world_size(group)
     found, tensor = _room(world * SHORT)
     _all_gather(tensor, _padded(_first(own, len(own)), SHORT), group=group)

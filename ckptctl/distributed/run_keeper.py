@@ -46,14 +46,7 @@ class Start(NamedTuple):
 
 
 class Keeper:
-    """Looks after the checkpoints ``step-N`` of a run; nothing in it fails a save.
-
-    Args:
-        root: The run.
-        policy: What is kept; one that says nothing keeps all.
-        hooks: Called with the path of each checkpoint when it is published.
-        sync: Whether what is written has to be on disk.
-    """
+    """Looks after the checkpoints ``step-N`` of a run; nothing in it fails a save."""
 
     def __init__(self, root: Path, policy: Policy, hooks: Sequence[Hook], *, sync: bool) -> None:
         self.root = root
@@ -68,13 +61,6 @@ class Keeper:
         """Return the newest complete checkpoint; None: there is none yet.
 
         What is passed over, and what may be doubted, is logged.
-
-        Args:
-            series: The one that counts; None: all.
-
-        Raises:
-            SourceNotFoundError: There are some, and none is complete.
-            UnsupportedError: The newest is not understood: it may be whole.
         """
         there = entries(self.root) if is_run(self.root) else []
         if not any(series in (None, one.named.series) for one in there):
@@ -91,11 +77,7 @@ class Keeper:
         return Start(found.path, _loaded(found), found.step, skipped, looked.doubts)
 
     def of_step(self, step: int) -> Start | None:
-        """Return the checkpoint of *step*, ``step-N`` before others; None: there is none.
-
-        Raises:
-            RefusedError: There are several, in series of their own.
-        """
+        """Return the checkpoint of *step*, ``step-N`` before others; None: there is none."""
         there = entries(self.root) if is_run(self.root) else []
         found = [one for one in there if one.named.order[0] == step and one.counts]
         found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
@@ -201,11 +183,7 @@ class Keeper:
         self._tell(result)
 
     def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps; those that stay are logged.
-
-        Raises:
-            CkptError: Nothing was removed.
-        """
+        """Remove the checkpoints of later steps; those that stay are logged."""
         plan = plan_discard(real_path(self.root), SERIES, step)
         for one in plan.of("skip"):
             if one.checkpoint.step > step:

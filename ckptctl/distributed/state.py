@@ -24,13 +24,7 @@ StateDict = Mapping[str, object]
 
 
 class LocalShard(NamedTuple):
-    """A box of a global tensor in this rank's memory.
-
-    Attributes:
-        name: The tensor.
-        box: The part of the global tensor.
-        tensor: Exactly that part, on any device: a view of the local tensor.
-    """
+    """A box of a global tensor in this rank's memory."""
 
     name: str
     box: Box
@@ -64,12 +58,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """A leaf that is no tensor.
-
-    Attributes:
-        path: Keys from the root down to it.
-        value: The leaf.
-    """
+    """A leaf that is no tensor."""
 
     path: Path
     value: object
@@ -77,12 +66,7 @@ class ObjectLeaf:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state dict, flat.
-
-    Attributes:
-        tensors: By fully qualified name.
-        values: Other leaves likewise.
-    """
+    """A state dict, flat."""
 
     tensors: Mapping[str, LocalTensor]
     values: Mapping[str, ObjectLeaf]
@@ -113,10 +97,6 @@ def state_of(state_dict: StateDict) -> State:
 
     Names are those that stock ``dcp.save`` gives: keys joined by dots, objects with a method
     ``state_dict`` replaced by what it returns.
-
-    Raises:
-        RefusedError: A tensor is of a kind that no checkpoint can hold, or sums are outstanding.
-        UsageError: It is no dictionary or contains itself, or two of its leaves get the same name.
     """
     try:
         flat, paths = compat.flatten_state_dict(plain_of(state_dict))
@@ -160,11 +140,7 @@ def keys_of(path: Path) -> tuple[str | int, ...]:
 
 
 def plain_of(state_dict: StateDict) -> dict[str, object]:
-    """Return a state dict with the state dicts of the objects in it.
-
-    Raises:
-        UsageError: It is no dictionary.
-    """
+    """Return a state dict with the state dicts of the objects in it."""
     if not isinstance(state_dict, Mapping):
         raise UsageError(
             f"a {type(state_dict).__name__} is no state dict",

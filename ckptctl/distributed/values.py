@@ -32,12 +32,7 @@ LEAVE_OUT = "`strict=False` loads the rest"
 
 
 class ReadValues(NamedTuple):
-    """Leaves that are no tensors, by their names in the state.
-
-    Attributes:
-        values: What they are.
-        refused: Why others are not read: they are not known to be harmless.
-    """
+    """Leaves that are no tensors, by their names in the state."""
 
     values: Mapping[str, object]
     refused: Mapping[str, str]
@@ -51,19 +46,7 @@ def read_values(
     trusted: bool,
     strict: bool = True,
 ) -> ReadValues:
-    """Return the checkpoint's values of the state's leaves that are no tensors.
-
-    Args:
-        mapping: How the checkpoint becomes the state.
-        values: Names of the leaves of the state.
-        rank: Whose value is preferred where every rank has its own.
-        trusted: Whether they may run code when they are unpickled.
-        strict: Whether those that are not known to be harmless are errors.
-
-    Raises:
-        UnsupportedError: There are such, each named; see :func:`unpickled`.
-        CkptError: One cannot be read; see there.
-    """
+    """Return the checkpoint's values of the state's leaves that are no tensors."""
     found: dict[str, object] = {}
     refused: dict[str, UnsupportedError] = {}
     catalog = mapping.catalog

@@ -59,11 +59,7 @@ def pickled(rest: Mapping[str, Any]) -> bytes:
 
 
 def require_none(storage_options: object) -> None:
-    """Refuse options that nothing here understands.
-
-    Raises:
-        UsageError: There are some.
-    """
+    """Refuse options that nothing here understands."""
     if storage_options is not None:
         raise UsageError("`storage_options` are not supported", hint="leave them out")
 
@@ -85,9 +81,6 @@ def save_beside(
         like: A directory that was made by this function from the same tensors: its data get a
             second name (hard links) where the file system can do that. None: write them.
         process_group: The ranks.
-
-    Raises:
-        CkptError: Nothing was published; on every rank.
     """
     ranks = coordinator(process_group)
     linked = on_first(ranks, lambda: like is not None and _linked(like, path, files))

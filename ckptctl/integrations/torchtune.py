@@ -155,11 +155,7 @@ class Checkpointer:
 
 
 def family(model_type: str) -> str:
-    """Return the family of a model type of torchtune.
-
-    Raises:
-        UsageError: torchtune has no such model type, or it is not known here.
-    """
+    """Return the family of a model type of torchtune."""
     if model_type not in ModelType.__members__:
         raise UsageError(
             f"torchtune has no model type {model_type!r}",
@@ -178,11 +174,7 @@ def intermediate(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: Path) -> None:
-    """Save the adapter in *state* as PEFT has it.
-
-    Raises:
-        CkptError: Nothing was published.
-    """
+    """Save the adapter in *state* as PEFT has it."""
     alpha = state.get(training.ADAPTER_CONFIG, {}).get("lora_alpha")
     how = ConversionOptions(
         to="peft", model_type=model_type + SUFFIX, lora_alpha=alpha, assets=assets

@@ -41,13 +41,6 @@ def whole(path: Path, *, process_group: dist.ProcessGroup | None = None) -> dict
     """Return all that a checkpoint holds, in host memory, as it was nested.
 
     Keys of dictionaries are text, as in every DCP directory; see :func:`with_numbers`.
-
-    Args:
-        path: The checkpoint.
-        process_group: The ranks; each gets all of it.
-
-    Raises:
-        CkptError: It cannot be read.
     """
     catalog = open_checkpoint(path)
     flat: dict[str, Any] = {}
@@ -65,17 +58,7 @@ def whole(path: Path, *, process_group: dist.ProcessGroup | None = None) -> dict
 def whole_model(
     path: Path, layout: str, model_type: str, process_group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the model of a checkpoint of any format in another layout, in host memory.
-
-    Args:
-        path: The checkpoint.
-        layout: How its tensors are to be named and ordered.
-        model_type: Its family.
-        process_group: The ranks; each gets all of it.
-
-    Raises:
-        CkptError: It cannot be read, or does not have such a layout.
-    """
+    """Return the model of a checkpoint of any format in another layout, in host memory."""
     with tempfile.TemporaryDirectory() as folder:
         plan = plan_conversion(
             path, Path(folder) / "model.pt", to="torch", to_layout=layout, model_type=model_type

@@ -278,11 +278,7 @@ class AsyncSaver(Closing):
         collect: Callable[[], tuple[LocalState, SavedPlan | None]],
         start: Callable[[Staged], SaveThread],
     ) -> SaveThread:
-        """Copy this rank's shards, or those that its plan writes; no save is going on.
-
-        Raises:
-            CkptError: The last save failed, or this one cannot begin; on every rank.
-        """
+        """Copy this rank's shards, or those that its plan writes; no save is going on."""
         collected, error = attempt(collect)
         own, plan = collected[0] if collected else (None, None)
         failed = bool(self._last and self._last.failed)

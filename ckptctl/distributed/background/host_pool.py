@@ -29,13 +29,7 @@ _log = logging.getLogger("ckptctl")
 
 
 class HostRegion:
-    """One range of host memory.
-
-    Attributes:
-        nbytes: How much.
-        descriptor: Of the memory, for other processes; -1 where the system has none.
-        bytes: All of it, as elements of uint8; tensors made of its storage keep it mapped.
-    """
+    """One range of host memory."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = nbytes
@@ -78,12 +72,7 @@ class HostRegion:
 
 
 class HostPool:
-    """Regions that are in use, and some that wait; safe to use from several threads.
-
-    Args:
-        limit: Bytes that all of them may take; None: as many as the states need.
-        kept: How many wait at most.
-    """
+    """Regions that are in use, and some that wait; safe to use from several threads."""
 
     def __init__(self, limit: int | None = None, kept: int = KEPT) -> None:
         self._limit = limit
@@ -95,12 +84,7 @@ class HostPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, *, pinned: bool = False) -> HostRegion:
-        """Return a region of at least *nbytes*: one that waits and is not twice that, or a new one.
-
-        Raises:
-            RefusedError: The pool may not hold so much.
-            StorageError: The system does not have it.
-        """
+        """Return a region of at least *nbytes*: one that waits, up to twice that, or a new one."""
         size = size_class(nbytes)
         with self._lock:
             self._needed.append(size)

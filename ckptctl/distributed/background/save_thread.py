@@ -67,11 +67,7 @@ class SaveThread:
         )
 
     def start(self) -> None:
-        """Have a thread ready, which waits for :meth:`proceed` or :meth:`abandon`.
-
-        Raises:
-            StorageError: The system has no thread left; the memory was given back.
-        """
+        """Have a thread ready, which waits for :meth:`proceed` or :meth:`abandon`."""
         try:
             self._thread.start()
         except RuntimeError as error:

@@ -28,13 +28,7 @@ ALIGNED = 64
 
 
 class HostCopy(NamedTuple):
-    """A range of host memory.
-
-    Attributes:
-        target: Address that it is copied to.
-        source: Its address.
-        nbytes: Its length.
-    """
+    """A range of host memory."""
 
     target: int
     source: int
@@ -42,12 +36,7 @@ class HostCopy(NamedTuple):
 
 
 class TensorCopy(NamedTuple):
-    """A tensor of any device and any strides.
-
-    Attributes:
-        target: In host memory.
-        source: Of the same shape and dtype.
-    """
+    """A tensor of any device and any strides."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -131,13 +120,7 @@ class DeviceCopies:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A copy of a rank's shards.
-
-    Attributes:
-        held: The same, with its tensors in the region.
-        region: Memory of the pool; None where there was nothing to copy.
-        nbytes: How much was copied.
-    """
+    """A copy of a rank's shards."""
 
     held: LocalState
     region: HostRegion | None
@@ -163,16 +146,7 @@ class _Range(NamedTuple):
 
 
 def stage(held: LocalState, pool: HostPool, chosen: Iterable[int] | None = None) -> Staged:
-    """Copy tensors; when this returns the originals may be changed.
-
-    Args:
-        held: What a rank holds.
-        pool: Where the memory comes from, and where the region goes when it is no longer needed.
-        chosen: Indices of the chunks to copy; None: all. The others stay what they were.
-
-    Raises:
-        CkptError: There is not enough host memory.
-    """
+    """Copy tensors; when this returns the originals may be changed."""
     members = list(_members(held.pieces, chosen))
     ranges = list(_ranges(members))
     places = list(_places(ranges))

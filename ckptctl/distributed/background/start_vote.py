@@ -17,13 +17,7 @@ T = TypeVar("T")
 
 
 class Situation(NamedTuple):
-    """The state of the last save on any rank.
-
-    Attributes:
-        busy: Its last save is still going on.
-        failed: Its last save failed, and it has not raised that yet.
-        unable: It cannot say what it holds.
-    """
+    """The state of the last save on any rank."""
 
     busy: bool
     failed: bool
@@ -39,16 +33,7 @@ class StartVote:
     def situation(
         self, own: Situation, meaning: Sequence[object], plan: bytes = b""
     ) -> tuple[Situation, bool]:
-        """Return the situation of all ranks together, and whether they have the same plan.
-
-        Args:
-            own: What is true of this one.
-            meaning: Where and how it is about to save.
-            plan: Name of the plan that it has for what it holds; empty: none.
-
-        Raises:
-            RefusedError: The ranks are about to save in different ways; on every rank.
-        """
+        """Return the situation of all ranks together, and whether they have the same plan."""
         numbers = [_number(repr(tuple(meaning)).encode("utf-8", "surrogatepass")), _number(plan)]
         found = self._highest([*own, *numbers, *(-number for number in numbers)])
         same = [found[-4] == -found[-2], found[-3] == -found[-1]]
@@ -60,9 +45,6 @@ class StartVote:
         """Do *work* on every rank; if it fails on any, *undo* it on the others and raise on all.
 
         It is undone, too, when the ranks cannot be asked.
-
-        Raises:
-            CkptError: What this rank's work raised, or another's.
         """
         done, error = attempt(work)
         failed = True

@@ -35,12 +35,7 @@ _START = (
 
 
 class Shared(Protocol):
-    """Memory that another process can map.
-
-    Attributes:
-        descriptor: Of the memory; negative once it was given back.
-        nbytes: Its length.
-    """
+    """Memory that another process can map."""
 
     descriptor: int
     nbytes: int
@@ -78,9 +73,6 @@ class WriterProcess:
         """Carry out *plan* in the child, as the executor of :mod:`ckptctl.storage.execution` does.
 
         *progress* is called once; all of *memory* lies in *regions*, which are shared memory.
-
-        Raises:
-            StorageError: A read or write failed, or the child ended or could not be started.
         """
         connection = self._connect()
         try:
@@ -184,11 +176,7 @@ def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
 
 
 def require_shared(memory: Mapping[str, memoryview], regions: Sequence[Shared]) -> None:
-    """Make sure that all of *memory* is in *regions*: nothing else has been copied.
-
-    Raises:
-        CkptError: Some of it is not: a bug.
-    """
+    """Make sure that all of *memory* is in *regions*: nothing else has been copied."""
     for view in memory.values():
         _place(view, regions, range(len(regions)))
 

@@ -37,13 +37,7 @@ _log = logging.getLogger("ckptctl")
 
 @dataclass
 class NamedPlan(LoadPlan):
-    """A plan as ranks send it.
-
-    Attributes:
-        tensors: Paths of the tensors of the rank's state, by name.
-        values: Paths of its other leaves.
-        found: How the names of all ranks compare with those of the checkpoint.
-    """
+    """A plan as ranks send it."""
 
     tensors: dict[str, Keys] = field(default_factory=dict)
     values: dict[str, Keys] = field(default_factory=dict)

@@ -86,11 +86,7 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 
 
 class CatalogMetadata(Metadata):
-    """The tensors and leaves of a checkpoint of any format, under the names of the state.
-
-    Attributes:
-        mapping: How it becomes the state; before :meth:`adapt` under its own names.
-    """
+    """The tensors and leaves of a checkpoint of any format, under the names of the state."""
 
     def __init__(
         self,
@@ -107,22 +103,14 @@ class CatalogMetadata(Metadata):
             self._offer(map_state(catalog, {}, LoadOptions(root=options.root)))
 
     def require(self) -> StateMapping:
-        """Return the mapping.
-
-        Raises:
-            CkptError: The checkpoint cannot be read.
-        """
+        """Return the mapping."""
         if self._problem:
             raise self._problem
         assert self.mapping
         return self.mapping
 
     def adapt(self, state: Mapping[str, TensorMeta]) -> None:
-        """Offer the checkpoint's tensors under the names and in the layout of *state*.
-
-        Raises:
-            CkptError: The checkpoint cannot be read, or does not fit.
-        """
+        """Offer the checkpoint's tensors under the names and in the layout of *state*."""
         self.require()
         assert self._catalog
         self._offer(map_state(self._catalog, state, self._options))
@@ -178,11 +166,7 @@ def mapping_of(metadata: Metadata) -> StateMapping:
 
 
 def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
-    """Return the content of ``.metadata``, in parts.
-
-    Raises:
-        RefusedError: It holds more than torch's own planners put in it.
-    """
+    """Return the content of ``.metadata``, in parts."""
     if type(metadata) is not Metadata:
         raise RefusedError(
             f"metadata of class {type(metadata).__name__} cannot be written",

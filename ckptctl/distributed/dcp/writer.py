@@ -249,14 +249,7 @@ def _planned(metadata: Metadata) -> Iterator[MetadataIndex]:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The items of a plan with their data.
-
-    Attributes:
-        tensors: Items of tensors, in order.
-        values: Other items likewise.
-        pieces: Memory of each of the former.
-        files: What is written of all of them.
-    """
+    """The items of a plan with their data."""
 
     tensors: Sequence[WriteItem]
     values: Sequence[WriteItem]
@@ -276,12 +269,7 @@ class Resolved:
 
 
 def resolve(plan: SavePlan, planner: SavePlanner, rank: int, files: int) -> Resolved:
-    """Ask *planner* for all that *plan* writes, and lay out the files of *rank*.
-
-    Raises:
-        MappingError: What the planner gives is not what its plan says.
-        RefusedError: It cannot be kept in a checkpoint.
-    """
+    """Ask *planner* for all that *plan* writes, and lay out the files of *rank*."""
     values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
     tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
     described: dict[str, TensorMeta] = {}

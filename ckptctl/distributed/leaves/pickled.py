@@ -22,11 +22,7 @@ _READ_BY_ALL = frozenset({type(None), bool, int, float, str})
 
 
 def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
-    """Return leaves as ``torch.save`` writes them, as DCP keeps them.
-
-    Raises:
-        RefusedError: Some cannot be saved, or not be read again; each is named.
-    """
+    """Return leaves as ``torch.save`` writes them, as DCP keeps them."""
     contents: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     lost = False

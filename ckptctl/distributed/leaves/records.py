@@ -41,11 +41,7 @@ def class_of(record: Inert | Global | str) -> str:
 
 
 def arguments(record: Inert, least: int, most: int | None = None) -> tuple[object, ...]:
-    """Return the arguments of a record that holds nothing else.
-
-    Raises:
-        UnsupportedError: There are fewer or more, or it has a state, elements or items as well.
-    """
+    """Return the arguments of a record that holds nothing else."""
     if record.state is not None or record.appended is not None or record.entries is not None:
         raise wrong(record, "it has a state or elements")
     count = len(record.args)
@@ -55,11 +51,7 @@ def arguments(record: Inert, least: int, most: int | None = None) -> tuple[objec
 
 
 def attributes(record: Inert) -> dict[str, object]:
-    """Return the attributes of a record that was made without arguments.
-
-    Raises:
-        UnsupportedError: There is anything else.
-    """
+    """Return the attributes of a record that was made without arguments."""
     state = {} if record.state is None else record.state
     if record.args or record.appended is not None or record.entries is not None:
         raise wrong(record, "it has arguments or elements")
@@ -69,22 +61,14 @@ def attributes(record: Inert) -> dict[str, object]:
 
 
 def integer(record: Inert | str, value: object, least: int = -MAX_INT, end: int = MAX_INT) -> int:
-    """Return *value* if it is a whole number from *least* on and below *end*.
-
-    Raises:
-        UnsupportedError: It is not.
-    """
+    """Return *value* if it is a whole number from *least* on and below *end*."""
     if type(value) is not int or not least <= value < end:
         raise wrong(record, "a number in it is none, or out of range")
     return value
 
 
 def text(record: Inert, value: object) -> str:
-    """Return *value* if it is a string.
-
-    Raises:
-        UnsupportedError: It is not.
-    """
+    """Return *value* if it is a string."""
     if type(value) is not str:
         raise wrong(record, "an argument is not a string")
     return value
@@ -95,9 +79,6 @@ def require_positions(state: Mapping[object, object]) -> None:
 
     numpy takes any position (``numpy/random/_mt19937.pyx``, ``_philox.pyx``) and draws the next
     number from there, inside of the state or not.
-
-    Raises:
-        UnsupportedError: It does.
     """
     for name, numbers in POSITIONS.items():
         at, found = state.get(name), state.get(numbers)

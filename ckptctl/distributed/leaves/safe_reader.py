@@ -63,12 +63,7 @@ def read_leaf(content: bytes, where: str) -> object:
 
 
 class _Values:
-    """Makes the values of one leaf; what is one object in the pickle becomes one object.
-
-    Args:
-        storages: Of its tensors.
-        allowance: Bytes that its instances may be made of, each counted as often as it is used.
-    """
+    """Makes the values of one leaf; what is one object in the pickle becomes one object."""
 
     def __init__(self, storages: Storages, allowance: int) -> None:
         self._storages = storages
@@ -77,14 +72,7 @@ class _Values:
         self._record_keys = 0
 
     def make(self, record: object) -> Any:
-        """Return the value that a record stands for, and all that is inside.
-
-        Args:
-            record: Of a tree that :func:`ckptctl.storage.pickles.inert.check_tree` passed.
-
-        Raises:
-            UnsupportedError: See :func:`read_leaf`.
-        """
+        """Return the value that a record stands for, and all that is inside."""
         if type(record) in _PLAIN:
             return record
         if id(record) not in self._made:

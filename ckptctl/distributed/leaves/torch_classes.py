@@ -33,13 +33,7 @@ _DEVICE = re.compile(r"[a-z]{2,16}")
 
 
 class Storages:
-    """The tensors of one zip.
-
-    Args:
-        records: Where each storage lies in the zip.
-        read: Returns so many bytes of the zip from an offset on.
-        base: First byte of the zip, as the offsets of tensors count.
-    """
+    """The tensors of one zip."""
 
     def __init__(
         self, records: Mapping[str, ZipRecord], read: Callable[[int, int], bytes], base: int = 0
@@ -50,12 +44,7 @@ class Storages:
         self._made: dict[str, torch.Tensor] = {}
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a tensor over its storage.
-
-        Raises:
-            UnsupportedError: It reaches beyond it, is none that torch can have, or is sparse,
-                quantised or of another kind that is not read.
-        """
+        """Return a tensor over its storage."""
         if stored.unsupported:
             return self._mirrored(stored)
         dtype = getattr(torch, stored.dtype)

@@ -54,10 +54,6 @@ def pays(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
 
     It should where they sit on several machines, or where the storage gives the slowest of them
     less than a gigabyte a second; otherwise the page cache does the same for less.
-
-    Args:
-        hosts: The machine of each rank.
-        speeds: What :func:`speed_of` says on each of them.
     """
     return len(set(hosts)) > 1 or min(speeds) < SLOW
 
@@ -155,9 +151,6 @@ def exchange(places: Sequence[LocalShard], shared: Sequence[SharedRead], ranks: 
     """Send the boxes that this rank read for others, and receive those that others read for it.
 
     Every rank goes through the groups in one order, so that none waits for another in a circle.
-
-    Raises:
-        StorageError: Another rank is gone.
     """
     assert isinstance(ranks, TorchGroup)
     received = 0

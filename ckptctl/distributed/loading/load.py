@@ -42,11 +42,7 @@ class ReadKeywords(TypedDict, total=False):
 
 
 def load_options(**given: Unpack[ReadKeywords]) -> LoadOptions:
-    """Return the options of a load, checked.
-
-    Raises:
-        UsageError: A value makes no sense, or there is no such option.
-    """
+    """Return the options of a load, checked."""
     unknown = given.keys() - ReadKeywords.__annotations__.keys()
     if unknown:
         raise UsageError(f"there is no option {listed(sorted(unknown))}")

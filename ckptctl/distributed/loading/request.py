@@ -25,12 +25,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class WantedLeaves:
-    """The leaves that ranks want of a checkpoint.
-
-    Attributes:
-        tensors: Every tensor that any rank has, by name.
-        values: Path of every other leaf likewise.
-    """
+    """The leaves that ranks want of a checkpoint."""
 
     tensors: Mapping[str, TensorMeta]
     values: Mapping[str, Keys]
@@ -52,11 +47,7 @@ def structure_of(state: State, places: Sequence[LocalShard]) -> bytes:
 
 
 def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
-    """Return the leaves of all ranks, where they do not want the same.
-
-    Raises:
-        MappingError: Two ranks disagree on what a tensor is.
-    """
+    """Return the leaves of all ranks, where they do not want the same."""
     tensors: dict[str, TensorMeta] = {}
     values: dict[str, Keys] = {}
     for rank, one in enumerate(ranks.all_gather(own)):
@@ -75,13 +66,7 @@ def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
 
 @dataclass(frozen=True, slots=True)
 class LoadCall:
-    """The arguments of a load.
-
-    Attributes:
-        options: How the checkpoint is read.
-        broadcast: See :func:`~ckptctl.distributed.loading.load.load`.
-        converter: A file that defines one more family.
-    """
+    """The arguments of a load."""
 
     options: LoadOptions
     broadcast: Broadcast = "auto"
@@ -148,11 +133,7 @@ class RankView(NamedTuple):
 def request(
     state_dict: MutableMapping[str, Any], path: str | Path, how: LoadCall, here: object
 ) -> LoadRequest:
-    """Return the request of this rank.
-
-    Raises:
-        CkptError: A leaf cannot be loaded, or there is no checkpoint.
-    """
+    """Return the request of this rank."""
     plain = plain_of(state_dict)
     state = state_of(plain)
     places = state.shards
@@ -173,11 +154,7 @@ def request(
 def agree(
     ranks: Coordinator, how: LoadCall, own: RankView, error: BaseException | None
 ) -> list[RankView]:
-    """Go on only if all ranks do, and mean the same; *error* is why this one cannot.
-
-    Raises:
-        CkptError: They do not; on every rank.
-    """
+    """Go on only if all ranks do, and mean the same; *error* is why this one cannot."""
     said = ranks.all_gather(own)
     if error is not None:
         raise error

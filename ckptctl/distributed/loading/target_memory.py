@@ -129,11 +129,7 @@ def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def target(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of *tensor* for the executor; the tensor has to outlive it.
-
-    Raises:
-        RefusedError: Several of its elements are one in memory.
-    """
+    """Return the memory of *tensor* for the executor; the tensor has to outlive it."""
     if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise RefusedError(
             "an expanded tensor cannot be filled",
@@ -144,12 +140,7 @@ def target(tensor: torch.Tensor) -> memoryview:
 
 
 class Tied(NamedTuple):
-    """A box whose memory another one fills.
-
-    Attributes:
-        place: The box.
-        filled: Number of the place that fills its memory.
-    """
+    """A box whose memory another one fills."""
 
     place: LocalShard
     filled: int
@@ -169,13 +160,7 @@ def sharing(places: Sequence[LocalShard]) -> list[int]:
 def untied(
     places: Sequence[LocalShard], same: Sequence[int], mapping: StateMapping
 ) -> tuple[list[LocalShard], list[Tied]]:
-    """Return the places to fill, each memory once, and those to compare with it afterwards.
-
-    Args:
-        places: The boxes of a state.
-        same: What :func:`sharing` says of them.
-        mapping: What the checkpoint has of them; the same for several names needs no comparison.
-    """
+    """Return the places to fill, each memory once, and those to compare with it afterwards."""
     if len(set(same)) == len(places):
         return list(places), []
     offered, sources = mapping.offered, _sources(mapping)

@@ -144,10 +144,6 @@ class RankFolder(Folder):
 
     A rank writes its data, then metadata under an unfinished name, and renames that last. Nobody
     knows when all are done: the directory is complete when every rank's metadata has its name.
-
-    Raises:
-        RefusedError: A checkpoint would have to be replaced, it would go to a URL, or there are
-            files beside it.
     """
 
     def __init__(self, path: Path, rank: int, options: SaveOptions) -> None:
@@ -171,12 +167,7 @@ class RankFolder(Folder):
         self._rank = rank
 
     def make_room(self, _: ExitStack) -> None:
-        """Make the directory, and remove files that this rank left there when it was killed.
-
-        Raises:
-            RefusedError: This rank has saved there already, or another checkpoint is there.
-            StorageError: It cannot be made.
-        """
+        """Make the directory, and remove files that this rank left there when it was killed."""
         target, own = self.target, metadata_name(self._rank)
         taken = [name for name in (METADATA, own) if (target / name).exists()]
         if taken or (target.exists() and not target.is_dir()):
@@ -193,11 +184,7 @@ class RankFolder(Folder):
             raise StorageError.from_os_error(error, "make", str(target)) from error
 
     def publish(self, metadata: Sequence[bytes]) -> None:
-        """Give this rank's metadata its name, which makes its files a part of the checkpoint.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Give this rank's metadata its name, which makes its files a part of the checkpoint."""
         final = self.target / metadata_name(self._rank)
         unfinished = final.with_name(f"{final.name}.tmp")
         add_file(unfinished, metadata, sync=self._options.sync)
@@ -266,11 +253,7 @@ class Url:
         return FsspecStore(self._url)
 
     def _require_none(self) -> None:
-        """Refuse a place with a checkpoint.
-
-        Raises:
-            RefusedError: There is one.
-        """
+        """Refuse a place with a checkpoint."""
         if self._store.size(METADATA) >= 0:
             raise RefusedError(
                 "the destination exists",
@@ -293,11 +276,7 @@ class Url:
 
 
 def require_local(path: str | Path) -> None:
-    """Refuse a URL, which would become a directory of that name here.
-
-    Raises:
-        RefusedError: It is one.
-    """
+    """Refuse a URL, which would become a directory of that name here."""
     paths.require_local(
         path,
         "a save without collectives cannot go to a URL",
@@ -309,11 +288,7 @@ def require_local(path: str | Path) -> None:
 def stream(
     plan: Plan, pieces: Sequence[torch.Tensor], store: FsspecStore, *, checksum: bool
 ) -> None:
-    """Write a rank's files into *store*, one after the other.
-
-    Raises:
-        StorageError: A file cannot be written.
-    """
+    """Write a rank's files into *store*, one after the other."""
     sources = {_record(one): written_view(one, pieces) for one in plan.transfers}
     for file in plan.files:
         inside = (n for n, record in enumerate(plan.records) if record.file == file.path)

@@ -29,20 +29,7 @@ def save_converted(
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save *state* as *options* say; all ranks call it, and it returns when it is published.
-
-    Args:
-        state: What is saved; of one with a key ``model`` that alone, where no more is asked for.
-        out: Where it will appear.
-        options: What it is converted to.
-        group: The ranks; None: the default group, or this process alone.
-
-    Returns:
-        The absolute path.
-
-    Raises:
-        CkptError: Nothing was published; on every rank.
-    """
+    """Save *state* as *options* say; all ranks call it, and it returns when it is published."""
     ranks = coordinator(group)
     target = destination(Path(out).expanduser().absolute())
     stage = target.parent / f".{target.name}.ckptctl-final"

@@ -45,11 +45,7 @@ class LocalState:
 
 
 def local_state(state: StateDict | State | LocalState, *, trusted: bool = False) -> LocalState:
-    """Return the state of this rank as it is saved; tensors are not copied.
-
-    Raises:
-        RefusedError: Leaves cannot be saved, or not be loaded again.
-    """
+    """Return the state of this rank as it is saved; tensors are not copied."""
     if isinstance(state, LocalState):
         return state
     if not isinstance(state, State):
@@ -82,9 +78,6 @@ class SmallTensors(Mapping[str, bytes]):
     A generator's state, a data loader's position, the statistics of a layer that ranks do not
     share: nothing but their bytes tells whether ranks agree. So their bytes are compared, as those
     of leaves are that are no tensors, and where they differ each rank's are kept.
-
-    Attributes:
-        digests: Of each of them.
     """
 
     def __init__(self, tensors: Mapping[str, LocalTensor]) -> None:

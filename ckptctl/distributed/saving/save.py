@@ -160,12 +160,7 @@ def write(
 def write_alone(
     state: State | LocalState, path: Path, rank: int, world: int, options: SaveOptions
 ) -> Path:
-    """Write this rank's state, and metadata of it, below *path*.
-
-    Raises:
-        RefusedError: This rank has saved there already.
-        StorageError: A file cannot be written.
-    """
+    """Write this rank's state, and metadata of it, below *path*."""
     place = RankFolder(path, rank, options)
     own = local_state(state, trusted=options.trusted)
     global_plan = own_plan(rank, world, pack(own.shards))
@@ -223,11 +218,7 @@ class CollectiveSave:
             return RankStatement(str(self._target), problem=sendable(error))
 
     def agree(self, said: Sequence[RankStatement]) -> None:
-        """Go on only if all ranks do, and mean the same.
-
-        Raises:
-            CkptError: They do not; on every rank.
-        """
+        """Go on only if all ranks do, and mean the same."""
         if self._error is not None:
             raise self._error
         require_agreement(said, self._ranks.rank)
@@ -241,11 +232,7 @@ class CollectiveSave:
         return partial(self._anew, share, generation(said))
 
     def carry_out(self, lay_out: LayOut) -> Path:
-        """Write this rank's files; rank 0 adds the metadata and publishes when all are done.
-
-        Raises:
-            CkptError: Nothing was published; on every rank.
-        """
+        """Write this rank's files; rank 0 adds the metadata and publishes when all are done."""
         through_first(self._ranks, lambda: self._write(lay_out()), self._publish)
         assert self._plan
         self._plans.put(self._key, self._plan)
@@ -337,13 +324,7 @@ def plan_key(own: LocalState, packed: Packed, ranks: Coordinator, options: SaveO
 
 
 class WriteReport(NamedTuple):
-    """The report of a rank that has written its files.
-
-    Attributes:
-        sizes: Of its files.
-        values: Its leaves that are no tensors, and tensors that it keeps apart; where they lie.
-        items: Where its tensors lie; None: where they did the last time.
-    """
+    """The report of a rank that has written its files."""
 
     sizes: dict[str, int]
     values: list[tuple[OutputTensor | Blob, Item]]

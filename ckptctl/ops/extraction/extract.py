@@ -38,19 +38,7 @@ FEW = 8
 
 
 def extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extraction:
-    """Take tensors out of a checkpoint.
-
-    Args:
-        path: The checkpoint.
-        tensor: A name or a glob, and perhaps a slice.
-        options: How, and where to; without a file, values are shown.
-
-    Raises:
-        UsageError: The slice or the output makes no sense.
-        MappingError: There is no such tensor, or no such layout.
-        RefusedError: The output exists, or cannot hold the dtype.
-        CkptError: The checkpoint is missing, not recognised or damaged.
-    """
+    """Take tensors out of a checkpoint."""
     with families.using(options.converter):
         return _extract(path, tensor, options)
 
@@ -205,14 +193,7 @@ def _extracted(reading: Reading, one: Taken) -> Extracted:
 def no_tensor(
     catalog: Catalog, names: Collection[str], asked: str, options: ExtractOptions
 ) -> MappingError:
-    """Return the error for a name, or glob, that matches none.
-
-    Args:
-        catalog: The checkpoint.
-        names: Its tensors, in the layout that was asked for.
-        asked: The name or glob.
-        options: How it was asked for.
-    """
+    """Return the error for a name, or glob, that matches none."""
     leaf = next((r + asked for r in ("", *roots(catalog)) if r + asked in catalog.blobs), None)
     if leaf is not None:
         value = leaf_values(catalog, [leaf]).get(leaf)

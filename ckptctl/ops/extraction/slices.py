@@ -47,16 +47,7 @@ def split_name(text: str) -> tuple[str, str | None]:
 
 
 def take(text: str | None, shape: tuple[int, ...], name: str) -> Slice:
-    """Return what a slice is of a tensor.
-
-    Args:
-        text: The slice; None: all of it.
-        shape: The tensor's.
-        name: The tensor, for errors.
-
-    Raises:
-        UsageError: It is no slice, lies outside the tensor.
-    """
+    """Return what a slice is of a tensor."""
     parts = _parts(text, len(shape), name)
     spans = [_span(part, shape[dim], dim, name) for dim, part in enumerate(parts)]
     return Slice(
@@ -125,15 +116,7 @@ GAP = -1
 def preview(
     reading: Reading, name: str, taken: Slice, whole: tuple[int, ...], dtype: str
 ) -> tuple[str, int]:
-    """Return the corners of a slice as text, and how many bytes were read.
-
-    Args:
-        reading: What can be read.
-        name: The tensor.
-        taken: The slice of it.
-        whole: The tensor's shape.
-        dtype: torch's name of the dtype to show.
-    """
+    """Return the corners of a slice as text, and how many bytes were read."""
     sizes = taken.box.sizes
     chosen = [_edges(size, EDGE if dim >= len(sizes) - 2 else 1) for dim, size in enumerate(sizes)]
     boxes = [Box(*zip(*spans, strict=True)) if spans else Box((), ()) for spans in product(*chosen)]

@@ -45,16 +45,7 @@ DESCRIPTIONS = {
 
 
 def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
-    """Return what stands before the elements, which follow in row-major order.
-
-    Args:
-        dtype: torch's name.
-        shape: The array's.
-        name: The tensor, for errors.
-
-    Raises:
-        RefusedError: NumPy has no such dtype.
-    """
+    """Return what stands before the elements, which follow in row-major order."""
     described = DESCRIPTIONS.get(dtype)
     if described is None:
         raise RefusedError(
@@ -72,17 +63,7 @@ LayOut = Callable[[str, list[OutputTensor], Mapping[str, str]], Output]
 
 
 def lay_out(target: Path, tensors: list[OutputTensor], metadata: Mapping[str, str]) -> Output:
-    """Return where *tensors* go in the file *target*.
-
-    Args:
-        target: The file.
-        tensors: What goes into it.
-        metadata: Free-form strings, for files that have a place for them.
-
-    Raises:
-        UsageError: Its name ends in something else, or several tensors are to go into one array.
-        RefusedError: The file cannot hold one of the dtypes.
-    """
+    """Return where *tensors* go in the file *target*."""
     kind = KINDS.get(target.suffix)
     if kind is None:
         raise UsageError(
@@ -132,14 +113,7 @@ KINDS: dict[str, LayOut] = {".safetensors": _safetensors, ".pt": _torch, ".npy":
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One tensor that is wanted.
-
-    Attributes:
-        name: Its name.
-        dtype: What it becomes.
-        whole: Its shape.
-        part: What of it.
-    """
+    """One tensor that is wanted."""
 
     name: str
     dtype: str
@@ -155,18 +129,7 @@ class Taken:
 def plan_file(
     reading: Reading, taken: Sequence[Taken], target: Path, metadata: Mapping[str, str]
 ) -> Plan:
-    """Plan the one file that tensors go into.
-
-    Args:
-        reading: What can be read.
-        taken: What of it is wanted.
-        target: The file.
-        metadata: Free-form strings, for files that have a place for them.
-
-    Raises:
-        UsageError: Its name says no format.
-        RefusedError: It cannot hold one of the dtypes.
-    """
+    """Plan the one file that tensors go into."""
     output = lay_out(target, [one.output for one in taken], metadata)
     catalog = reading.mapping.catalog
     parts = {one.name: one.part.box for one in taken}
@@ -194,15 +157,7 @@ def plan_file(
 
 
 def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
-    """Write and publish the file, whole or not at all.
-
-    Raises:
-        RefusedError: It exists, or does not fit on the disk; or elements do not fit into their
-            dtype.
-        DamagedError: The checkpoint contradicts its checksums.
-        ChangedError: The checkpoint was written to meanwhile.
-        StorageError: A read or a write failed.
-    """
+    """Write and publish the file, whole or not at all."""
     how = ExecutionOptions(jobs=options.jobs or 0)
     with staging(
         target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE

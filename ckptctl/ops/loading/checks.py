@@ -20,11 +20,7 @@ from ckptctl.storage.computed import open_reader
 
 
 def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
-    """Prove that the mapped tensors of the checkpoint fill those that are wanted.
-
-    Raises:
-        MappingError: A part of a tensor comes from nowhere.
-    """
+    """Prove that the mapped tensors of the checkpoint fill those that are wanted."""
     held = dict.fromkeys(wanted, 0)
     for one in mapped:
         for view in one.targets:
@@ -41,11 +37,7 @@ def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted])
 
 
 def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
-    """Prove that the extents of *entry* tile each of the boxes.
-
-    Raises:
-        CoverageError: They do not.
-    """
+    """Prove that the extents of *entry* tile each of the boxes."""
     for target in targets:
         inside: list[Extent] = []
         for extent in entry.extents:
@@ -58,11 +50,7 @@ def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
 
 
 def require_shapes(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
-    """Prove that the wanted tensors have the shapes that the checkpoint's get.
-
-    Raises:
-        MappingError: One has another.
-    """
+    """Prove that the wanted tensors have the shapes that the checkpoint's get."""
     shapes = stored_shapes(mapped)
     wrong = [n for n, one in wanted.items() if n in shapes and shapes[n] != one.shape]
     if wrong:
@@ -82,17 +70,7 @@ def casts(
     wanted: Mapping[str, Wanted],
     allowed: bool,
 ) -> dict[str, tuple[str, str]]:
-    """Return the dtypes that change, old and new; refuse to change any that must not.
-
-    Args:
-        mapping: What becomes what.
-        mapped: Those of it that are wanted.
-        wanted: What this process wants.
-        allowed: Whether floating elements may change their dtype.
-
-    Raises:
-        MappingError: A dtype is another one and must not be.
-    """
+    """Return the dtypes that change, old and new; refuse to change any that must not."""
     entries = mapping.catalog.tensors
     found: dict[str, tuple[str, str]] = {}
     read: dict[str, str] = {}
@@ -152,12 +130,7 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
 
 
 def require_nothing_lost(mapping: StateMapping) -> None:
-    """Read tensors that the mapping drops as duplicates or zeros, and prove that they are.
-
-    Raises:
-        MappingError: It is not.
-        CoverageError: A tensor is not whole.
-    """
+    """Read tensors that the mapping drops as duplicates or zeros, and prove that they are."""
     catalog, root = mapping.catalog, mapping.root
     names = {*mapping.must_be_zero, *(name for pair in mapping.must_equal for name in pair)}
     for tiling in mapping.tilings:

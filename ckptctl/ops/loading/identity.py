@@ -104,10 +104,6 @@ class Fingerprint(NamedTuple):
     path. Two copies of one checkpoint are the same, whatever their times and inodes: saves are told
     apart by their ids, with the names and sizes of the files. Where there is none (safetensors,
     files of ``torch.save``), the index, the manifest and some of the bytes stand for it.
-
-    Attributes:
-        digest: Equal where two ranks see the same.
-        words: The same for people.
     """
 
     digest: bytes
@@ -115,11 +111,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint_of(catalog: Catalog) -> Fingerprint:
-    """Return the fingerprint of a checkpoint.
-
-    Raises:
-        CkptError: A file cannot be read.
-    """
+    """Return the fingerprint of a checkpoint."""
     files = sorted(catalog.files.items())
     found = digest((catalog.format, files, catalog.save_id or _content(catalog)))
     name = (
@@ -131,11 +123,7 @@ def fingerprint_of(catalog: Catalog) -> Fingerprint:
 
 
 def require_same_checkpoint(seen: Sequence[Fingerprint], path: str) -> None:
-    """Make sure that all ranks see the same.
-
-    Raises:
-        RefusedError: They do not.
-    """
+    """Make sure that all ranks see the same."""
     ranks: dict[Fingerprint, list[int]] = {}
     for rank, one in enumerate(seen):
         ranks.setdefault(one, []).append(rank)

@@ -59,11 +59,7 @@ class Comparison:
         )
 
     def require_equal(self, mapping: StateMapping) -> None:
-        """Refuse a state that does not have the names of the checkpoint.
-
-        Raises:
-            MappingError: Naming what is missing and what is left over, and what is near.
-        """
+        """Refuse a state that does not have the names of the checkpoint."""
         if not self.missing and not self.unexpected:
             return
         sides = ((self.missing, "the checkpoint does not have"), (self.unexpected, "only it has"))
@@ -94,11 +90,6 @@ def compare(
 
     Only what lies beside something that the state has can be unexpected: a state with a model
     alone says nothing of the optimizer.
-
-    Args:
-        mapping: How the one becomes the other.
-        tensors: Path of each tensor of the state, of any rank.
-        values: Path of each other leaf likewise.
     """
     catalog, offered = mapping.catalog, mapping.offered
     missing = [name for name in tensors if name not in offered]
@@ -222,11 +213,6 @@ def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple
 
     Of a checkpoint that does not say how many ranks saved it, the highest with a value of its own
     tells.
-
-    Args:
-        mapping: How the checkpoint becomes the state.
-        state: Names of the leaves of the state that are no parts of what ranks have together.
-        rank: The rank.
     """
     matched = [found for n in kept_apart(mapping.catalog) if (found := APART.fullmatch(n))]
     world = mapping.catalog.world or 1 + max((int(one["rank"]) for one in matched), default=0)

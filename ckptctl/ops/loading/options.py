@@ -63,20 +63,12 @@ class LoadOptions(Options):
     partial: bool = False
 
     def open(self, path: str | Path) -> Catalog:
-        """Return the index of the checkpoint at *path*, quantised tensors as they are wanted.
-
-        Raises:
-            CkptError: It is missing, not recognised, damaged or hostile.
-        """
+        """Return the index of the checkpoint at *path*, quantised tensors as they are wanted."""
         catalog = open_source(path, self)
         return dequantised(catalog, self.dequantize) if self.dequantize else catalog
 
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
-        """Refuse elements that became infinite, NaN or saturated, unless they are allowed.
-
-        Raises:
-            RefusedError: There are any; the tensors of the state hold them.
-        """
+        """Refuse elements that became infinite, NaN or saturated, unless they are allowed."""
         if not self.allow_overflow:
             require_in_range(found, "`allow_overflow=True` takes them as they are")
 

@@ -25,35 +25,18 @@ from ckptctl.planner.plan import Plan, Record, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Tensors that can be read: shapes, dtypes and coverage are proven, nothing is located yet.
-
-    Attributes:
-        mapping: What becomes what.
-        tensors: Those of it that are wanted.
-        cast: Names of wanted tensors whose dtype changes, and from what to what.
-    """
+    """Tensors that can be read: shapes, dtypes and coverage are proven, nothing is located yet."""
 
     mapping: StateMapping
     tensors: tuple[MappedTensor, ...]
     cast: Mapping[str, tuple[str, str]]
 
     def plan(self, wanted: Mapping[str, Wanted]) -> Plan:
-        """Plan the reading of *wanted*, in the order in which it lies in the files.
-
-        Args:
-            wanted: Boxes of the tensors that this reading is about; not all of them need be there.
-
-        Raises:
-            DamagedError: What lies in a file is not what the index says.
-        """
+        """Plan the reading of *wanted*, in the order in which it lies in the files."""
         return self.plan_of(wanted, self.locate(wanted))
 
     def locate(self, wanted: Mapping[str, Wanted]) -> Mapping[str, TensorEntry]:
-        """Return the checkpoint's tensors that are read, with the needed extents located.
-
-        Raises:
-            DamagedError: What lies in a file is not what the index says.
-        """
+        """Return the checkpoint's tensors that are read, with the needed extents located."""
         return _located(self.mapping, *self._chosen(wanted))
 
     def plan_of(self, wanted: Mapping[str, Wanted], entries: Mapping[str, TensorEntry]) -> Plan:
@@ -85,11 +68,7 @@ class Reading:
         return [one for one in self.tensors if any(view.key in held for view in one.targets)], held
 
     def elsewhere(self, catalog: Catalog) -> Reading:
-        """Return the same reading of a checkpoint with the same index in another place.
-
-        Args:
-            catalog: What :func:`same_index` finds to be the same.
-        """
+        """Return the same reading of a checkpoint with the same index in another place."""
         own = self.mapping.catalog
         moved = replace(
             own,
@@ -149,18 +128,7 @@ def plan_elsewhere(plan: Plan, catalog: Catalog) -> Plan:
 def prepare(
     mapping: StateMapping, wanted: Mapping[str, Wanted], *, cast: bool, whole: bool = True
 ) -> Reading:
-    """Prove that the tensors of *mapping* that are wanted can be read as they are wanted.
-
-    Args:
-        mapping: What becomes what.
-        wanted: What this process wants; names that the mapping does not have are left alone.
-        cast: Whether floating elements may change their dtype.
-        whole: Whether the checkpoint has to be whole; else the boxes that are wanted have to be.
-
-    Raises:
-        MappingError: A shape or a dtype is another one.
-        CoverageError: A tensor of the checkpoint is not whole.
-    """
+    """Prove that the tensors of *mapping* that are wanted can be read as they are wanted."""
     chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
     require_shapes(chosen, wanted)
     require_filled(mapping.tensors, wanted)

@@ -50,13 +50,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor that is to be filled.
-
-    Attributes:
-        dtype: torch's name.
-        shape: Global shape.
-        targets: The boxes that this process holds.
-    """
+    """A tensor that is to be filled."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -106,18 +100,7 @@ class StateMapping:
 def map_state(
     catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
 ) -> StateMapping:
-    """Find out how the tensors of *catalog* become those of *state*.
-
-    Args:
-        catalog: The checkpoint.
-        state: All tensors that any rank has, by name.
-        options: What the user knows of the two.
-
-    Raises:
-        UsageError: The user named something that does not exist.
-        MappingError: Family or layout are not known without doubt, or do not fit.
-        RefusedError: The model lacks tensors.
-    """
+    """Find out how the tensors of *catalog* become those of *state*."""
     named = options.layout or options.from_layout
     same = _renamed(catalog, state, options)
     if not named and state.keys() <= same.offered:

@@ -46,12 +46,7 @@ class RankItems:
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
-    """The tensors of one rank in its files.
-
-    Attributes:
-        plan: For the executor; its memory is called after the index of each chunk.
-        items: Where each box lies.
-    """
+    """The tensors of one rank in its files."""
 
     plan: Plan
     items: RankItems
@@ -59,14 +54,7 @@ class TensorFiles:
 
 @dataclass(frozen=True, slots=True)
 class RankOutput:
-    """The files of one rank.
-
-    Attributes:
-        plan: For the executor.
-        tensors: Its part without other leaves.
-        values: The leaves that are no tensors, with the names under which they are written.
-        items: Where these lie, by the latter.
-    """
+    """The files of one rank."""
 
     plan: Plan
     tensors: TensorFiles
@@ -90,15 +78,7 @@ def tensor_files(
     steps: Sequence[tuple[int, ...]],
     files: int = 1,
 ) -> TensorFiles:
-    """Lay out the tensors in the files of *rank*.
-
-    Args:
-        rank: The rank.
-        shards: What it holds.
-        share: What it writes of that.
-        steps: Elements between neighbours in memory along each dimension, for each chunk.
-        files: Among how many files they are spread.
-    """
+    """Lay out the tensors in the files of *rank*."""
     pieces = list(_pieces(shards, share))
     homes = assign([(piece.nbytes, range(files)) for piece in pieces], files, small=0)
     writer = DataFiles()
@@ -182,14 +162,7 @@ def _transfer(
 def with_values(
     rank: int, files: TensorFiles, written: Mapping[str, str], values: Mapping[str, bytes]
 ) -> RankOutput:
-    """Add the leaves that are no tensors at the end of the rank's first file.
-
-    Args:
-        rank: The rank.
-        files: Its tensors; they lie where they do whatever the values are.
-        written: The leaves that it writes, with the names under which it does.
-        values: Their content, as ``torch.save`` writes it.
-    """
+    """Add the leaves that are no tensors at the end of the rank's first file."""
     if not written:
         return RankOutput(files.plan, files, {}, {})
     known = files.plan.files[0] if files.plan.files else None
@@ -224,12 +197,7 @@ def rank_files(
 
 
 def metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
-    """Return the global ``.metadata``, to which the leaves that are no tensors are added.
-
-    Args:
-        global_plan: Who wrote what.
-        items: Where each rank did.
-    """
+    """Return the global ``.metadata``, to which the leaves that are no tensors are added."""
     with no_collection():
         return encode_tensors(global_plan.tensors, global_plan.boxes, _located(global_plan, items))
 

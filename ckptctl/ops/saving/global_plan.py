@@ -66,15 +66,7 @@ class GlobalPlan:
 
 
 def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
-    """Say which rank writes which of the chunks that several of them hold.
-
-    Args:
-        held: By all ranks, in order.
-
-    Raises:
-        MappingError: Two ranks disagree on what a tensor is.
-        CoverageError: The chunks do not tile a tensor.
-    """
+    """Say which rank writes which of the chunks that several of them hold."""
     with no_collection():
         structures = {one.identity: one.structure for one in reversed(held) if one.structure}
         known = _described(held, structures)
@@ -187,11 +179,7 @@ def tables(
 def patterns_of(
     known: Mapping[str, TensorMeta], rows: Sequence[Sequence[int]], held: Sequence[Packed]
 ) -> list[ShardPattern]:
-    """Return the pattern of each tensor, one for all that are sharded alike.
-
-    Raises:
-        CoverageError: The chunks do not tile a tensor.
-    """
+    """Return the pattern of each tensor, one for all that are sharded alike."""
     found: dict[tuple[object, ...], ShardPattern] = {}
     patterns: list[ShardPattern] = []
     for (name, one), column in zip(known.items(), zip(*rows, strict=True), strict=True):

@@ -24,14 +24,7 @@ Boxes = tuple[Box, ...]
 
 
 class TensorMeta(NamedTuple):
-    """The metadata of a tensor, the same on every rank.
-
-    Attributes:
-        dtype: torch's name.
-        shape: Global shape.
-        path: Keys from the root of the state dict down to it.
-        requires_grad: Whether it is a parameter that is trained.
-    """
+    """The metadata of a tensor, the same on every rank."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,13 +33,7 @@ class TensorMeta(NamedTuple):
 
 
 class HeldChunk(NamedTuple):
-    """A box of a tensor that a rank holds in memory.
-
-    Attributes:
-        name: The tensor.
-        offsets: Where the box begins in it.
-        sizes: Its extent.
-    """
+    """A box of a tensor that a rank holds in memory."""
 
     name: str
     offsets: tuple[int, ...]
@@ -73,12 +60,7 @@ class LocalShards:
 
 @dataclass(frozen=True)
 class Structure:
-    """The part that ranks with the same model, sharded in the same way, have in common.
-
-    Attributes:
-        tensors: See :class:`LocalShards`.
-        paths: See :class:`LocalShards`.
-    """
+    """The part that ranks with the same model, sharded in the same way, have in common."""
 
     tensors: Mapping[str, TensorMeta]
     paths: Mapping[str, Path]
@@ -133,11 +115,7 @@ def digest(what: object) -> bytes:
 
 
 def pack(shards: LocalShards) -> Packed:
-    """Return *shards* as it is sent.
-
-    Raises:
-        CkptError: Its chunks are not in the order of its tensors: a bug.
-    """
+    """Return *shards* as it is sent."""
     found: dict[str, list[Box]] = {name: [] for name in shards.tensors}
     for chunk in shards.chunks:
         found[chunk.name].append(Box(chunk.offsets, chunk.sizes))

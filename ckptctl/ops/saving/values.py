@@ -44,11 +44,7 @@ class DividedValues:
 
 
 def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> DividedValues:
-    """Say who writes which value.
-
-    Raises:
-        MappingError: A value has the name under which another rank's is kept.
-    """
+    """Say who writes which value."""
     first: dict[str, bytes] = {}
     written: list[dict[str, str]] = []
     paths: dict[str, Path] = {}
@@ -165,14 +161,7 @@ def still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
 def written_now(
     rank: int, groups: Groups, shards: LocalShards, said: Sequence[Mapping[int, bytes]]
 ) -> dict[str, str]:
-    """Return the values that *rank* writes, with the names under which it does.
-
-    Args:
-        rank: The rank.
-        groups: Its groups.
-        shards: What it holds.
-        said: See :func:`still_equal`, which has to hold.
-    """
+    """Return the values that *rank* writes, with the names under which it does."""
     written: dict[str, str] = {}
     for number, names in groups.items():
         lowest = next(index for index, digests in enumerate(said) if number in digests)
