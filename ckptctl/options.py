@@ -143,7 +143,8 @@ class Declared:
     @property
     def words(self) -> tuple[str, ...]:
         """Return all that may be given; empty: that is not a list."""
-        return tuple(w for one in self.kinds if get_origin(one) is Literal for w in get_args(one))
+        literal = all(get_origin(one) is Literal for one in self.kinds)
+        return tuple(word for one in self.kinds for word in get_args(one)) if literal else ()
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -371,8 +372,12 @@ def keywords(options: Callable[P, O_co]) -> _Keywords[P, O_co]:
 
 def _documented(text: str, fields: Sequence[Declared]) -> str:
     """Return a docstring with *fields* where it has its last parameter."""
-    lines = "".join(f"        {one.name}: {python(one)}\n" for one in fields)
-    return re.sub(r" {8}options: .*\n", lambda _: lines, text)
+    return re.sub(
+        r"^( *)options: .*\n",
+        lambda found: "".join(f"{found[1]}{one.name}: {python(one)}\n" for one in fields),
+        text,
+        flags=re.MULTILINE,
+    )
 
 
 def python(one: Declared) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import ckptctl
-from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.options import declared, python
 
@@ -47,6 +46,8 @@ def _described(name: str) -> str:
         return _options()
     found: Callable[..., Any] = getattr(ckptctl, name)
     text, *sections = SECTION.split(inspect.getdoc(found) or "")
+    if inspect.isclass(found):
+        sections += SECTION.split(inspect.cleandoc(found.__init__.__doc__ or ""))[1:]
     of = {part.partition(":\n")[0]: part.partition(":\n")[2] for part in sections}
     parts = [_call(f"ckptctl.{name}", found), _prose(text).strip()]
     if "Args" in of:
@@ -95,9 +96,6 @@ def _arguments(found: Callable[..., Any], text: str) -> Iterator[str]:
     if SHARED.keys() <= meanings.keys():
         meanings = {name: text for name, text in meanings.items() if name not in SHARED}
         meanings["**options"] = "See :class:`Options`."
-    if ":class:`SaveOptions`" in text:
-        shared = ENTRY.findall(inspect.getdoc(SaveOptions) or "")
-        meanings |= {name: meaning for name, meaning in shared if name in known}
     yield "| argument | default | meaning |\n| --- | --- | --- |\n"
     for name, meaning in meanings.items():
         one = known[name.lstrip("*")]

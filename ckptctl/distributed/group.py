@@ -110,7 +110,7 @@ def reaching() -> Iterator[None]:
         ) from error
 
 
-def threads(jobs: int) -> int:
+def threads(jobs: int | None) -> int:
     """Return how many threads each rank of a host takes: *jobs*, or its part of the cores."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return jobs or default_threads(ranks)

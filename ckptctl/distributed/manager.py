@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any
 
 import torch.distributed as dist
 
@@ -15,7 +15,6 @@ from ckptctl.distributed.background.async_save import (
     AsyncSaver,
     Closing,
     Mode,
-    SaveKeywords,
     WhenBusy,
 )
 from ckptctl.distributed.background.save_thread import SaveFuture
@@ -27,10 +26,12 @@ from ckptctl.distributed.saving.final import save_converted
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
-from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops import options as opt
+from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.runs.refusals import parse_best
+from ckptctl.options import Option, declared, keywords
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.remote.urls import local_path
@@ -57,6 +58,68 @@ class Resumed:
     doubts: tuple[str, ...] = ()
 
 
+def _at_least(least: int, value: int) -> int:
+    if type(value) is not int or value < least:
+        raise UsageError(f"{value!r} is not a number from {least} on")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOptions(SaveOptions):
+    """How a run is saved, and what is kept of it."""
+
+    keep_last: Annotated[
+        int | None,
+        Option(
+            "Keep the newest so many; 0: none of them once :meth:`save_final` has published, and "
+            "all until then. None, where no other rule is given: keep all.",
+            check=partial(_at_least, 0),
+        ),
+    ] = None
+    keep_every: Annotated[
+        int | None, Option("Keep those whose step is a multiple.", check=partial(_at_least, 1))
+    ] = None
+    keep_best: Annotated[
+        str | Sequence[str],
+        Option('Keep the best by this metric: ``"eval_loss"``, ``"reward:max"``; or several.'),
+    ] = ()
+    save_every: Annotated[
+        int | None, Option("When :meth:`should_save` says so.", check=partial(_at_least, 1))
+    ] = None
+    final_format: Annotated[str | None, Option("Format of :meth:`save_final`; None: ``hf``.")] = (
+        None
+    )
+    model_type: Annotated[
+        str | None, Option("Model family, for :meth:`save_final`; None: detect it.")
+    ] = None
+    async_: Annotated[
+        bool,
+        Option(
+            "Whether :meth:`save` returns when the state is copied, and writes in the background."
+        ),
+    ] = True
+    mode: Annotated[Mode, Option("See :class:`AsyncSaver`.")] = "thread"
+    when_busy: Annotated[WhenBusy, Option("Likewise.")] = "wait"
+    process_group: Annotated[
+        dist.ProcessGroup | None,
+        Option("The ranks; None: the default group, or this process alone."),
+    ] = None
+    on_published: Annotated[
+        Hook | Sequence[Hook],
+        Option(
+            "Called on rank 0 with the path of every checkpoint when it has its name: uploads, "
+            "logs. A checkpoint is not removed while they run for it; what one raises is logged."
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalOptions(WriteOptions):
+    """How the trained model is saved."""
+
+    to: Annotated[str | None, opt.target_format("Format to write; None: the manager's.")] = None
+
+
 class CheckpointManager(Closing):
     """Saves, loads and clears away the checkpoints of one run.
 
@@ -66,70 +129,37 @@ class CheckpointManager(Closing):
     checkpoints do not count, the newest complete one always stays, and nothing is removed that
     does not have such a name.
 
-    Args:
-        root: The folder of the run; made with the first save.
-        keep_last: Keep the newest so many; 0: none of them once :meth:`save_final` has published,
-            and all until then. None, where no other rule is given: keep all.
-        keep_every: Keep those whose step is a multiple.
-        keep_best: Keep the best by this metric: ``"eval_loss"``, ``"reward:max"``; or several.
-        save_every: When :meth:`should_save` says so.
-        final_format: Format of :meth:`save_final`; None: ``hf``.
-        model_type: Model family, for :meth:`save_final`; None: detect it.
-        async_: Whether :meth:`save` returns when the state is copied, and writes in the background.
-        mode: See :class:`AsyncSaver`.
-        when_busy: Likewise.
-        process_group: The ranks; None: the default group, or this process alone.
-        on_published: Called on rank 0 with the path of every checkpoint when it has its name:
-            uploads, logs. A checkpoint is not removed while they run for it; what one raises is
-            logged.
-        **options: ``overwrite``, ``files``, ``jobs``, ``memory``, ``sync``, ``checksum``,
-            ``trusted`` of :func:`ckptctl.save`.
-
-    Raises:
-        UsageError: A rule makes no sense.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: str | Sequence[str] = (),
-        save_every: int | None = None,
-        final_format: str | None = None,
-        model_type: str | None = None,
-        async_: bool = True,
-        mode: Mode = "thread",
-        when_busy: WhenBusy = "wait",
-        process_group: dist.ProcessGroup | None = None,
-        on_published: Hook | Sequence[Hook] = (),
-        **options: Unpack[SaveKeywords],
-    ) -> None:
-        for name, value, least in (
-            ("keep_last", keep_last, 0),
-            ("keep_every", keep_every, 1),
-            ("save_every", save_every, 1),
-        ):
-            if value is not None and (type(value) is not int or value < least):
-                raise UsageError(f"{value!r} is not a number from {least} on", where=name)
-        rated = (keep_best,) if isinstance(keep_best, str) else tuple(keep_best)
-        policy = Policy(keep_last, keep_every, best=tuple(map(parse_best, rated)))
-        hooks = (on_published,) if callable(on_published) else tuple(on_published)
+    @keywords(ManagerOptions)
+    def __init__(self, root: str | Path, options: ManagerOptions) -> None:
+        """Open a run.
+
+        Args:
+            root: The folder of the run; made with the first save.
+            options: All others.
+
+        Raises:
+            UsageError: A rule makes no sense.
+        """
+        rated, hooks = options.keep_best, options.on_published
+        best = tuple(map(parse_best, (rated,) if isinstance(rated, str) else rated))
+        policy = Policy(options.keep_last, options.keep_every, best=best)
         require_path(root)
         self.root = Path(local_path(root)).expanduser().absolute()
-        self._group = process_group
-        self._save_every = save_every
-        self._final = (final_format or "hf", model_type)
+        self._group = options.process_group
         self._options = options
-        self.keeper = Keeper(self.root, policy, hooks, sync=options.get("sync", True))
-        how = AsyncSaver(process_group, mode=mode, when_busy=when_busy)
-        self._saver = how if async_ else None
+        self._saving = {one.name: getattr(options, one.name) for one in declared(SaveOptions)}
+        told = (hooks,) if callable(hooks) else tuple(hooks)
+        self.keeper = Keeper(self.root, policy, told, sync=options.sync)
+        saver = AsyncSaver(self._group, mode=options.mode, when_busy=options.when_busy)
+        self._saver = saver if options.async_ else None
         self._closed = False
 
     def should_save(self, step: int) -> bool:
         """Return whether *step* is one of those that ``save_every`` names."""
-        return self._save_every is not None and step > 0 and step % self._save_every == 0
+        every = self._options.save_every
+        return every is not None and step > 0 and step % every == 0
 
     def save(
         self, step: int, state: StateDict, metrics: Mapping[str, float] | None = None
@@ -156,10 +186,9 @@ class CheckpointManager(Closing):
         told = self.keeper.published if ranks.rank == 0 else None
         beside = partial(self.keeper.beside, rated)
         if self._saver is not None:
-            saver, options = self._saver, self._options
-            return saver.save(state, path, on_published=told, beside=beside, **options)
+            return self._saver.save(state, path, on_published=told, beside=beside, **self._saving)
         future = SaveFuture(path)
-        write(state, path, ranks, SaveOptions(**self._options, beside=beside))
+        write(state, path, ranks, SaveOptions(**self._saving, beside=beside))
         future.staged.set()
         if told:
             told(path)
@@ -253,22 +282,8 @@ class CheckpointManager(Closing):
         on_first(ranks, lambda: self._leave(step, discard=discard_newer))
         return resumed
 
-    def save_final(
-        self,
-        state: StateDict,
-        out: str | Path,
-        *,
-        to: str | None = None,
-        model_type: str | None = None,
-        only: Literal["model", "all"] = "model",
-        dtype: str | None = None,
-        allow_overflow: bool = False,
-        max_shard_size: int | str = "5GB",
-        mp: int = 1,
-        assets: str | Path | None = None,
-        overwrite: bool = False,
-        verify: bool = False,
-    ) -> Path:
+    @keywords(FinalOptions)
+    def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
         """Save the trained model in the format that others use; returns when it is published.
 
         All ranks write it beside *out*, rank 0 converts it, and it appears once, whole. With
@@ -277,16 +292,7 @@ class CheckpointManager(Closing):
         Args:
             state: What is saved; of one with a key ``model`` that alone, if *only* says so.
             out: Where it will appear.
-            to: Format: ``hf``, ``meta``, ``dcp``, ``torch``, ...; None: the manager's.
-            model_type: Model family; None: the manager's.
-            only: ``model``, or ``all``, as for all that follow: see :func:`ckptctl.convert`.
-            dtype: Cast floating tensors; None: keep theirs.
-            allow_overflow: Publish elements that became infinite, NaN or saturated.
-            max_shard_size: Bytes of tensors per file: a number, or text such as ``5GB``.
-            mp: Number of model-parallel files.
-            assets: Directory with configuration and tokenizer.
-            overwrite: Replace a checkpoint.
-            verify: Read the result again and compare its checksums.
+            options: Those of :func:`ckptctl.convert`; without *to* and *model_type* the manager's.
 
         Returns:
             The absolute path.
@@ -296,17 +302,9 @@ class CheckpointManager(Closing):
         """
         self._require_open()
         self.wait()
-        chosen = ConversionOptions(
-            to=to or self._final[0],
-            model_type=model_type or self._final[1],
-            only=only,
-            dtype=dtype,
-            allow_overflow=allow_overflow,
-            max_shard_size=max_shard_size,
-            mp=mp,
-            assets=assets,
-            overwrite=overwrite,
-            verify=verify,
+        chosen = options.to_format(
+            options.to or self._options.final_format or "hf",
+            model_type=options.model_type or self._options.model_type,
         )
         target = save_converted(state, out, chosen, self._group)
         on_first(coordinator(self._group), lambda: self._finished(target))

@@ -226,7 +226,7 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     def fails(said: str, **changed: Any) -> None:
         with pytest.raises(CkptError, match=said):
             told: dict[str, Any] = {"path": old, "overwrite": True} | changed
-            save(told.pop("state", state), **told)
+            save(told.pop("state", state), told.pop("path"), **told)
         TorchGroup().all_gather(0)  # rank 0 has removed what was staged
         assert sorted((p.name, p.stat().st_mtime_ns) for p in old.iterdir()) == before
         assert {path.name for path in root.iterdir()} == {"old"}, said

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ckptctl.distributed.background.async_save import AsyncSaver, async_save
-from ckptctl.distributed.background.host_pool import PATIENCE
+from ckptctl.distributed.background.staging import PATIENCE
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import staging_directory
@@ -180,10 +180,14 @@ def test_close_raises_the_failure(tmp_path: Path) -> None:
 
 
 def test_wrong_words() -> None:
-    with pytest.raises(UsageError, match="mode"):
+    with pytest.raises(UsageError, match="fiber") as caught:
         async_save({}, "x", mode="fiber")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="when_busy"):
+    assert caught.value.where == "mode"
+    with pytest.raises(UsageError, match="never") as caught:
         async_save({}, "x", when_busy="never")  # type: ignore[arg-type]
+    assert caught.value.where == "when_busy"
+    with pytest.raises(UsageError, match="mode"):
+        AsyncSaver(mode="fiber")  # type: ignore[arg-type]
 
 
 def test_a_killed_writing_process_fails_one_save(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_torchs_own_save_again_after_one_that_failed(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"overwrite": True}, {}])
-def test_what_cannot_be_saved_without_collectives(tmp_path: Path, options: dict[str, bool]) -> None:
+def test_what_cannot_be_saved_without_collectives(tmp_path: Path, options: dict[str, Any]) -> None:
     path = str(tmp_path / "x") if options else f"memory://{tmp_path.name}"
     with pytest.raises(RefusedError, match="without collectives cannot"):
         state_dict_saver.save(

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypedDict, Unpack
+from typing import Annotated, Literal, Self, get_args
 
 import torch.distributed as dist
 
 from ckptctl.distributed import compat
-from ckptctl.distributed.background.host_pool import HostPool
 from ckptctl.distributed.background.save_thread import Callback, SaveFuture, SaveThread
-from ckptctl.distributed.background.staging import Staged, stage
+from ckptctl.distributed.background.staging import HostPool, Staged, stage
 from ckptctl.distributed.background.start_vote import Situation, StartVote, attempt
 from ckptctl.distributed.background.writer_process import WriterProcess, require_shared
 from ckptctl.distributed.group import TorchGroup, coordinator
@@ -31,9 +30,10 @@ from ckptctl.distributed.saving.save import (
     write_alone,
 )
 from ckptctl.distributed.state import StateDict, state_of
-from ckptctl.errors import RefusedError, UsageError
+from ckptctl.errors import RefusedError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.saving.local_shards import pack
+from ckptctl.options import Option, among, keywords
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
@@ -44,30 +44,54 @@ Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]
 
 
-class SaveKeywords(TypedDict, total=False):
-    """The options of :func:`ckptctl.save`; see :class:`SaveOptions`."""
+@dataclass(frozen=True, kw_only=True)
+class BackgroundOptions(SaveOptions):
+    """How a state is saved in the background."""
 
-    overwrite: bool
-    files: int
-    jobs: int
-    memory: int
-    sync: bool
-    checksum: bool
-    trusted: bool
+    mode: Annotated[
+        Mode | None, Option("What writes: thread or process; None: as the saver says, a thread.")
+    ] = None
+    when_busy: Annotated[
+        WhenBusy | None,
+        Option(
+            "While the last save of the same saver is going on, on any rank: wait for it, or skip: "
+            "leave this one out on all ranks; None: as the saver says, the former."
+        ),
+    ] = None
+    on_staged: Annotated[
+        Callback | None,
+        Option(
+            "Called with the path, in the background, when the state has been copied. What it "
+            "raises is logged and kept in the future; the save goes on."
+        ),
+    ] = None
+    on_published: Annotated[
+        Callback | None,
+        Option("The same for when the checkpoint has its name; before the future is done."),
+    ] = None
+    collectives: Annotated[
+        bool,
+        Option(
+            "See :func:`ckptctl.save`; without, failures and saves that are left out are each "
+            "rank's own."
+        ),
+    ] = True
+    beside: Annotated[
+        Beside | None,
+        Option("Returns files that are published with it, by name; called on rank 0, last."),
+    ] = None
 
 
-def async_save(
-    state_dict: StateDict,
-    path: str | Path,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    mode: Mode = "thread",
-    when_busy: WhenBusy = "wait",
-    on_staged: Callback | None = None,
-    on_published: Callback | None = None,
-    collectives: bool = True,
-    **options: Unpack[SaveKeywords],
-) -> SaveFuture:
+@dataclass(frozen=True, kw_only=True)
+class _AsyncSave(BackgroundOptions):
+    process_group: Annotated[
+        dist.ProcessGroup | None,
+        Option("The ranks; None: the default group, or this process alone."),
+    ] = None
+
+
+@keywords(_AsyncSave)
+def async_save(state_dict: StateDict, path: str | Path, options: _AsyncSave) -> SaveFuture:
     """Save *state_dict* as :func:`ckptctl.save` does, while training goes on.
 
     When this returns, tensors have been copied to host memory and other leaves pickled: all of it
@@ -81,16 +105,7 @@ def async_save(
     Args:
         state_dict: See :func:`ckptctl.save`.
         path: Where the checkpoint will appear.
-        process_group: The ranks; None: the default group, or this process alone.
-        mode: ``"thread"`` or ``"process"``: what writes; see :class:`AsyncSaver`.
-        when_busy: While the last save of the same process group is going on, on any rank:
-            ``"wait"`` for it, or ``"skip"``: leave this one out on all ranks.
-        on_staged: Called with the path, in the background, when the state has been copied. What it
-            raises is logged and kept in the future; the save goes on.
-        on_published: The same for when the checkpoint has its name; before the future is done.
-        collectives: See :func:`ckptctl.save`; without, failures and ``"skip"`` are each rank's own.
-        **options: ``overwrite``, ``files``, ``jobs``, ``memory``, ``sync``, ``checksum``,
-            ``trusted`` of :func:`ckptctl.save`.
+        options: All others.
 
     Returns:
         The outcome: a ``concurrent.futures.Future`` with more in it.
@@ -99,16 +114,7 @@ def async_save(
         CkptError: The last save failed, or this one cannot begin; on every rank. A failure is
             raised once, whether or not the future was asked.
     """
-    return _saver(process_group).save(
-        state_dict,
-        path,
-        mode=mode,
-        when_busy=when_busy,
-        on_staged=on_staged,
-        on_published=on_published,
-        collectives=collectives,
-        **options,
-    )
+    return _saver(options.process_group)._save(state_dict, path, options)
 
 
 class Closing(ABC):
@@ -166,6 +172,8 @@ class AsyncSaver(Closing):
         when_busy: WhenBusy = "wait",
         host_memory: int | None = None,
     ) -> None:
+        among(mode, "mode", get_args(Mode))
+        among(when_busy, "when_busy", get_args(WhenBusy))
         self._parent = process_group
         self._mode = mode
         self._when_busy = when_busy
@@ -176,57 +184,49 @@ class AsyncSaver(Closing):
         self._process = os.getpid()
         self._closed = False
 
+    @keywords(BackgroundOptions)
     def save(
-        self,
-        state_dict: StateDict,
-        path: str | Path,
-        *,
-        mode: Mode | None = None,
-        when_busy: WhenBusy | None = None,
-        on_staged: Callback | None = None,
-        on_published: Callback | None = None,
-        collectives: bool = True,
-        beside: Beside | None = None,
-        **options: Unpack[SaveKeywords],
+        self, state_dict: StateDict, path: str | Path, options: BackgroundOptions
     ) -> SaveFuture:
         """Copy *state_dict* and save the copy in the background; see :func:`async_save`.
-
-        Without *mode* or *when_busy* the saver's count; *beside* is that of
-        :class:`~ckptctl.distributed.saving.destination.SaveOptions`.
 
         Raises:
             CkptError: The last save failed, or this one cannot begin; on every rank.
         """
-        waits = _one_of("when_busy", when_busy or self._when_busy, ("wait", "skip")) == "wait"
-        apart = _one_of("mode", mode or self._mode, ("thread", "process")) == "process"
-        if not collectives:
+        return self._save(state_dict, path, options)
+
+    def _save(
+        self, state_dict: StateDict, path: str | Path, options: BackgroundOptions
+    ) -> SaveFuture:
+        if not options.collectives:
             require_local(path)
-        how = SaveOptions(**options, beside=beside)
+        when_busy = options.when_busy or self._when_busy
+        apart = (options.mode or self._mode) == "process"
         self._require_usable()
         calls, ranks = self._groups()
-        vote = StartVote(calls if collectives else Alone())
+        vote = StartVote(calls if options.collectives else Alone())
         future = SaveFuture(named(path).expanduser().absolute())
-        meaning = (str(future.path), "waits" if waits else "skips", how.overwrite, how.files)
-        if self._skips(vote, meaning, waits=waits):
+        meaning = (str(future.path), when_busy, options.overwrite, options.files)
+        if self._skips(vote, meaning, waits=when_busy == "wait"):
             return future.skip()
 
         def start(staged: Staged) -> SaveThread:
-            copied = replace(how, execute=_executor(staged, self._writer if apart else None))
-            if collectives:
+            copied = replace(options, execute=_executor(staged, self._writer if apart else None))
+            if options.collectives:
                 work = partial(write, staged.held, future.path, ranks, copied)
             else:
                 own = (ranks.rank, ranks.world, copied)
                 work = partial(write_alone, staged.held, future.path, *own)
             release = partial(self._pool.give, staged.region) if staged.region else _nothing
-            thread = SaveThread(future, work, release, on_staged, on_published)
+            thread = SaveThread(future, work, release, options.on_staged, options.on_published)
             thread.start()
             return thread
 
         def collect() -> tuple[LocalState, SavedPlan | None]:
-            own = local_state(state_of(state_dict), trusted=how.trusted)
-            if not collectives or ranks.world == 1:
+            own = local_state(state_of(state_dict), trusted=options.trusted)
+            if not options.collectives or ranks.world == 1:
                 return own, None
-            return own, PLANS.get(plan_key(own, pack(own.shards), ranks, how))
+            return own, PLANS.get(plan_key(own, pack(own.shards), ranks, options))
 
         self._last = self._begin(vote, meaning, collect, start)
         future.staged.set()
@@ -362,12 +362,6 @@ def _count_alike(ranks: Coordinator) -> None:
     most = max(ranks.all_gather(compat.groups()))
     while compat.groups() < most:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise UsageError(f"{name} is {value!r}", why=f"expected {' or '.join(map(repr, known))}")
-    return value
 
 
 def _nothing() -> None:

@@ -2,23 +2,166 @@
 
 What is copied are ranges of memory, not tensors: where several tensors lie in the same bytes (tied
 weights, pieces of one shard) these are copied once, and the copies share bytes as they do.
+
+Memory that is new costs several times what copying into it does: the kernel has to find and clear
+every page, and CUDA to pin it. So it is used again from save to save. A region is shared memory
+without a name: a writing process gets its descriptor, children forked from the trainer do not
+duplicate its pages when it is written again, and nothing of it is left when the trainer is killed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
+import mmap
+import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ckptctl.distributed.background.host_pool import HostPool, HostRegion
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.saving.local_state import LocalState
+from ckptctl.errors import RefusedError, StorageError
+
+PAGE = mmap.PAGESIZE
+KEPT = 2
+"""Regions that wait for the next save: one for each of two savers, or two states in turn."""
+PATIENCE = 4
+"""Saves in a row after which memory goes that none of them needed."""
+
+_log = logging.getLogger("ckptctl")
+
+
+class HostRegion:
+    """One range of host memory; tensors made of its ``bytes`` keep it mapped."""
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self.nbytes = nbytes
+        self.descriptor = -1  # where the system has none for other processes
+        try:
+            if hasattr(os, "memfd_create"):
+                self.descriptor = os.memfd_create("ckptctl", os.MFD_CLOEXEC)
+                os.ftruncate(self.descriptor, nbytes)
+            self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
+        except (OSError, ValueError) as error:
+            self._close_descriptor()
+            raise StorageError(
+                f"no {nbytes:,} bytes of host memory for a copy of the state", why=str(error)
+            ) from error
+        self.pinned = pinned and self._pin()
+
+    @property
+    def address(self) -> int:
+        """Return where it begins in this process."""
+        return self.bytes.data_ptr()
+
+    def close(self) -> None:
+        """Give it back to the system as soon as no tensor lies in it."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+            self.pinned = False
+        self._close_descriptor()
+        del self.bytes
+
+    def _pin(self) -> bool:
+        code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0))  # type: ignore[no-untyped-call]
+        if code:
+            _log.warning("%d bytes of host memory cannot be pinned: error %d", self.nbytes, code)
+        return code == 0
+
+    def _close_descriptor(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class HostPool:
+    """Regions that are in use, and some that wait; safe to use from several threads."""
+
+    def __init__(self, limit: int | None = None, kept: int = KEPT) -> None:
+        self._limit = limit
+        self._kept = kept
+        self._free: list[HostRegion] = []
+        self._used: set[HostRegion] = set()
+        self._needed: deque[int] = deque(maxlen=PATIENCE)
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> HostRegion:
+        """Return a region of at least *nbytes*: one that waits, up to twice that, or a new one."""
+        size = size_class(nbytes)
+        with self._lock:
+            self._needed.append(size)
+            fitting = [
+                one for one in self._free if size <= one.nbytes <= 2 * size and one.pinned >= pinned
+            ]
+            if fitting:
+                found = min(fitting, key=lambda one: one.nbytes)
+                self._free.remove(found)
+            else:
+                self._make_room(size)
+                found = HostRegion(size, pinned=pinned)
+            self._used.add(found)
+            return found
+
+    def give(self, region: HostRegion) -> None:
+        """Take *region* back; one larger than the last saves needed is not kept."""
+        with self._lock:
+            self._used.discard(region)
+            self._free.append(region)
+            if len(self._needed) == PATIENCE:
+                self._drop(lambda one: one.nbytes > max(self._needed))
+            while len(self._free) > (0 if self._closed else self._kept):
+                self._free.pop(0).close()
+
+    def close(self) -> None:
+        """Let go of all that waits, and of the rest when it comes back."""
+        with self._lock:
+            self._closed = True
+            while self._free:
+                self._free.pop().close()
+
+    @property
+    def nbytes(self) -> int:
+        """Return how much it holds."""
+        with self._lock:
+            return self._held()
+
+    def _drop(self, unwanted: Callable[[HostRegion], bool]) -> None:
+        for region in filter(unwanted, list(self._free)):
+            self._free.remove(region)
+            region.close()
+
+    def _held(self) -> int:
+        return sum(one.nbytes for one in (*self._free, *self._used))
+
+    def _make_room(self, size: int) -> None:
+        if self._limit is None:
+            return
+        while self._free and self._held() + size > self._limit:
+            self._free.pop(0).close()
+        if self._held() + size > self._limit:
+            raise RefusedError(
+                "the copy of the state is larger than it may be",
+                why=f"{size:,} bytes on top of {self._held():,}; the limit is {self._limit:,}",
+                hint="allow more, or save synchronously",
+            )
+
+
+def size_class(nbytes: int) -> int:
+    """Return how large a region for *nbytes* is: at most an eighth more, in whole pages.
+
+    States that grow a little, from the first step of an optimizer to the second, find the same one.
+    """
+    step = max(PAGE, 1 << max(nbytes.bit_length() - 4, 0))
+    return max(-(-nbytes // step), 1) * step
+
 
 BLOCK = 8 << 20
 """Bytes that a thread copies at a time."""
@@ -33,13 +176,6 @@ class HostCopy(NamedTuple):
     target: int
     source: int
     nbytes: int
-
-
-class TensorCopy(NamedTuple):
-    """A tensor of any device and any strides."""
-
-    target: torch.Tensor
-    source: torch.Tensor
 
 
 def copy_host(copies: Sequence[HostCopy]) -> None:
@@ -88,39 +224,33 @@ def _blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:
         yield block
 
 
-class DeviceCopies:
-    """Copies from devices that go on while the host copies; CUDA's each on a stream of its own."""
+def _start_device_copies(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
+    """Start to copy tensors of any device and strides; return what to wait for.
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def start(self, copies: Iterable[TensorCopy]) -> None:
-        """Start to copy, after the work queued on the current stream of each device."""
-        for target, source in copies:
-            if not source.is_cuda:
-                target.copy_(source)
-                continue
-            with torch.cuda.stream(self._stream(source.device)):
-                target.copy_(source, non_blocking=True)
-
-    def wait(self) -> None:
-        """Wait until all is copied."""
-        for stream in self._streams.values():
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-            event.synchronize()
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        found = self._streams.get(device)
-        if found is None:
-            found = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            found.wait_stream(torch.cuda.current_stream(device))
-        return found
+    CUDA's copies run behind the work queued on the current stream of each device, on a stream of
+    their own, while the host copies.
+    """
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    for target, source in copies:
+        if not source.is_cuda:
+            target.copy_(source)
+            continue
+        if source.device not in streams:
+            stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(source.device))
+            streams[source.device] = stream
+        with torch.cuda.stream(streams[source.device]):
+            target.copy_(source, non_blocking=True)
+    events = []
+    for stream in streams.values():
+        events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        events[-1].record(stream)
+    return events
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A copy of a rank's shards."""
+    """A copy of a rank's shards; *region* is None where there was nothing to copy."""
 
     held: LocalState
     region: HostRegion | None
@@ -146,7 +276,7 @@ class _Range(NamedTuple):
 
 
 def stage(held: LocalState, pool: HostPool, chosen: Iterable[int] | None = None) -> Staged:
-    """Copy tensors; when this returns the originals may be changed."""
+    """Copy tensors, those of the *chosen* chunks alone; then the originals may be changed."""
     members = list(_members(held.pieces, chosen))
     ranges = list(_ranges(members))
     places = list(_places(ranges))
@@ -230,21 +360,21 @@ def _copied(
     """Copy the ranges; return the copy of each tensor, by its index."""
     copies: list[tuple[int, torch.Tensor]] = []
     on_host: list[HostCopy] = []
-    others: list[TensorCopy] = []
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
     for one, place in zip(ranges, places, strict=True):
         copies += [(member.chunk, _view(region, member, place, one)) for member in one.members]
         source = one.members[0].tensor
         if not one.whole:
-            others.append(TensorCopy(copies[-1][1], source))
+            others.append((copies[-1][1], source))
         elif source.device.type == "cpu":
             on_host.append(HostCopy(region.address + place, one.first, one.nbytes))
         else:
             target = region.bytes[place : place + one.nbytes]
-            others.append(TensorCopy(target, _as_bytes(source, one)))
-    devices = DeviceCopies()
-    devices.start(others)
+            others.append((target, _as_bytes(source, one)))
+    events = _start_device_copies(others)
     copy_host(on_host)
-    devices.wait()
+    for event in events:
+        event.synchronize()
     return copies
 
 

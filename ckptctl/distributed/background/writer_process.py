@@ -8,7 +8,11 @@ slows the writing down, and the other way round.
 from __future__ import annotations
 
 import ctypes
+import gc
+import mmap
 import os
+import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -17,32 +21,25 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.planner.plan import CrcOf, Plan
+from ckptctl.planner.plan import CrcOf, OutputFile, Plan
+from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
+
+if TYPE_CHECKING:
+    from ckptctl.distributed.background.staging import HostRegion
 
 SharedRange = tuple[int, int, int]
 """Number of a region, first byte in it, length."""
 
 _START = (
     "import sys; sys.path[:] = sys.argv[2:]; "
-    "from ckptctl.distributed.background.writer_main import main; main(int(sys.argv[1]))"
+    "from ckptctl.distributed.background.writer_process import main; main(int(sys.argv[1]))"
 )
-
-
-class Shared(Protocol):
-    """Memory that another process can map."""
-
-    descriptor: int
-    nbytes: int
-
-    @property
-    def address(self) -> int:
-        """Return where it begins in this process."""
 
 
 class WriterProcess:
@@ -55,7 +52,7 @@ class WriterProcess:
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._regions: weakref.WeakKeyDictionary[Shared, int] = weakref.WeakKeyDictionary()
+        self._regions: weakref.WeakKeyDictionary[HostRegion, int] = weakref.WeakKeyDictionary()
         self._count = 0
         self._closing = threading.Lock()
         _writers.add(self)
@@ -68,7 +65,7 @@ class WriterProcess:
         progress: Callable[[int], None],
         memory: Mapping[str, memoryview],
         *,
-        regions: Sequence[Shared],
+        regions: Sequence[HostRegion],
     ) -> Execution:
         """Carry out *plan* in the child, as the executor of :mod:`ckptctl.storage.execution` does.
 
@@ -133,7 +130,7 @@ class WriterProcess:
             self._count = 0
             return Connection(here.detach())
 
-    def _send_region(self, connection: Connection, region: Shared) -> int:
+    def _send_region(self, connection: Connection, region: HostRegion) -> int:
         """Tell the child of a region that it does not know; return its number."""
         if region not in self._regions:
             assert self._child
@@ -175,13 +172,13 @@ def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
     raise CkptError("the trainer makes the frames of files, and was not asked")
 
 
-def require_shared(memory: Mapping[str, memoryview], regions: Sequence[Shared]) -> None:
+def require_shared(memory: Mapping[str, memoryview], regions: Sequence[HostRegion]) -> None:
     """Make sure that all of *memory* is in *regions*: nothing else has been copied."""
     for view in memory.values():
         _place(view, regions, range(len(regions)))
 
 
-def _place(view: object, regions: Sequence[Shared], numbers: Sequence[int]) -> SharedRange:
+def _place(view: object, regions: Sequence[HostRegion], numbers: Sequence[int]) -> SharedRange:
     if not isinstance(view, memoryview):
         raise CkptError("a chunk was not copied from its device")
     if not view.nbytes:
@@ -203,3 +200,91 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+Regions = dict[int, memoryview]
+Ask = Callable[[int, Mapping[int, int]], list[tuple[int, bytes]]]
+"""Takes the number of a file and its records' CRCs; returns positions and bytes of its frame."""
+
+
+def main(descriptor: int) -> None:
+    """Carry out plans until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(descriptor)
+    regions: Regions = {}
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, regions, messages), daemon=True).start()
+    while True:
+        plan, root, options, places = messages.get()
+        memory = {name: _view(regions, place) for name, place in places.items()}
+        connection.send(_done(connection, messages, plan, root, options, memory))
+        del memory
+        gc.collect()  # a run refers to itself, and to memory that the trainer wants to give back
+
+
+def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]) -> None:
+    """Pass on messages; end the process when the connection is closed.
+
+    Whatever is being written then belongs to a trainer that is gone.
+    """
+    try:
+        while True:
+            message = connection.recv()
+            if isinstance(message, tuple) and len(message) == 2:
+                _map(connection, regions, *message)
+                continue
+            if isinstance(message, tuple):
+                *message, alive = message
+                for gone in regions.keys() - alive:
+                    del regions[gone]
+            messages.put(message)
+    except BaseException:
+        os._exit(1)
+
+
+def _map(connection: Connection, regions: Regions, number: int, nbytes: int) -> None:
+    descriptor = recv_handle(connection)
+    mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+    os.close(descriptor)
+    regions[number] = memoryview(mapped)
+
+
+def _view(regions: Regions, place: tuple[int, int, int]) -> memoryview:
+    number, start, nbytes = place
+    return regions[number][start : start + nbytes] if nbytes else memoryview(b"")
+
+
+def _done(
+    connection: Connection,
+    messages: queue.SimpleQueue[Any],
+    plan: Plan,
+    root: Path,
+    options: ExecutionOptions,
+    memory: Mapping[str, memoryview],
+) -> Execution | CkptError:
+    asking = threading.Lock()
+
+    def ask(number: int, crcs: Mapping[int, int]) -> list[tuple[int, bytes]]:
+        with asking:
+            connection.send((number, crcs))
+            found: list[tuple[int, bytes]] = messages.get()
+            return found
+
+    files = tuple(_asking(plan, number, ask) for number in range(len(plan.files)))
+    try:
+        return execute(replace(plan, files=files), root, options, lambda _: None, memory=memory)
+    except CkptError as error:
+        return error
+    except BaseException as error:
+        return CkptError(f"{type(error).__name__}: {error}")
+
+
+def _asking(plan: Plan, number: int, ask: Ask) -> OutputFile:
+    """Return a file that asks the trainer for its frame."""
+    file = plan.files[number]
+    own = [index for index, record in enumerate(plan.records) if record.file == file.path]
+
+    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield from ask(number, {index: crc_of(index) for index in own})
+
+    return replace(file, frame=frame)

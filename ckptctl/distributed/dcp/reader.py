@@ -6,8 +6,8 @@ import io
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Unpack
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,7 +20,6 @@ from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, noted
 from ckptctl.distributed.leaves.pickled import written
-from ckptctl.distributed.loading.load import ReadKeywords, load_options
 from ckptctl.distributed.loading.target_memory import read_into, views_of, wanted_of
 from ckptctl.distributed.state import LocalShard, state_of
 from ckptctl.distributed.values import left_out_note, read_values
@@ -28,9 +27,11 @@ from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops.loading.checks import require_nothing_lost
 from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint
 from ckptctl.ops.loading.key_comparison import with_own
+from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.reading import prepare
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.saving.local_shards import TensorMeta
+from ckptctl.options import Option, keywords
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.storage.paths import is_known
@@ -38,18 +39,21 @@ from ckptctl.storage.paths import is_known
 _log = logging.getLogger("ckptctl")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _ReaderOptions(LoadOptions):
+    state_dict: Annotated[
+        Mapping[str, Any] | None,
+        Option("What will be loaded into, for planners that do not tell."),
+    ] = None
+
+
 class Reader(StorageReader):
     """For ``dcp.load(state, storage_reader=Reader(path))``.
 
     With :class:`~ckptctl.distributed.LoadPlanner` a state of another layout than the checkpoint's
     is found out by itself. Other planners look for the state's names at once: where the
-    checkpoint has other ones, say here what the state is.
-
-    Args:
-        path: The checkpoint, of any format; or the URL of a DCP directory (``s3://…``).
-        state_dict: What will be loaded into, for planners that do not tell.
-        **options: See :func:`ckptctl.load`; with *allow_overflow* left out the load fails after it
-            has filled the tensors.
+    checkpoint has other ones, say here what the state is. Without *allow_overflow* a load fails
+    after it has filled the tensors.
 
     Attributes:
         bytes_read: Bytes of tensors that this rank read in the last load, those below a URL apart.
@@ -58,16 +62,16 @@ class Reader(StorageReader):
         UsageError: An option makes no sense.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        state_dict: Mapping[str, Any] | None = None,
-        **options: Unpack[ReadKeywords],
-    ) -> None:
+    @keywords(_ReaderOptions)
+    def __init__(self, path: str | os.PathLike[str], options: _ReaderOptions) -> None:
+        """Read from *path*.
+
+        Args:
+            path: The checkpoint, of any format; or the URL of a DCP directory (``s3://…``).
+            options: All others.
+        """
         super().__init__()
-        self._options = load_options(**options)
-        self._state = state_dict
+        self._options = options
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -88,8 +92,8 @@ class Reader(StorageReader):
         try:
             self._opened = self._open()
             self._metadata = CatalogMetadata(self._opened, self._options)
-            if self._state is not None:
-                self._metadata.adapt(state_of(self._state).meta)
+            if self._options.state_dict is not None:
+                self._metadata.adapt(state_of(self._options.state_dict).meta)
         except CkptError as error:
             self._metadata = CatalogMetadata(None, self._options, error)
         self._metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)

@@ -28,15 +28,15 @@ from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.dcp.metadata import encoded, noted
 from ckptctl.distributed.saving.destination import (
     RankFolder,
-    SaveOptions,
     SaveTarget,
+    WriterOptions,
     target_at,
 )
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
 from ckptctl.ops.saving.files import RankOutput, rank_files
 from ckptctl.ops.saving.global_plan import RankShare
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, TensorMeta
-from ckptctl.planner.copying.tile import MIB
+from ckptctl.options import keywords
 from ckptctl.storage.paths import is_known, named
 
 VERSION = "1.0.0"
@@ -51,30 +51,18 @@ class Writer(StorageWriter):
     found every item of the plan in it. Below a URL (``s3://…``, ``memory://…``) there is no such
     rename: the coordinator locks the place, files are streams, and the metadata, without which
     there is no checkpoint, comes last.
-
-    Args:
-        path: Where the checkpoint will appear; on a file system that all ranks see, or a URL.
-        overwrite: See :func:`ckptctl.save`, as all that follow.
-        files: How many per rank.
-        jobs: Threads per rank.
-        memory: Bytes of buffers per rank.
-        sync: Whether it has to be on disk before it gets its name.
-        checksum: Whether records carry CRC-32.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        files: int = 1,
-        jobs: int = 0,
-        memory: int = 64 * MIB,
-        sync: bool = True,
-        checksum: bool = True,
-    ) -> None:
+    @keywords(WriterOptions)
+    def __init__(self, path: str | os.PathLike[str], options: WriterOptions) -> None:
+        """Write to *path*.
+
+        Args:
+            path: Where the checkpoint will appear; on a file system that all ranks see, or a URL.
+            options: All others.
+        """
         super().__init__()
-        self._options = SaveOptions(overwrite, files, jobs, memory, sync, checksum)
+        self._options = options
         self._stack: ExitStack | None = None
         self._place: SaveTarget | None = None
         self.reset(path)

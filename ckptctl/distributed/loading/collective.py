@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.out_of_range import OutOfRange
 
 NBYTES = 1 << 28
+HOW = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
+"""Options of a load that say nothing of the checkpoint."""
 _log = logging.getLogger("ckptctl")
 
 
@@ -132,8 +134,7 @@ class CollectiveLoad:
         plans: PlanCache[LoadPlan] = PLANS,
     ) -> None:
         self._ranks = ranks
-        self._how = how
-        self._options = how.options
+        self._options = how
         self._plans = plans
         self._rank = group.rank
         self._every = ranks.world == group.world
@@ -155,12 +156,12 @@ class CollectiveLoad:
             if error is not None:
                 raise error
             here = (self._rank, self._ranks.world, self._every)
-            self._asked = request(state_dict, path, self._how, here)
+            self._asked = request(state_dict, path, self._options, here)
             self._kept = self._plans.get(self._asked.key) if self._asked.key else None
             self._look()
         except BaseException as failure:
             error = failure
-        said = agree(self._ranks, self._how, self._view(state_dict, error), error)
+        said = agree(self._ranks, self._options, self._view(state_dict, error), error)
         self._hosts = [one.host for one in said]
         statements = [one.statement for one in said]
         plan = self._kept
@@ -186,7 +187,7 @@ class CollectiveLoad:
         )
         if error is None:
             made = self._kept.generation if self._kept else b""
-            statement = self._asked.statement(self._how, made)
+            statement = self._asked.statement(self._options, made)
         else:
             statement = RankStatement("", problem=sendable(error))
         return RankView(statement, socket.gethostname(), objects, self._fingerprint)
@@ -269,24 +270,17 @@ class CollectiveLoad:
 
     def _asks_speed(self) -> bool:
         several = self._ranks.world > 1 and len(set(self._hosts)) == 1
-        return several and self._how.broadcast == "auto"
+        return several and self._options.broadcast == "auto"
 
     def _broadcasts(self, speeds: Sequence[float]) -> bool:
-        if self._how.broadcast != "auto" or self._ranks.world == 1:
-            return bool(self._how.broadcast) and self._ranks.world > 1
+        if self._options.broadcast != "auto" or self._ranks.world == 1:
+            return bool(self._options.broadcast) and self._ranks.world > 1
         return pays(self._hosts, speeds)
 
     def _of_this_rank(self) -> Catalog | None:
         """Return the rank-local checkpoint of this rank, if it holds all that the state wants."""
-        asked = self._options
-        if self._every or asked != LoadOptions(
-            strict=asked.strict,
-            cast=asked.cast,
-            allow_overflow=asked.allow_overflow,
-            trusted=asked.trusted,
-            checksum=asked.checksum,
-            jobs=asked.jobs,
-        ):
+        about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
+        if self._every or any(getattr(self._options, one.name) != one.default for one in about_it):
             return None
         if formats.detect(self._asked.source).name != DcpRankLocalFormat.name:
             return None

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch.distributed as dist
 
 from ckptctl import formats
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.loading.target_memory import sharing, steps_of
 from ckptctl.distributed.state import LocalShard, State, plain_of, state_of
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, UsageError
+from ckptctl.ops import options as opt
 from ckptctl.ops.loading.identity import Fingerprint, identity, require_same_checkpoint
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.ranks.agreement import RankStatement, new_nonce, require_agreement
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
+from ckptctl.options import Option
 
 Broadcast = bool | Literal["auto"]
 VERSION = 1
@@ -37,15 +41,6 @@ class WantedLeaves:
         return digest((leaves, list(self.values.items())))
 
 
-def structure_of(state: State, places: Sequence[LocalShard]) -> bytes:
-    """Return a digest of this rank's tensors and leaves, as a plan depends on them."""
-    boxes = [
-        (one.name, one.box.offsets, one.box.sizes, steps_of(one.tensor), one.tensor.device.type)
-        for one in places
-    ]
-    return digest((state.meta, boxes, state.paths))
-
-
 def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
     """Return the leaves of all ranks, where they do not want the same."""
     tensors: dict[str, TensorMeta] = {}
@@ -64,24 +59,42 @@ def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
     return WantedLeaves(tensors, values)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadCall:
-    """The arguments of a load."""
+def _broadcast(value: Broadcast) -> Broadcast:
+    if value not in (True, False, "auto"):
+        raise UsageError("`broadcast` is True, False or 'auto'", why=f"it is {value!r}")
+    return value
 
-    options: LoadOptions
-    broadcast: Broadcast = "auto"
-    converter: str | Path | None = None
 
-    def listed(self) -> dict[str, object]:
-        """Return the arguments that have to be the same on all ranks, by name."""
-        found = {one.name: getattr(self.options, one.name) for one in fields(self.options)}
-        del found["jobs"]
-        given = {"broadcast": self.broadcast, "converter": self.converter, **found}
-        return {name: repr(value) for name, value in given.items()}
+@dataclass(frozen=True, kw_only=True)
+class LoadCall(LoadOptions):
+    """The options of a load of all ranks."""
 
-    def files(self) -> tuple[str | Path | None, ...]:
-        """Return the files that are read beside the checkpoint."""
-        return self.options.assets, self.options.rules, self.converter
+    converter: opt.Converter = None
+    strict: Annotated[
+        bool,
+        Option("Whether names that are missing or left over are errors; else the report has them."),
+    ] = True
+    process_group: Annotated[
+        dist.ProcessGroup | None,
+        Option("The ranks; None: the default group, or this process alone."),
+    ] = None
+    broadcast: Annotated[
+        Broadcast,
+        Option(
+            "Whether what several ranks want is read by one of them and sent to the others; "
+            "``auto``: where they sit on several machines, or storage is slow.",
+            check=_broadcast,
+        ),
+    ] = "auto"
+    collectives: Annotated[
+        bool, Option("Whether the ranks agree; without, each one loads for itself.")
+    ] = True
+
+    def shared(self) -> dict[str, object]:
+        """Return the options that have to be the same on all ranks, by name."""
+        own = ("jobs", "process_group", "collectives")
+        names = (field.name for field in fields(self) if field.name not in own)
+        return {name: repr(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,7 @@ class LoadRequest:
 
     def statement(self, how: LoadCall, generation: bytes) -> RankStatement:
         """Return the statement on it for other ranks, with a digest of the arguments."""
-        options = {"options": digest(how.listed())}
+        options = {"options": digest(how.shared())}
         return RankStatement(str(self.source), options, new_nonce(), self.part.digest, generation)
 
 
@@ -139,13 +152,17 @@ def request(
     places = state.shards
     same, source = sharing(places), formats.existing(path)
     structure = key = None
-    beside = [one for one in how.files() if one is not None]
+    beside = [file for file in (how.assets, how.rules, how.converter) if file is not None]
     extra = identity(beside) if beside else b""
     if extra is not None:
-        own = structure_of(state, places)
-        structure = digest((VERSION, here, how.listed(), extra, same, own))
-        found = identity([source])
-        key = None if found is None else digest((structure, found))
+        boxes = [
+            (one.name, one.box.offsets, one.box.sizes, steps_of(one.tensor), one.tensor.device.type)
+            for one in places
+        ]
+        own = digest((state.meta, boxes, state.paths))
+        structure = digest((VERSION, here, how.shared(), extra, same, own))
+        files = identity([source])
+        key = None if files is None else digest((structure, files))
     return LoadRequest(
         source, plain, state, places, same, WantedLeaves(state.meta, state.paths), structure, key
     )
@@ -161,7 +178,7 @@ def agree(
     statements = [one.statement for one in said]
     alike = all(one.how == statements[0].how for one in statements)
     if not alike and not any(one.problem for one in statements):
-        statements = ranks.all_gather(own.statement._replace(how=how.listed()))
+        statements = ranks.all_gather(own.statement._replace(how=how.shared()))
     require_agreement(statements, ranks.rank, "checkpoints")
     seen = [one.fingerprint for one in said if one.fingerprint]
     require_same_checkpoint(seen, own.statement.target)

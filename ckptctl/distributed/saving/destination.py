@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Annotated, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from ckptctl.distributed.saving.local_state import host_views, row_major_blocks,
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
+from ckptctl.options import Option, Options
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import OutputFile, Plan, Transfer
 from ckptctl.storage import file_system, paths
@@ -38,40 +39,58 @@ DATA = re.compile(r"__\d+_\d+\.distcp")
 """The files of ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How a checkpoint is written.
+@dataclass(frozen=True, kw_only=True)
+class WriterOptions(Options):
+    """How the files of a checkpoint are written."""
 
-    Attributes:
-        overwrite: Whether to replace a checkpoint of that name, in one step.
-        files: Files per rank; threads do not wait for each other when they write several.
-        jobs: Threads per rank; 0: its part of the host's cores, at most four.
-        memory: Bytes of buffers per rank, for tensors that have to be reordered or copied from a
-            device on their way.
-        sync: Whether it has to be on disk before it gets its name. Without, a crash of the machine
-            can leave a checkpoint whose data is not there.
-        checksum: Whether records carry CRC-32, as torch writes them; ``verify`` needs them.
-        trusted: Whether leaves are saved, too, that only ``load(trusted=True)`` reads again:
-            objects of classes that are not known to be harmless.
-        execute: What carries out a rank's plan: the function of
-            :mod:`ckptctl.storage.execution.executor`, or one that has another process do that.
-        beside: Returns the content of files that are published with it, by name; called on rank 0,
-            last. Not without collectives.
-    """
-
-    overwrite: bool = False
-    files: int = 1
-    jobs: int = 0
-    memory: int = 64 * MIB
-    sync: bool = True
-    checksum: bool = True
-    trusted: bool = False
-    execute: Callable[..., Execution] = execute
+    overwrite: Annotated[
+        bool, Option("Whether to replace a checkpoint of that name, in one step.")
+    ] = False
+    files: Annotated[
+        int, Option("Files per rank; threads do not wait for each other when they write several.")
+    ] = 1
+    jobs: Annotated[
+        int, Option("Threads per rank; 0: its part of the host's cores, at most four.")
+    ] = 0
+    memory: Annotated[
+        int,
+        Option(
+            "Bytes of buffers per rank, for tensors that have to be reordered or copied from a "
+            "device on their way."
+        ),
+    ] = 64 * MIB
+    sync: Annotated[
+        bool,
+        Option(
+            "Whether it has to be on disk before it gets its name. Without, a crash of the "
+            "machine can leave a checkpoint whose data is not there."
+        ),
+    ] = True
+    checksum: Annotated[
+        bool,
+        Option("Whether records carry CRC-32, as torch writes them; ``verify`` needs them."),
+    ] = True
     beside: Beside | None = None
+    """Returns files that are published with it; called on rank 0, last, and with collectives."""
+    execute: Callable[..., Execution] = execute
+    """Carries out a rank's plan; another process may."""
 
     def files_beside(self) -> Mapping[str, bytes]:
         """Return the content of files that are published with the checkpoint, by name."""
         return self.beside() if self.beside else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(WriterOptions):
+    """How a state is saved."""
+
+    trusted: Annotated[
+        bool,
+        Option(
+            "Whether leaves are saved, too, that only ``load(trusted=True)`` reads again: objects "
+            "of classes that are not known to be harmless."
+        ),
+    ] = False
 
 
 class SaveTarget(Protocol):
@@ -92,7 +111,7 @@ class SaveTarget(Protocol):
         """Add the metadata, on rank 0: from then on there is a checkpoint."""
 
 
-def target_at(path: Path, options: SaveOptions) -> SaveTarget:
+def target_at(path: Path, options: WriterOptions) -> SaveTarget:
     """Return the place at *path*, which may be a URL."""
     return Url(path, options) if is_url(path) else Folder(path, options)
 
@@ -102,7 +121,7 @@ class Folder:
 
     _stage: Staging
 
-    def __init__(self, path: Path, options: SaveOptions) -> None:
+    def __init__(self, path: Path, options: WriterOptions) -> None:
         self.target = destination(path.expanduser().absolute())
         self._options = options
         self._data = data_directory(self.target)
@@ -146,7 +165,7 @@ class RankFolder(Folder):
     knows when all are done: the directory is complete when every rank's metadata has its name.
     """
 
-    def __init__(self, path: Path, rank: int, options: SaveOptions) -> None:
+    def __init__(self, path: Path, rank: int, options: WriterOptions) -> None:
         require_local(path)
         if options.overwrite:
             raise RefusedError(
@@ -209,7 +228,7 @@ class Url:
 
     _lock: RemoteLock
 
-    def __init__(self, path: Path, options: SaveOptions) -> None:
+    def __init__(self, path: Path, options: WriterOptions) -> None:
         self.target = path
         self._options = options
         self._url = trees.secret_of(str(path))

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch.distributed as dist
 
@@ -59,7 +59,7 @@ from ckptctl.ops.saving.values import (
     unpack_groups,
     written_now,
 )
-from ckptctl.planner.copying.tile import MIB
+from ckptctl.options import Option, keywords
 from ckptctl.storage.paths import named
 
 VERSION = 1
@@ -95,20 +95,26 @@ PLANS = PlanCache[SavedPlan]()
 """The plans of this process."""
 
 
-def save(
-    state_dict: StateDict,
-    path: str | Path,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    collectives: bool = True,
-    overwrite: bool = False,
-    files: int = 1,
-    jobs: int = 0,
-    memory: int = 64 * MIB,
-    sync: bool = True,
-    checksum: bool = True,
-    trusted: bool = False,
-) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class _Save(SaveOptions):
+    process_group: Annotated[
+        dist.ProcessGroup | None,
+        Option(
+            "The ranks, in a group whose backend takes CPU tensors (gloo); None: the default "
+            "group, or this process alone."
+        ),
+    ] = None
+    collectives: Annotated[
+        bool,
+        Option(
+            "Without, every rank writes all that it holds, and metadata of its own, and waits for "
+            "nobody: the directory is complete when the last rank is done."
+        ),
+    ] = True
+
+
+@keywords(_Save)
+def save(state_dict: StateDict, path: str | Path, options: _Save) -> Path:
     """Save *state_dict* as a DCP directory, whole or not at all; all ranks call it.
 
     Args:
@@ -116,17 +122,7 @@ def save(
             objects with ``state_dict()`` are asked for theirs. It stays as it is.
         path: Where the checkpoint will appear; on a file system that all ranks see, or behind a URL
             (``s3://``, ``gs://``), where ``.metadata`` is uploaded last.
-        process_group: The ranks, in a group whose backend takes CPU tensors (gloo); None: the
-            default group, or this process alone.
-        collectives: Without, every rank writes all that it holds, and metadata of its own, and
-            waits for nobody: the directory is complete when the last rank is done.
-        overwrite: See :class:`SaveOptions`, also for all that follow.
-        files: How many per rank.
-        jobs: Threads per rank; 0: its part of the host's cores, at most four.
-        memory: Bytes of buffers per rank.
-        sync: Whether it has to be on disk before it gets its name.
-        checksum: Whether records carry CRC-32.
-        trusted: Whether leaves are saved, too, that only ``load(trusted=True)`` reads again.
+        options: All others.
 
     Returns:
         The absolute path.
@@ -134,9 +130,8 @@ def save(
     Raises:
         CkptError: Nothing was published; on every rank, whichever failed.
     """
-    options = SaveOptions(overwrite, files, jobs, memory, sync, checksum, trusted)
-    ranks = coordinator(process_group)
-    if collectives:
+    ranks = coordinator(options.process_group)
+    if options.collectives:
         return write(state_dict, named(path), ranks, options)
     require_local(path)
     return write_alone(state_of(state_dict), Path(path), ranks.rank, ranks.world, options)

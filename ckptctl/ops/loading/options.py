@@ -5,62 +5,64 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl.catalog import Catalog
 from ckptctl.ops import options as opt
 from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.sources import open_source
-from ckptctl.options import Options
+from ckptctl.options import Option, Options
 from ckptctl.storage.out_of_range import OutOfRange, require_in_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(Options):
-    """How a checkpoint is read into a state dict.
+    """How a checkpoint is read into a state dict."""
 
-    Attributes:
-        format: Format of the checkpoint; None: detect.
-        model_type: Family; None: detect.
-        layout: Layout of the state's names; None: detect.
-        from_layout: Layout of the checkpoint's; None: detect.
-        root: The model's prefix in the checkpoint; None: find it.
-        prefix: The model's prefix in the state; None: find it.
-        weights: ``master`` or ``module``, where the checkpoint holds both.
-        tag: Which of several saves in it; None: the one that its pointer names.
-        rules: A file that says how ranks divide tensors, where theirs do not.
-        sizes: Axis sizes that no configuration states, by any of their names.
-        assets: Directory with configuration; None: the checkpoint's own.
-        trust_assets: Whether *assets* are right where the checkpoint's own files contradict them.
-        dequantize: torch's name of the dtype that quantised tensors are turned into; None: keep.
-        strict: Whether names that are missing or left over are errors.
-        cast: Whether floating elements may change their dtype.
-        allow_overflow: Whether elements may become infinite, NaN or saturated.
-        trusted: Whether leaves that are no tensors may run code when they are unpickled.
-        checksum: Whether to compare recorded checksums of what is read whole.
-        jobs: Threads; 0: its part of the cores, at most four.
-        partial: Whether another layout may be made of a part of the model.
-    """
-
-    format: str | None = None
-    model_type: str | None = None
-    layout: str | None = None
-    from_layout: str | None = None
-    root: str | None = None
-    prefix: str | None = None
+    model_type: Annotated[
+        str | None, Option("Model family, where names or axes change; None: detect it.")
+    ] = None
+    layout: Annotated[str | None, Option("Layout of the state's names; None: detect it.")] = None
+    from_layout: Annotated[
+        str | None, Option("Layout of the checkpoint's names; None: detect it.")
+    ] = None
+    format: Annotated[str | None, Option("Format of the checkpoint; None: detect it.")] = None
+    root: Annotated[str | None, Option("The model's prefix in the checkpoint; None: find it.")] = (
+        None
+    )
     weights: opt.Weights = None
-    tag: str | None = None
+    tag: opt.Tag = None
     rules: opt.Rules = None
     sizes: opt.Sizes = None
     assets: opt.Assets = None
-    trust_assets: bool = False
+    trust_assets: Annotated[bool, Option("Believe --assets where other files contradict it.")] = (
+        False
+    )
     dequantize: opt.Dequantize = None
-    strict: bool = True
-    cast: bool = False
-    allow_overflow: bool = False
-    trusted: bool = False
-    checksum: bool = False
-    jobs: int = 0
-    partial: bool = False
+    cast: Annotated[
+        bool, Option("Whether floating tensors may get another dtype than the checkpoint's.")
+    ] = False
+    allow_overflow: Annotated[
+        bool,
+        Option(
+            "Whether elements may become infinite, NaN or saturated by a cast or by *dequantize*; "
+            "else the load fails, after it has filled the tensors."
+        ),
+    ] = False
+    trusted: Annotated[
+        bool,
+        Option("Whether leaves that are no tensors may run code when they are unpickled."),
+    ] = False
+    checksum: Annotated[
+        bool, Option("Whether to compare recorded checksums of what is read whole.")
+    ] = False
+    jobs: Annotated[
+        int | None,
+        Option("Threads per rank; None: its part of the host's cores, at most four."),
+    ] = None
+    strict: bool = True  # names that are missing or left over are errors
+    prefix: str | None = None  # the model's in the state
+    partial: bool = False  # another layout may be made of a part of the model
 
     def open(self, path: str | Path) -> Catalog:
         """Return the index of the checkpoint at *path*, quantised tensors as they are wanted."""

@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptctl.distributed.background import staging as copying
-from ckptctl.distributed.background.host_pool import PAGE, PATIENCE, HostPool, size_class
-from ckptctl.distributed.background.staging import BLOCK, HostCopy, Staged, copy_host, stage
+from ckptctl.distributed.background.staging import (
+    BLOCK,
+    PAGE,
+    PATIENCE,
+    HostCopy,
+    HostPool,
+    Staged,
+    copy_host,
+    size_class,
+    stage,
+)
 from ckptctl.distributed.saving.local_state import local_state
 from ckptctl.errors import RefusedError, StorageError
 
