@@ -28,12 +28,7 @@ _MOST = 1 << 20
 
 
 def check_expressions(patterns: Mapping[str, object], where: str) -> None:
-    """Refuse expressions that are malformed, or could keep the matching busy for hours.
-
-    Raises:
-        UnsupportedError: One of them is malformed.
-        RefusedError: There are too many ways to match them.
-    """
+    """Refuse expressions that are malformed, or could keep the matching busy for hours."""
     for text in patterns:
         try:
             re.compile(text)
@@ -139,16 +134,7 @@ class Settings:
         return not (self.rslora or self.ranks or self.alphas)
 
     def scale(self, key: str, rank: int) -> float:
-        """Return the factor of B A.
-
-        Args:
-            key: A tensor of the module in the adapter.
-            rank: That of its factors.
-
-        Raises:
-            UnsupportedError: The configuration says another rank.
-            UsageError: Nothing says how strong the adapter is.
-        """
+        """Return the factor of B A."""
         module = module_of(key)
         stated = matching(self.ranks, module, self.rank)
         if stated is not None and stated != rank:
@@ -170,11 +156,7 @@ class Settings:
 
 
 def factors_only(catalog: Catalog) -> Catalog:
-    """Return an adapter without the weights of its model, where torchtitan saves them together.
-
-    Raises:
-        RefusedError: It adapts embeddings.
-    """
+    """Return an adapter without the weights of its model, where torchtitan saves them together."""
     strange = next((name for name in catalog.tensors if ".lora_embedding_" in name), None)
     if strange:
         raise RefusedError("adapters of embeddings are not supported", where=f"tensor `{strange}`")
@@ -188,16 +170,7 @@ def factors_only(catalog: Catalog) -> Catalog:
 
 
 def check_magnitudes(known: Settings, with_: Collection[str], without: Collection[str]) -> None:
-    """Refuse magnitudes that the configuration does not know of, and missing ones.
-
-    Args:
-        known: What the configuration says.
-        with_: B's of modules that have a magnitude.
-        without: Those of modules that have none.
-
-    Raises:
-        UnsupportedError: PEFT would compute something else.
-    """
+    """Refuse magnitudes that the configuration does not know of, and missing ones."""
     if known.dora is False and with_:
         problem, where = f"{CONFIG} says `use_dora: false`, but there are magnitudes", with_
     elif without and (with_ or known.dora):
@@ -210,15 +183,7 @@ def check_magnitudes(known: Settings, with_: Collection[str], without: Collectio
 
 
 def require_saved(config: Json | None, saved: Collection[str]) -> None:
-    """Refuse an adapter that lacks all of the modules that were trained as a whole.
-
-    Args:
-        config: adapter_config.json; None: there is none.
-        saved: Tensors of the model that the adapter replaces.
-
-    Raises:
-        UnsupportedError: The merged model would have the untrained ones.
-    """
+    """Refuse an adapter that lacks all of the modules that were trained as a whole."""
     stated = (config or {}).get("modules_to_save")
     if stated and not saved:
         raise UnsupportedError(
@@ -230,11 +195,7 @@ def require_saved(config: Json | None, saved: Collection[str]) -> None:
 
 
 def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: str = "") -> None:
-    """Refuse a checkpoint without low-rank factors.
-
-    Raises:
-        CkptError: There are none.
-    """
+    """Refuse a checkpoint without low-rank factors."""
     if not is_adapter(catalog.tensors):
         names = listed(list(catalog.tensors), 2)
         why = f"no low-rank factor among {names}"
@@ -250,18 +211,7 @@ def described(catalog: Catalog) -> Json | None:
 def settings(
     config: Json | None, alpha: float | None = None, scaling: float | None = None
 ) -> Settings:
-    """Return what *config* says of the adapter's strength.
-
-    Args:
-        config: adapter_config.json; None: there is none.
-        alpha: ``--lora-alpha``.
-        scaling: ``--scaling``.
-
-    Raises:
-        RefusedError: It is a kind of adapter that is more than low-rank factors.
-        UsageError: An option contradicts it.
-        UnsupportedError: One of its values makes no sense.
-    """
+    """Return what *config* says of the adapter's strength."""
     if alpha is not None and scaling is not None:
         raise UsageError("--lora-alpha and --scaling both say how strong the adapter is")
     config = config or {}

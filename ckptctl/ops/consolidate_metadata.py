@@ -114,16 +114,6 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
 
     It looks into every write item, whose header has to agree with the metadata: a few kilobytes
     for each chunk.
-
-    Args:
-        path: A directory that ranks saved with ``use_collectives=False``.
-
-    Raises:
-        FormatError: It is something else.
-        RefusedError: It has global metadata.
-        StorageError: Nothing can be added to it.
-        DamagedError: A rank or a box is missing.
-        UnsupportedError: Files contradict each other.
     """
     require_local(
         path,
@@ -164,16 +154,7 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
 
 
 def run_metadata(plan: MetadataPlan) -> MetadataResult:
-    """Write the file that *plan* describes and give it its name in one step.
-
-    Args:
-        plan: What :func:`plan_metadata` returned.
-
-    Raises:
-        RefusedError: There is one meanwhile, or another run is at work.
-        ChangedError: The ranks' files have changed since.
-        StorageError: The system failed; nothing was added.
-    """
+    """Write the file that *plan* describes and give it its name in one step."""
     start = time.monotonic()
     _require_room(plan.source)
     _require_unchanged(plan)

@@ -30,30 +30,14 @@ class Destination:
     upload: bool = False
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the file system that is written to, be it on the way to a URL.
-
-        Raises:
-            StorageError: The system does not say.
-        """
+        """Free bytes of the file system that is written to, be it on the way to a URL."""
         return destinations.free_bytes(Path(tempfile.gettempdir()) if self.upload else self.path)
 
 
 def require_destination(
     source: Path, target: Path, overwrite: bool, is_checkpoint: Callable[[Path], bool]
 ) -> Destination:
-    """Return a destination after checking that an output may be made there.
-
-    Args:
-        source: What is read.
-        target: The destination as it was named.
-        overwrite: Whether what is there may be replaced.
-        is_checkpoint: Whether a path is something that may be: :func:`replaceable`, say.
-
-    Raises:
-        RefusedError: It exists and may not be replaced, or lies inside the source or around it.
-        UsageError: It is a path, and looks like a URL.
-        StorageError: Nothing can be made there.
-    """
+    """Return a destination after checking that an output may be made there."""
     if is_url(target):
         return _require_remote(source, target)
     destinations.require_path(target)
@@ -92,9 +76,6 @@ def replaceable(path: Path) -> bool:
     nothing else: a project with one stray weight file in it is no checkpoint. A file must be named
     as checkpoints are, or be readable as one: documents are zip files, too. Damaged ones may be
     replaced.
-
-    Raises:
-        RefusedError: It is one, and files lie in it that have no business in a checkpoint.
     """
     if not formats.sniff(path):
         return False

@@ -65,21 +65,9 @@ def map_key(
     given: Mapping[str, int] | None = None,
     config: Path | None = None,
 ) -> KeyMap:
-    """Return where *key* goes.
+    """Where *key*, or all keys of a template as ``model.layers.{i}.mlp.up_proj.weight``, goes.
 
-    Args:
-        key: The name of a tensor; a template such as ``model.layers.{i}.mlp.up_proj.weight``, too.
-        model_type: The family.
-        from_layout: The layout of the key; None: the only one that has it.
-        to_layout: Where it goes to.
-        given: Axis sizes, by any of their names.
-        config: ``config.json`` or ``params.json``, or the directory with them.
-
-    Raises:
-        UsageError: No such family, layout or size, or several layouts have the key.
-        MappingError: No layout has the key, or the target has no place for it.
-        SourceNotFoundError: *config* names no directory with a configuration.
-        DamagedError: The shards there cannot be joined.
+    *config* is ``config.json`` or ``params.json``, or the directory with them.
     """
     family = families.family(model_type)
     family.layout(to_layout)

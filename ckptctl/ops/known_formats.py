@@ -102,14 +102,7 @@ class KnownFormat:
 
 
 def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
-    """Return all formats by name, or one of them; those of installed packages come last.
-
-    Args:
-        name: The one; None: all.
-
-    Raises:
-        UsageError: There is no such format, or an installed package's cannot be loaded.
-    """
+    """Return all formats by name, or one of them; those of installed packages come last."""
     chosen = (formats.get(name),) if name is not None else formats.registered().values()
     return tuple(_described(one) for one in chosen)
 

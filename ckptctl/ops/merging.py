@@ -88,17 +88,7 @@ def plan_merge(
     dst: str | Path,
     options: MergeOptions,
 ) -> MergePlan:
-    """Decide everything about a merge; writes nothing.
-
-    Args:
-        base: The model's checkpoint.
-        adapter: The adapter: PEFT's directory, torchtune's file, ...
-        dst: Where the merged model will appear.
-        options: As for a conversion; without ``to`` the model's format is kept.
-
-    Raises:
-        CkptError: One of the two is not whole or not understood, or they do not belong together.
-    """
+    """Decide everything about a merge; without ``to`` in *options* the model's format is kept."""
     with families.using(options.converter):
         asked = options.to_format(options.to or _same_format(base, options))
         origin = formats.existing(adapter)
@@ -117,15 +107,7 @@ def plan_merge(
 
 
 def run_merge(plan: MergePlan, progress: Advance | None = None) -> ConversionResult:
-    """Carry out *plan* and publish the merged model, whole or not at all.
-
-    Args:
-        plan: What :func:`plan_merge` returned.
-        progress: Called with the bytes done since its last call, from this thread.
-
-    Raises:
-        CkptError: Nothing was published; see :func:`ckptctl.ops.conversion.convert.run_conversion`.
-    """
+    """Carry out *plan* and publish the merged model, whole or not at all."""
     return run_conversion(plan.conversion, progress)
 
 
@@ -138,11 +120,6 @@ def _same_format(base: str | Path, options: MergeOptions) -> str:
 
 class Merging:
     """One adapter on its way into one model.
-
-    Args:
-        path: The adapter.
-        options: What is asked for.
-        scaling: The factor of B A, if it was given.
 
     Attributes:
         adapter: Its catalog.

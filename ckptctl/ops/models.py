@@ -144,15 +144,7 @@ class Model:
 
 
 def models(name: str | None = None, layout: str | None = None) -> tuple[Model, ...]:
-    """Return all families, or one of them with its tables.
-
-    Args:
-        name: The one; None: all, none of whose tables is parsed.
-        layout: Only families that have it, and nothing of their other layouts.
-
-    Raises:
-        UsageError: There is no such family or layout.
-    """
+    """All families, none of whose tables is parsed; or one of them with its tables."""
     if name is not None:
         family = families.family(name)
         if layout is not None:

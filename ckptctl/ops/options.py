@@ -105,11 +105,7 @@ def dequantized_dtypes(_: Given | None = None) -> list[str]:
 
 
 def place(value: AnyPath) -> Path:
-    """Return the path or URL of a checkpoint, which is not looked at yet.
-
-    Raises:
-        UsageError: It is empty, as of a variable of a script that was not set.
-    """
+    """Return the path or URL of a checkpoint, which is not looked at yet."""
     from ckptctl.storage.paths import named
 
     if not os.fspath(value):
@@ -118,11 +114,7 @@ def place(value: AnyPath) -> Path:
 
 
 def output_file(value: AnyPath) -> Path:
-    """Return where a file is written: on this machine, with ``file://`` before it or without.
-
-    Raises:
-        UsageError: It is empty, or a URL of another kind.
-    """
+    """Return where a file is written: on this machine, with ``file://`` before it or without."""
     from ckptctl.storage.destinations import require_path
     from ckptctl.storage.paths import named
 
@@ -198,11 +190,7 @@ def axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Return what ``NAME=VALUE`` say, each name once.
-
-    Raises:
-        UsageError: They are something else.
-    """
+    """Return what ``NAME=VALUE`` say, each name once."""
     sizes: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -378,12 +366,7 @@ class ModelOptions(Options):
     converter: Converter = None
 
     def __post_init__(self) -> None:
-        """Check all values; a model type has to be known, whether or not it will be needed.
-
-        Raises:
-            UsageError: One of them makes no sense.
-            CkptError: The file of ``converter`` is missing or cannot be run.
-        """
+        """Check all values; a model type has to be known, whether or not it will be needed."""
         super().__post_init__()
         if self.model_type is not None:
             from ckptctl import families

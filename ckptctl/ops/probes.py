@@ -47,11 +47,7 @@ def large_file(folder: Path, nbytes: int) -> str | None:
 
 
 def sync_seconds(folder: Path) -> float:
-    """Return how long a MiB takes to reach the disk.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Return how long a MiB takes to reach the disk."""
     begun = time.perf_counter()
     with (folder / "sync").open("wb") as file:
         file.write(bytes(BLOCK))

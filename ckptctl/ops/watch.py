@@ -18,12 +18,7 @@ def unwatched(_: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def one_of_many(advance: Advance | None, nbytes: int) -> Iterator[Advance]:
-    """Yield what is to be called with the bytes of one part of the whole, as they are done.
-
-    Args:
-        advance: What a :data:`Watch` yields.
-        nbytes: Those of the part; what was not told of is done at the end, whatever happened.
-    """
+    """Yield what is to be called with the bytes of one part of the whole, as they are done."""
     left = nbytes
 
     def told(done: int) -> None:

@@ -42,21 +42,7 @@ def beside(catalog: Catalog, assets: Assets) -> Assets:
 def adapter_config_files(
     catalog: Catalog, assets: Assets, change: Change, target: WritableFormat, alpha: float | None
 ) -> ConfigFiles:
-    """Decide which files an adapter gets beside its tensors.
-
-    Args:
-        catalog: The adapter.
-        assets: Its side files; the model's configuration, which is not carried.
-        change: How its layout changes.
-        target: The format to write.
-        alpha: ``--lora-alpha``.
-
-    Raises:
-        RefusedError: The target has no place for what the configuration says, or its program
-            computes something else.
-        UsageError: The target's configuration needs what nothing says.
-        DamagedError: Configuration and tensors do not belong together.
-    """
+    """Decide which files an adapter gets beside its tensors."""
     config = described(catalog)
     known = settings(config, alpha)
     ranks = _ranks(change)
@@ -78,11 +64,7 @@ def adapter_config_files(
 
 
 def _require_same_biases(change: Change, assets: Assets) -> None:
-    """Refuse DoRA of layers with a bias where the other program treats that in another way.
-
-    Raises:
-        RefusedError: torchtune scales the bias as the rows, PEFT does not.
-    """
+    """Refuse DoRA of layers with a bias where the other program treats that in another way."""
     layouts = (change.source_layout or "", change.target_layout or "")
     scaling = [layout for layout in layouts if layout in SCALED_BIASES]
     if len(scaling) != 1 or change.family is None:
@@ -150,19 +132,7 @@ def _files(catalog: Catalog, assets: Assets, config: Json | None) -> ConfigFiles
 def written(
     ranks: Mapping[str, int], known: Settings, config: Json | None, dora: bool, layers: int | None
 ) -> dict[str, object]:
-    """Return an adapter_config.json for adapters that come from another program.
-
-    Args:
-        ranks: The rank of each module, by its name in the model.
-        known: How strong the adapter is.
-        config: What lies beside the source; its other values are kept.
-        dora: Whether there are magnitudes.
-        layers: Layers of the model, if that is known.
-
-    Raises:
-        UsageError: Nothing says how strong the adapter is.
-        DamagedError: The configuration says other ranks.
-    """
+    """Return an adapter_config.json for adapters that come from another program."""
     for module, rank in ranks.items():
         known.scale(module, rank)
     if known.alpha is None:
@@ -198,12 +168,7 @@ def written(
 
 
 def targets(modules: list[str], layers: int | None) -> list[str]:
-    """Return PEFT's ``target_modules``: last names where they mean just *modules*, else all names.
-
-    Args:
-        modules: Names in the model.
-        layers: Layers of the model; None: not known.
-    """
+    """PEFT's ``target_modules``: last names where they mean just *modules*, else whole names."""
     kinds: dict[str, list[str]] = {}
     for module in modules:
         kinds.setdefault(module.rpartition(".")[2], []).append(module)

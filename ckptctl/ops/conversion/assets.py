@@ -61,11 +61,7 @@ class Assets:
 
 
 def stated_in(directory: str | Path) -> dict[str, Json]:
-    """Return the configuration that ``--assets`` holds.
-
-    Raises:
-        SourceNotFoundError: There is no such directory.
-    """
+    """Return the configuration that ``--assets`` holds."""
     root = Path(directory).expanduser().absolute()
     if not root.is_dir():
         raise SourceNotFoundError(
@@ -78,17 +74,7 @@ def stated_in(directory: str | Path) -> dict[str, Json]:
 
 
 def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] = ()) -> Assets:
-    """Return the checkpoint's side files, those of ``--assets`` instead where it has them.
-
-    Args:
-        catalog: The checkpoint.
-        directory: That of ``--assets``.
-        globs: Those of ``--carry``: what travels beside the files of known kinds.
-
-    Raises:
-        SourceNotFoundError: ``--assets`` names no directory.
-        UsageError: It holds nothing to take, or a glob matches nothing.
-    """
+    """Return the checkpoint's side files, those of ``--assets`` instead where it has them."""
     found, roots = _own(catalog), [path_at(catalog.root)]
     if directory is not None:
         roots.append(Path(directory).expanduser().absolute())
@@ -154,9 +140,6 @@ def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Asse
         roots: The directories that the others lie in; the last that has one counts.
         globs: Of paths relative to them. ``*`` matches slashes, too, and nothing hidden: a name
             that begins with a dot is matched by a glob that says the dot.
-
-    Raises:
-        UsageError: One of them matches nothing.
     """
     found = {name: root for root in roots for name in _files(root, assets.others)}
     for glob in globs:

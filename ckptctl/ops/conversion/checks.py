@@ -20,11 +20,7 @@ from ckptctl.units import format_bytes
 
 
 def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
-    """Refuse options that contradict each other or have no meaning for the target.
-
-    Raises:
-        UsageError: Naming the option.
-    """
+    """Refuse options that contradict each other or have no meaning for the target."""
     threads = asked.execution().threads
     least = LEAST * threads
     those = f"{threads} threads need" if threads > 1 else "1 thread needs"
@@ -78,11 +74,7 @@ def require_scaled(
     entries: Mapping[str, TensorEntry],
     tensors: Sequence[OutputTensor],
 ) -> None:
-    """Refuse to cast weights to float8: without scales most of them leave its range.
-
-    Raises:
-        RefusedError: A tensor that is none becomes float8, and `--allow-overflow` is not given.
-    """
+    """Refuse to cast weights to float8: without scales most of them leave its range."""
     if asked.allow_overflow:
         return
     float8 = {one.name: one.dtype for one in tensors if _is_float8(one.dtype)}
@@ -126,11 +118,7 @@ class Reference:
 
 
 def reference(path: str | Path | None, to_format: str) -> Reference | None:
-    """Read the reference that ``--like`` names; None without it.
-
-    Raises:
-        UsageError: It is of another format than the output, or cuts a tensor over several files.
-    """
+    """Read the reference that ``--like`` names; None without it."""
     if path is None:
         return None
     catalog = formats.open_checkpoint(path)
@@ -193,11 +181,7 @@ def require_whole_blocks(
     divide: Divide,
     ranks: int,
 ) -> None:
-    """Refuse to divide a float8 weight inside of a block.
-
-    Raises:
-        RefusedError: Naming the weights, their blocks and a number of ranks that fits.
-    """
+    """Refuse to divide a float8 weight inside of a block."""
     found = {
         tensor: block
         for tensor, block in _blocks(pairs(catalog), mapped, tensors)
@@ -260,17 +244,6 @@ def keep_together(
     """Refuse a conversion after which quantised elements have lost their scales.
 
     A copy of everything under the same names is not looked at: it loses nothing.
-
-    Args:
-        catalog: The source.
-        chosen: The tensors that are converted.
-        renamed: Whether they get another layout.
-        dtype: What floats are cast to; None: nothing is cast.
-
-    Raises:
-        UsageError: A cast would turn quantised elements into numbers that they are not.
-        MappingError: Scales are left out.
-        DamagedError: Tensors that are said to be quantised have no scales, or others do not fit.
     """
     if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
         return

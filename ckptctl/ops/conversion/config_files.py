@@ -52,19 +52,7 @@ def config_files(
     dtype: str | None,
     cast: bool,
 ) -> ConfigFiles:
-    """Decide which side files an output gets.
-
-    Args:
-        assets: What there is.
-        to_format: Name of the target format.
-        change: How the layout changes.
-        ranks: Number of model-parallel shards.
-        dtype: The floating dtype of most of the output's tensors.
-        cast: Whether ``--dtype`` changed any tensor.
-
-    Raises:
-        MappingError: The target needs a configuration and none can be had or expressed.
-    """
+    """Decide which side files an output gets."""
     if to_format == "torch":
         names = sorted({*assets.sizes, *assets.documents})
         note = f"a torch file carries no side files; {len(names)} stay behind: {', '.join(names)}"

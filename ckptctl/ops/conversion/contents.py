@@ -152,13 +152,7 @@ def _no_place(change: Change) -> str:
 def in_checkpoint(
     tensors: Sequence[MappedTensor], root: str, keep_root: bool
 ) -> list[MappedTensor]:
-    """Return the model's *tensors* with names as the whole checkpoints have them.
-
-    Args:
-        tensors: With names inside the model.
-        root: The model's prefix in the source.
-        keep_root: Whether the target has that prefix too.
-    """
+    """Return the model's *tensors* with names as the whole checkpoints have them."""
     if not root:
         return list(tensors)
     prefix = root if keep_root else ""
@@ -210,16 +204,7 @@ def output_tensors(
     pinned: Collection[str],
     aliases: bool,
 ) -> tuple[OutputTensor, ...]:
-    """Return what is to be laid out, in order.
-
-    Args:
-        mapped: What becomes what.
-        entries: The source's tensors.
-        placed: Key path of each target.
-        dtype: Cast floating tensors to it; None: keep.
-        pinned: Logical tensors that are never cast, without indices.
-        aliases: Whether tensors that share memory go on doing so.
-    """
+    """Return what is to be laid out, in order."""
     shapes: dict[str, tuple[int, ...]] = {}
     kinds: dict[str, str] = {}
     memories: dict[str, list[object]] = {}

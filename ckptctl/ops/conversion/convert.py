@@ -76,16 +76,7 @@ Edit = Callable[[Catalog, Recognition, Mapping[str, Json]], Catalog]
 
 
 def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions) -> ConversionPlan:
-    """Decide everything about a conversion; writes nothing.
-
-    Args:
-        src: The checkpoint.
-        dst: Where the output will appear; must not exist unless *options* say to overwrite.
-        options: What is asked for.
-
-    Raises:
-        CkptError: The source is not whole or not understood, or the conversion would not be safe.
-    """
+    """Decide everything about a conversion; writes nothing."""
     with families.using(options.converter):
         return plan_changed(src, dst, options, lambda catalog, _, __: catalog)
 

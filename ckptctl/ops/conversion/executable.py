@@ -38,17 +38,9 @@ def executable(
     checksum: bool,
     provenance: Mapping[str, object],
 ) -> Plan:
-    """Plan the writing of an output.
+    """The plan that writes an output: how the format lays *contents* out, and files *beside* that.
 
-    Args:
-        contents: What it holds.
-        output: How the format lays that out.
-        beside: Configuration and side files.
-        target: Absolute path of the output.
-        single_file: Whether it is one file.
-        metadata: The strings that its files carry.
-        checksum: Whether checksums are computed, and a manifest written.
-        provenance: What the manifest says of the source.
+    The strings in *metadata* are those that its files carry.
     """
     catalog, root = contents.catalog, contents.catalog.root
     by_name = {tensor.name: tensor.dtype for tensor in contents.tensors}
@@ -104,17 +96,9 @@ def digest_of(
     computed: Mapping[str, Computed],
     checks: Sequence[Check] = (),
 ) -> str:
-    """Return the hexadecimal SHA-256 of what decides an output's bytes, the sources' own apart.
+    """Hexadecimal SHA-256 of what decides an output's bytes.
 
-    Args:
-        checksum: Whether records carry checksums.
-        files: Names and sizes.
-        records: Where each box goes.
-        transfers: What each box is made of.
-        raw_copies: What is copied unchanged; the directories that it comes from do not count.
-        contents: Files that are written from memory.
-        computed: The virtual files that transfers read; directories do not count here either.
-        checks: What is read for its checksum alone; the same holds for its directories.
+    The contents of the sources do not count, and neither do the directories that they lie in.
     """
     found = hashlib.sha256(repr(checksum).encode())
     for file in files:
@@ -141,14 +125,7 @@ def manifest(
     boxes: Mapping[str, Sequence[Place]],
     records: Sequence[Record],
 ) -> OutputFile:
-    """Return the manifest as an output file whose checksums are filled in at the end.
-
-    Args:
-        head: Provenance: source, plan digest, ...
-        tensors: What was written.
-        boxes: For each tensor its boxes and records.
-        records: All records.
-    """
+    """Return the manifest as an output file whose checksums are filled in at the end."""
 
     def content(crc_of: CrcOf) -> Iterator[bytes]:
         whole = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}

@@ -20,15 +20,7 @@ Parts = Mapping[str, tuple[str, ...]]
 
 
 def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
-    """Return *catalog* with the tensors in its leaves as tensors of their own.
-
-    Args:
-        catalog: A checkpoint.
-        names: The leaves that were read; others stay as they are.
-
-    Raises:
-        UnsupportedError: A tensor in a leaf would be called as something else is.
-    """
+    """Return *catalog* with the tensors in its leaves as tensors of their own."""
     tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
     blobs: dict[str, Blob] = {}
     for name, blob in catalog.blobs.items():
@@ -134,13 +126,7 @@ def strings(catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableF
 
 
 def same_data(catalog: Catalog, mapped: Sequence[MappedTensor], output: Output) -> bool:
-    """Return whether the tensors of an output are one file's, byte for byte and in its order.
-
-    Args:
-        catalog: The source.
-        mapped: How its tensors become those of the output.
-        output: Where these go.
-    """
+    """Return whether the tensors of an output are one file's, byte for byte and in its order."""
     if any(one.sources != one.targets for one in mapped):
         return False
     held = sorted(

@@ -141,15 +141,7 @@ def _leave_out(
     model: Sequence[str],
     options: ConversionOptions,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the names that the model should have, and what of the selection is not written.
-
-    Args:
-        catalog: What there is, whole or not.
-        selection: What would be converted of it.
-        gone: What is not whole.
-        model: Names in the model of all its tensors that are there.
-        options: What was asked for.
-    """
+    """Return the names that the model should have, and what of the selection is not written."""
     everything, root = options.only == "all", selection.root
     here = {root + name for name in (*selection.tensors, *selection.blobs)}
     outside = selection.rest if everything else ()
@@ -182,11 +174,7 @@ def _without(selection: Selection, names: Collection[str]) -> Selection:
 
 
 def find_missing(catalog: Catalog) -> Missing:
-    """Return everything in *catalog* that is not whole.
-
-    Args:
-        catalog: As it was read with ``partial``; the headers of all its items are looked at.
-    """
+    """What is not whole of a checkpoint that was read with ``partial``; looks at each item's header."""
     _, wrong = resolved(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
     names = {found.tensor: _reason(found) for found in errors if found.tensor}
@@ -213,12 +201,6 @@ def dependent(
     """Return the optimizer state that is nothing without what is missing, and why.
 
     The moments of a parameter go with it, and with each other; a parameter's settings stay.
-
-    Args:
-        missing: Names in the checkpoint of what is missing.
-        model: Names in the checkpoint of the model's own leaves, whole or not.
-        outside: Names of the other leaves that are there.
-        root: The model's prefix.
     """
     own = set(model)
     missing = list(missing)
@@ -295,10 +277,6 @@ def mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
     A file of another rank or another save holds some items of the right dtype and shape by
     chance, with other values. One item that cannot be read is a damaged item; several, or one that
     is sound but another than it should be, or one in a file of another length, are another file.
-
-    Args:
-        catalog: What the metadata says; its items are not resolved.
-        wrong: What was found when each item was looked at.
     """
     bad: dict[str, list[str]] = defaultdict(list)
     for found in wrong:

@@ -28,16 +28,7 @@ Proof = tuple[int, Callable[[], None]]
 
 
 def require_equal(plan: ConversionPlan, ranks: Coordinator) -> None:
-    """Prove that tensors which are dropped hold what the kept ones hold, or nothing at all.
-
-    Args:
-        plan: What is going to be done.
-        ranks: Those that share the work, each of which proves its part.
-
-    Raises:
-        DamagedError: Replicas that are to be compared differ.
-        MappingError: A tensor that is dropped would be missed.
-    """
+    """Prove that tensors which are dropped hold what the kept ones hold, or nothing at all."""
     if plan.replicated is not None:
         replicas_equal(portion_of(plan.replicated, ranks))
     with open_reader(plan.source) as files:
@@ -89,11 +80,7 @@ def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
 
 
 def require_regular(files: Readable, catalog: Catalog, root: str, tiling: Tiling) -> None:
-    """Prove that nothing is lost when rows for aspect ratios become a grid.
-
-    Raises:
-        MappingError: Two rows disagree about a tile, or hold something where none is.
-    """
+    """Prove that nothing is lost when rows for aspect ratios become a grid."""
     for one, other in tiling.equal:
         if _read(files, catalog, root, one) != _read(files, catalog, root, other):
             raise _irregular(catalog, root, one, f"row {other.origin[0]} has other values")
@@ -124,14 +111,6 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
 
     Records are compared with their checksums, headers and the like with what they were made of,
     raw copies with their sources.
-
-    Args:
-        plan: What was carried out.
-        crcs: CRC-32 of each record.
-        ranks: Those that share the work, each of which proves its part; None: there are no others.
-
-    Raises:
-        StorageError: The output holds other bytes than were written.
     """
     ranks = ranks or Alone()
     target = path_at(plan.target)

@@ -36,11 +36,7 @@ class Rest:
 
 
 def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
-    """Map the leaves called *names* along with the model.
-
-    Raises:
-        RefusedError: Optimizer state cannot follow its parameter.
-    """
+    """Map the leaves called *names* along with the model."""
     _require_same_vocabulary(catalog, names, change)
     run = _Follow(catalog, root, change)
     for name in names:

@@ -212,17 +212,7 @@ def sources_of(
     virtual: Mapping[str, Computed],
     raw: Sequence[RawCopy] = (),
 ) -> tuple[dict[str, Computed], dict[str, FileIdentity]]:
-    """Return the virtual files that are read, and the identities of the real ones below *root*.
-
-    Args:
-        root: The directory of the source.
-        transfers: What reads; memory that they read has no identity.
-        virtual: All virtual files of the source.
-        raw: What is copied from *root* unchanged.
-
-    Returns:
-        The virtual files, those that they are made of included, and the identity of each file.
-    """
+    """Return the virtual files that are read, and the identities of the real ones below *root*."""
     read = dict.fromkeys(o.file for transfer in transfers for o in transfer.source.operands)
     computed = reached(virtual, read)
     names = {name: None for name in read if not (is_computed(name) or is_memory(name))}

@@ -112,11 +112,7 @@ def upload(
 
 
 def require_plain(*, ranks: int) -> None:
-    """Refuse what cannot be done with a URL as destination.
-
-    Raises:
-        UsageError: It is asked for.
-    """
+    """Refuse what cannot be done with a URL as destination."""
     if ranks > 1:
         raise UsageError(
             "several ranks cannot write to a URL",

@@ -49,12 +49,7 @@ def new_nonce() -> bytes:
 def require_agreement(
     said: Sequence[RankStatement], rank: int, places: str = "destinations"
 ) -> None:
-    """Make sure that all ranks are about to do the same thing.
-
-    Raises:
-        RankError: Another rank cannot go on.
-        RefusedError: They differ in where or how they are to save or load.
-    """
+    """Make sure that all ranks are about to do the same thing."""
     for other, one in enumerate(said):
         if one.problem and other != rank:
             raise RankError(other, one.problem)

@@ -63,12 +63,7 @@ class Alone:
 
 
 class RankError(CkptError):
-    """Another rank failed, so this one has stopped, too.
-
-    Args:
-        rank: The rank that failed.
-        error: What it said.
-    """
+    """Another rank failed, so this one has stopped, too."""
 
     def __init__(self, rank: int, error: CkptError) -> None:
         super().__init__(
@@ -82,24 +77,12 @@ def together(ranks: Coordinator, work: Callable[[], T]) -> T:
     """Do *work* on every rank; when it fails on one of them, raise on all.
 
     Like that of all functions here, the work uses no collective itself.
-
-    Raises:
-        CkptError: What this rank's work raised.
-        RankError: What another's did.
     """
     return telling(ranks, lambda: (work(), None))[0]
 
 
 def telling(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, list[R]]:
-    """Do *work* on every rank, as :func:`together`, and send a part of each result to all.
-
-    Args:
-        ranks: The group.
-        work: Returns two values: one for this rank, one for all of them.
-
-    Returns:
-        This rank's first value, and the second ones of all ranks.
-    """
+    """Do *work* on every rank, as :func:`together`, and send a part of each result to all."""
     result, error = _attempt(work)
     found = ranks.all_gather((result[1] if result else None, sendable(error)))
     if error is not None:
@@ -169,11 +152,7 @@ def _answers(
 
 
 def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
-    """Prove that all ranks say the same; the keys of *said* are for the message.
-
-    Raises:
-        UsageError: On all ranks, if it is not.
-    """
+    """Prove that all ranks say the same; the keys of *said* are for the message."""
     if ranks.world == 1:
         return
     found = ranks.all_gather({name: repr(value) for name, value in said.items()})

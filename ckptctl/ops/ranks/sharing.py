@@ -56,11 +56,7 @@ def source_summary(plan: Plan) -> str:
 def staged(
     ranks: Coordinator, staging: Callable[[], AbstractContextManager[Staging]]
 ) -> Iterator[Staging | None]:
-    """Yield the staging directory on rank 0, None on the others; when that fails, raise on all.
-
-    Raises:
-        CkptError: See :func:`ckptctl.storage.publish.staging`.
-    """
+    """Yield the staging directory on rank 0, None on the others; when that fails, raise on all."""
     with ExitStack() as stack:
         yield on_first(ranks, lambda: stack.enter_context(staging()))
 
@@ -76,11 +72,6 @@ def execute_together(
 
     The staging directory is known on rank 0 alone and lies on a file system that all ranks see.
     Each rank does about as much as any other: for *progress* the bytes of this one count for all.
-
-    Raises:
-        RefusedError: Several ranks cannot go on from the journal of one.
-        CkptError: See :func:`~ckptctl.storage.execution.executor.execute`; on all ranks, whichever
-            failed.
     """
     if ranks.world == 1:
         assert stage is not None
@@ -108,11 +99,7 @@ def execute_together(
 
 
 def require_alone(ranks: Coordinator) -> None:
-    """Refuse to resume with several ranks.
-
-    Raises:
-        RefusedError: There are several.
-    """
+    """Refuse to resume with several ranks."""
     if ranks.world > 1:
         raise RefusedError(
             "--resume is for one process",
@@ -122,11 +109,7 @@ def require_alone(ranks: Coordinator) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a path that another machine has published is seen here.
-
-    Raises:
-        StorageError: It is not, after as long as a network file system may take.
-    """
+    """Wait until a path that another machine has published is seen here."""
     end = time.monotonic() + SEEN_WITHIN
     while not path.exists():
         if time.monotonic() > end:
