@@ -174,7 +174,7 @@ def _without(selection: Selection, names: Collection[str]) -> Selection:
 
 
 def find_missing(catalog: Catalog) -> Missing:
-    """What is not whole of a checkpoint that was read with ``partial``; looks at each item's header."""
+    """What is not whole in a checkpoint read with ``partial``; looks at the header of each item."""
     _, wrong = resolved(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
     names = {found.tensor: _reason(found) for found in errors if found.tensor}
