@@ -11,8 +11,8 @@ from ckptctl import families
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError
 from ckptctl.ops.comparison.options import DiffOptions
-from ckptctl.ops.comparison.pairing import Pair, Pairing, Unpaired, pair
-from ckptctl.ops.comparison.result import Difference, LeafDifference, Side, TensorDifference
+from ckptctl.ops.comparison.pairing import Pair, Pairing, pair
+from ckptctl.ops.comparison.result import Difference, LeafDifference, TensorDifference
 from ckptctl.ops.comparison.sides import Scope, map_other, open_sides, option_names, read_leaves
 from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
 from ckptctl.ops.loading.options import LoadOptions
@@ -65,32 +65,57 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
     )
     with renaming(option_names("b")):
         mapping = map_other(first, second, asked)
-    found = pair(first, second, mapping, Scope(options.include, options.exclude, options.only))
-    _require_something(found, options)
-    values = _Values() if options.structure else _values(first, found, options, progress)
-    sides = (
-        _side(shown(a), first, found.mapping.layout, found.a),
-        _side(shown(b), second, found.mapping.from_layout, found.b, values.only_b),
+    scope = Scope(options.include, options.exclude, options.only)
+    paired = pair(first, second, mapping, scope)
+    _require_something(paired, options)
+    values = _Values()
+    leaves: tuple[LeafDifference, ...] = ()
+    if not options.structure:
+        values = _values(first, paired.pairs, mapping, options, progress)
+        leaves = compare_leaves(first, second, paired.leaves)
+    left = {n: why for n, why in paired.b.left_out.items() if n not in values.only_b}
+    within = [e for e in values.errors.values() if not e.differing and e.max_abs is not None]
+    tensors = [_tensor(one, values.errors.get(one.entry.name)) for one in paired.pairs]
+    alike = ((), ("dtype",)) if options.ignore_dtype else ((),)
+    return Difference(
+        replace(paired.a, path=shown(a)),
+        replace(paired.b, path=shown(b), only=(*paired.b.only, *values.only_b), left_out=left),
+        model_type=mapping.model_type,
+        structure=options.structure,
+        compared=len(paired.pairs),
+        by_checksum=values.by_checksum,
+        within=len(within),
+        tensors=tuple(sorted((t for t in tensors if t.kinds not in alike), key=lambda t: t.order)),
+        compared_leaves=len(paired.leaves),
+        leaves=leaves,
+        bytes_read=values.bytes_read,
+        notes=_notes(mapping, tensors),
+        seconds=time.monotonic() - start,
     )
-    leaves = () if options.structure else compare_leaves(first, second, found.leaves)
-    return _difference(*sides, found, values, leaves, options, time.monotonic() - start)
 
 
-def _require_something(found: Pairing, options: DiffOptions) -> None:
+def _require_something(paired: Pairing, options: DiffOptions) -> None:
     """Refuse globs that leave nothing: two checkpoints would be called the same for it."""
-    alone = (*found.a.only, *found.a.only_leaves, *found.b.only, *found.b.only_leaves)
-    if (options.include or options.exclude) and not (found.pairs or found.leaves or alone):
+    alone = (*paired.a.only, *paired.a.only_leaves, *paired.b.only, *paired.b.only_leaves)
+    if (options.include or options.exclude) and not (paired.pairs or paired.leaves or alone):
         raise MappingError(
             "nothing is left to compare", why="what is included and excluded leaves no name"
         )
 
 
-def _values(first: Catalog, found: Pairing, options: DiffOptions, progress: Watch) -> _Values:
-    alike = [one for one in found.pairs if one.entry.shape == one.shape and "," not in one.dtype]
-    mapping = found.mapping
+def _values(
+    first: Catalog,
+    pairs: Sequence[Pair],
+    mapping: StateMapping,
+    options: DiffOptions,
+    progress: Watch,
+) -> _Values:
+    alike = [one for one in pairs if one.entry.shape == one.shape and "," not in one.dtype]
     names = [view.key for one in alike for part in one.mapped for view in part.sources]
+    # what is dropped for what it holds has to be read as well
+    held_back = [*mapping.must_be_zero, *(name for both in mapping.must_equal for name in both)]
     a = located(first, [one.entry.name for one in alike])
-    other = located(mapping.catalog, [*names, *_held_back(mapping)])
+    other = located(mapping.catalog, [*names, *held_back])
     mapping = replace(mapping, catalog=other)
     known = [one for one in alike if options.checksums and _known(a, other, one)]
     skipped = {one.entry.name for one in known}
@@ -109,11 +134,6 @@ def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
     return held.shape == one.shape and same_checksums(a.tensors[one.entry.name], held)
 
 
-def _held_back(mapping: StateMapping) -> list[str]:
-    """Return what has to be read because it is dropped for what it holds."""
-    return [*mapping.must_be_zero, *(name for both in mapping.must_equal for name in both)]
-
-
 def _lost(mapping: StateMapping) -> list[str]:
     """Return what has no place in A's layout, and holds what nothing else does."""
     catalog = mapping.catalog
@@ -123,51 +143,6 @@ def _lost(mapping: StateMapping) -> list[str]:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
                 lost.append(dropped)
     return lost
-
-
-def _side(
-    path: str, catalog: Catalog, layout: str | None, rest: Unpaired, lost: Sequence[str] = ()
-) -> Side:
-    """Return what is told of one of the two; *lost* was left out, and nothing else holds it."""
-    left = {name: why for name, why in rest.left_out.items() if name not in lost}
-    return Side(path, catalog.format, layout, (*rest.only, *lost), rest.only_leaves, left)
-
-
-def _difference(
-    a: Side,
-    b: Side,
-    found: Pairing,
-    values: _Values,
-    leaves: tuple[LeafDifference, ...],
-    options: DiffOptions,
-    seconds: float,
-) -> Difference:
-    tensors = [_tensor(one, values.errors.get(one.entry.name)) for one in found.pairs]
-    within = [
-        one for one in values.errors.values() if not one.differing and one.max_abs is not None
-    ]
-    return Difference(
-        a,
-        b,
-        model_type=found.mapping.model_type,
-        structure=options.structure,
-        compared=len(found.pairs),
-        by_checksum=values.by_checksum,
-        within=len(within),
-        tensors=_sorted(tensors, options),
-        compared_leaves=len(found.leaves),
-        leaves=leaves,
-        bytes_read=values.bytes_read,
-        notes=_notes(found.mapping, tensors),
-        seconds=seconds,
-    )
-
-
-def _sorted(
-    tensors: Sequence[TensorDifference], options: DiffOptions
-) -> tuple[TensorDifference, ...]:
-    alike = ((), ("dtype",)) if options.ignore_dtype else ((),)
-    return tuple(sorted((t for t in tensors if t.kinds not in alike), key=lambda t: t.order))
 
 
 def _tensor(one: Pair, errors: Errors | None) -> TensorDifference:

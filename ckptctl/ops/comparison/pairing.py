@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.ops.comparison.result import Side
 from ckptctl.ops.comparison.sides import Scope
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.selection import select
@@ -41,105 +41,67 @@ class Pair:
         return len(self.mapped) == 1 and one.renames and one.sources[0].sizes == self.entry.shape
 
 
-class LeafPair(NamedTuple):
-    """A leaf that is no tensor, by its names in both."""
-
-    a: str
-    b: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unpaired:
-    """What one of the two holds that has no partner; *left_out*: what is not compared, and why."""
-
-    only: tuple[str, ...]
-    only_leaves: tuple[str, ...]
-    left_out: Mapping[str, str]
-
-
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """What is to be compared, how B becomes A, and what is left of each."""
+    """What is to be compared, other leaves by their names in both, and what is left of each."""
 
-    mapping: StateMapping
     pairs: tuple[Pair, ...]
-    leaves: tuple[LeafPair, ...]
-    a: Unpaired
-    b: Unpaired
+    leaves: tuple[tuple[str, str], ...]
+    a: Side
+    b: Side
 
 
 def pair(a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope) -> Pairing:
     """Find what both checkpoints have; refuse a glob that matches nothing."""
-    found = _by_target(mapping, b)
     called = _called(b, mapping)
     own = {name: [name] for name in (*a.tensors, *a.blobs)}
     scope.require_used({*own, *(name for names in called.values() for name in names)})
     left_a = _left_out(a, mapping.prefix, scope, own)
     left_b = {**_left_out(b, mapping.root, scope, called), **mapping.dropped}
-    pairs = tuple(
-        found[name].of(entry, mapping.catalog)
-        for name, entry in a.tensors.items()
-        if name in found and found[name].whole and name not in left_a
-    )
-    held = {one.entry.name for one in pairs}
-    used = {name for one in pairs for name in one.sources}
-    leaves = (
-        LeafPair(moved(name, mapping.root, mapping.prefix), name)
-        for name in b.blobs
-        if name not in left_b
-    )
-    both = tuple(one for one in leaves if one.a in a.blobs and one.a not in left_a)
+    pairs = tuple(_pairs(a, b, mapping, left_a))
+    leaves = ((moved(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_b)
+    both = tuple(names for names in leaves if names[0] in a.blobs and names[0] not in left_a)
+    used_a = {*(one.entry.name for one in pairs), *(name for name, _ in both), *left_a}
+    used_b = {*(n for one in pairs for n in one.sources), *(name for _, name in both), *left_b}
     return Pairing(
-        mapping,
         pairs,
         both,
-        _unpaired(a, held, {one.a for one in both}, left_a),
-        _unpaired(b, used, {one.b for one in both}, left_b),
+        _side(a, mapping.layout, used_a, left_a),
+        _side(b, mapping.from_layout, used_b, left_b),
     )
 
 
-def _unpaired(
-    catalog: Catalog, tensors: Collection[str], leaves: Collection[str], left: Mapping[str, str]
-) -> Unpaired:
-    """Return what is neither among the paired *tensors* and *leaves* nor *left* out."""
-    return Unpaired(
-        tuple(name for name in catalog.tensors if name not in tensors and name not in left),
-        tuple(name for name in catalog.blobs if name not in leaves and name not in left),
+def _side(
+    catalog: Catalog, layout: str | None, used: Collection[str], left: Mapping[str, str]
+) -> Side:
+    """Describe one of the two; what is not among the names in *used* it has alone."""
+    return Side(
+        catalog.path,
+        catalog.format,
+        layout,
+        tuple(name for name in catalog.tensors if name not in used),
+        tuple(name for name in catalog.blobs if name not in used),
         left,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Counterpart:
-    """What in B becomes of one name in A."""
-
-    mapped: tuple[MappedTensor, ...]
-    shape: tuple[int, ...]
-    whole: bool
-    real: tuple[str, ...]
-
-    def of(self, entry: TensorEntry, catalog: Catalog) -> Pair:
-        kinds = {catalog.tensors[view.key].dtype for one in self.mapped for view in one.sources}
-        return Pair(entry, self.mapped, self.real, self.shape, ", ".join(sorted(kinds)))
-
-
-def _by_target(mapping: StateMapping, b: Catalog) -> dict[str, _Counterpart]:
+def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str]) -> Iterator[Pair]:
+    """Yield the tensors of A, without those *left* out, that B has whole."""
     becoming: dict[str, list[MappedTensor]] = {}
     for one in mapping.tensors:
         for key in dict.fromkeys(view.key for view in one.targets):
             becoming.setdefault(key, []).append(one)
     shapes = stored_shapes(mapping.tensors)
-    return {key: _found(key, shapes[key], mapped, b) for key, mapped in becoming.items()}
-
-
-def _found(
-    key: str, shape: tuple[int, ...], mapped: Sequence[MappedTensor], b: Catalog
-) -> _Counterpart:
-    views = [view for one in mapped for view in one.targets if view.key == key]
-    filled = sum(math.prod(view.sizes) for view in views)
-    read = dict.fromkeys(view.key for one in mapped for view in one.sources)
-    real = tuple(name for name in read if name in b.tensors)
-    return _Counterpart(tuple(mapped), shape, filled == math.prod(shape), real)
+    for name, entry in a.tensors.items():
+        mapped = becoming.get(name, [])
+        views = [view for one in mapped for view in one.targets if view.key == name]
+        filled = sum(math.prod(view.sizes) for view in views)
+        if not mapped or name in left or filled != math.prod(shapes[name]):
+            continue
+        read = dict.fromkeys(view.key for one in mapped for view in one.sources)
+        sources = tuple(key for key in read if key in b.tensors)
+        dtypes = sorted({mapping.catalog.tensors[key].dtype for key in read})
+        yield Pair(entry, tuple(mapped), sources, shapes[name], ", ".join(dtypes))
 
 
 def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:

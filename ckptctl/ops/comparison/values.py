@@ -11,7 +11,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
 from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.ops.comparison.pairing import LeafPair, Pair
+from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
@@ -129,7 +129,9 @@ SHOWN = 60
 FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
 
 
-def compare_leaves(a: Catalog, b: Catalog, pairs: Sequence[LeafPair]) -> tuple[LeafDifference, ...]:
+def compare_leaves(
+    a: Catalog, b: Catalog, pairs: Sequence[tuple[str, str]]
+) -> tuple[LeafDifference, ...]:
     """Return which of the leaves differ."""
     found = []
     for name, other in pairs:
