@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
-from ckptctl import families
+from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError
+from ckptctl.errors import CkptError, MappingError, UsageError
+from ckptctl.formats.base import Weights
 from ckptctl.ops.comparison.options import DiffOptions
-from ckptctl.ops.comparison.pairing import Pair, Pairing, pair
+from ckptctl.ops.comparison.pairing import Pair, Pairing, Scope, map_other, pair
 from ckptctl.ops.comparison.result import Difference, LeafDifference, TensorDifference
-from ckptctl.ops.comparison.sides import Scope, map_other, open_sides, option_names, read_leaves
 from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
+from ckptctl.ops.conversion.leaves import unpacked
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.roots import checked_root
-from ckptctl.ops.sources import located
+from ckptctl.ops.sources import located, open_source
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.options import renaming
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.errors_between import Errors
 from ckptctl.storage.paths import shown
+
+T = TypeVar("T")
+_OPTIONS = ("from", "weights", "tag", "root", "from-layout")
+_ELSEWHERE = {"from": "format", "from-layout": "layout"}
 
 
 @dataclass(slots=True)
@@ -50,9 +57,9 @@ def diff(
 
 def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -> Difference:
     start = time.monotonic()
-    first, second = map(read_leaves, open_sides(a, b, options))
+    first, second = map(_read_leaves, _opened(a, b, options))
     if options.root_a is not None:
-        with renaming(option_names("a")):
+        with renaming(_option_names("a")):
             checked_root(first, options.root_a)
     asked = LoadOptions(
         model_type=options.model_type,
@@ -63,7 +70,7 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
         dequantize=options.dequantize,
         sizes=options.sizes or {},
     )
-    with renaming(option_names("b")):
+    with renaming(_option_names("b")):
         mapping = map_other(first, second, asked)
     scope = Scope(options.include, options.exclude, options.only)
     paired = pair(first, second, mapping, scope)
@@ -92,6 +99,77 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
         notes=_notes(mapping, tensors),
         seconds=time.monotonic() - start,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """One of the two checkpoints, and what says how it is read."""
+
+    side: str
+    path: str | Path
+    format: str | None
+    model_type: str | None
+    weights: Weights | None
+    tag: str | None
+    rules: str | Path | None
+
+    def open(self) -> Catalog:
+        with renaming(_option_names(self.side)):
+            return open_source(self.path, self)
+
+
+def _option_names(side: str) -> dict[str, str]:
+    """Return what options that are about one checkpoint are called for side ``a`` or ``b``."""
+    return {f"--{name}": f"--{_ELSEWHERE.get(name, name)}-{side}" for name in _OPTIONS}
+
+
+def _opened(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catalog]:
+    """Return the indices of both checkpoints."""
+    kind, rules, dtype = options.model_type, options.rules, options.dequantize
+    chosen = (
+        _Chosen("a", a, options.format_a, kind, options.weights_a, options.tag_a, rules),
+        _Chosen("b", b, options.format_b, kind, options.weights_b, options.tag_b, rules),
+    )
+
+    def without_rules(one: _Chosen, error: UsageError) -> Catalog:
+        try:
+            return replace(one, rules=None).open()
+        except CkptError:
+            raise error from None
+
+    if rules:
+        opened = _meant_for_some(chosen, _Chosen.open, without_rules)
+    else:
+        opened = [one.open() for one in chosen]
+    if dtype is None:
+        return opened
+    return _meant_for_some(opened, lambda one: dequantised(one, dtype), lambda one, _: one)
+
+
+def _meant_for_some(
+    sides: Sequence[T],
+    with_it: Callable[[T], Catalog],
+    without: Callable[[T, UsageError], Catalog],
+) -> list[Catalog]:
+    """Return what something that was said makes of each side; one of them may refuse it."""
+    found: list[Catalog] = []
+    refused: list[UsageError] = []
+    for side in sides:
+        try:
+            found.append(with_it(side))
+        except UsageError as error:
+            refused.append(error)
+            found.append(without(side, error))
+    if len(refused) == len(sides):
+        raise refused[0]
+    return found
+
+
+def _read_leaves(catalog: Catalog) -> Catalog:
+    """Return *catalog* with the values of its other leaves, and tensors in them as tensors."""
+    read = formats.resolve(replace(catalog, tensors={}, replicas={}))
+    blobs = {**catalog.blobs, **read.blobs}
+    return unpacked(replace(catalog, blobs=blobs), tuple(blobs))[0]
 
 
 def _require_something(paired: Pairing, options: DiffOptions) -> None:

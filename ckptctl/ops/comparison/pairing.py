@@ -4,17 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
 
 from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.ops.comparison.result import Side
-from ckptctl.ops.comparison.sides import Scope
-from ckptctl.ops.loading.state_mapping import StateMapping, moved
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
 from ckptctl.ops.recognition.selection import select
+from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.storage.paths import path_at
 
 OUTSIDE = "not part of the model"
 UNCHOSEN = "not chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The part that is compared; no globs in *include*: all."""
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    only: Literal["model", "all"] = "all"
+
+    def chosen(self, name: str) -> bool:
+        """Return whether the globs take *name*."""
+        taken = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
+        return taken and not any(fnmatchcase(name, glob) for glob in self.exclude)
+
+    def require_used(self, names: Collection[str]) -> None:
+        """Refuse a glob that matches nothing."""
+        for glob in (*self.include, *self.exclude):
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise MappingError(
+                    f"no tensor matches `{glob}`",
+                    why=f"among {len(names):,} names, such as {listed(sorted(names), 2)}",
+                    hint="patterns match whole names: `*` stands for anything, dots included",
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +78,28 @@ class Pairing:
     leaves: tuple[tuple[str, str], ...]
     a: Side
     b: Side
+
+
+def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
+    """Map *b* to the layout of *a*, as a whole, or else as far as it goes.
+
+    A configuration that only *a* has says the sizes of both.
+    """
+    state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
+    if a.documents and not b.documents:
+        options = replace(options, assets=path_at(a.root))
+    try:
+        whole = map_state(b, state, options)
+        if state.keys() <= whole.offered:
+            return whole
+    except (MappingError, RefusedError):
+        return map_state(b, state, replace(options, partial=True))
+    try:
+        part = map_state(b, state, replace(options, partial=True))
+    except (MappingError, UsageError):
+        return whole
+    better = len(part.offered & state.keys()) > len(whole.offered & state.keys())
+    return part if better else whole
 
 
 def pair(a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope) -> Pairing:
