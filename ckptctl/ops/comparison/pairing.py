@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import MappingError, RefusedError, UsageError, listed
+from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.comparison.result import Side
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
-from ckptctl.ops.recognition.selection import select
+from ckptctl.ops.recognition.selection import select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.paths import path_at
@@ -39,11 +39,7 @@ class Scope:
         """Refuse a glob that matches nothing."""
         for glob in (*self.include, *self.exclude):
             if not any(fnmatchcase(name, glob) for name in names):
-                raise MappingError(
-                    f"no tensor matches `{glob}`",
-                    why=f"among {len(names):,} names, such as {listed(sorted(names), 2)}",
-                    hint="patterns match whole names: `*` stands for anything, dots included",
-                )
+                raise unmatched([glob], sorted(names))
 
 
 @dataclass(frozen=True, slots=True)

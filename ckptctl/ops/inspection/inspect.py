@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Finding, Severity, TensorEntry, is_computed
+from ckptctl.catalog import Catalog, Finding, Severity, TensorEntry
 from ckptctl.errors import (
     CkptError,
     CoverageError,
     FormatError,
-    MappingError,
     UnsupportedError,
     listed,
 )
@@ -27,16 +26,21 @@ from ckptctl.formats.shared.findings import UNUSABLE, severity_of
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.recognition.quantised import quantised, understood
+from ckptctl.ops.recognition.selection import unmatched
 from ckptctl.ops.sources import leaf_values, open_source
-from ckptctl.ops.watch import Watch, unwatched
+from ckptctl.ops.verification.structure import ends
+from ckptctl.ops.watch import Watch, one_of_many, unwatched
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
-from ckptctl.units import natural
 
 if TYPE_CHECKING:
     from ckptctl.ops.recognition.recognise import Recognition
+    from ckptctl.storage.compare import Readable
     from ckptctl.storage.statistics import Statistics
+
+PASSES = 2
+"""How often a tensor is read: a histogram needs to know its ends."""
 
 
 def inspect(
@@ -96,11 +100,7 @@ def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[Tensor
     tensors = list(tensors)
     found = [tensor for tensor in tensors if matches(tensor.name, include)]
     if tensors and not found:
-        raise MappingError(
-            f"no tensor matches {listed(include)}",
-            why=f"among {len(tensors):,} names, such as {listed([t.name for t in tensors], 2)}",
-            hint="patterns match whole names: `*` stands for anything, dots included",
-        )
+        raise unmatched(include, [tensor.name for tensor in tensors])
     return found
 
 
@@ -118,19 +118,13 @@ def problems(catalog: Catalog) -> dict[str, Severity]:
     found: dict[str, Severity] = {_said(one): one.severity for one in wrong}
     if not catalog.tensors:
         found["there are no tensors"] = "unknown"
-    needed: Counter[str] = Counter()
     for entry in catalog.tensors.values():
         try:
             if not entry.unsupported:
                 check_coverage(entry)
         except (CoverageError, UnsupportedError) as error:
             found[f"{error.what}: {error.why}"] = severity_of(error)
-        for extent in (one for one in entry.extents if not is_computed(one.file)):
-            needed[extent.file] = max(needed[extent.file], extent.offset + extent.nbytes)
-    for blob in catalog.blobs.values():
-        if blob.file is not None:
-            needed[blob.file] = max(needed[blob.file], blob.offset + blob.nbytes)
-    return {**dict.fromkeys(_short_files(catalog, needed), "error"), **found}
+    return {**dict.fromkeys(_short_files(catalog), "error"), **found}
 
 
 def _said(finding: Finding) -> str:
@@ -139,13 +133,13 @@ def _said(finding: Finding) -> str:
     return ": ".join(filter(None, (finding.what, finding.where)))
 
 
-def _short_files(catalog: Catalog, needed: Mapping[str, int]) -> Iterable[str]:
-    for file in natural(needed):
+def _short_files(catalog: Catalog) -> Iterator[str]:
+    for file, (needed, _) in ends(catalog).items():
         size = catalog.files.get(file)
         if size is None:
             yield f"file `{file}` is missing"
-        elif size < needed[file]:
-            yield f"file `{file}` is truncated: {needed[file]:,} bytes needed, {size:,} there"
+        elif size < needed:
+            yield f"file `{file}` is truncated: {needed:,} bytes needed, {size:,} there"
 
 
 def describe(
@@ -259,7 +253,6 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 
 
 def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
-    from ckptctl.ops.inspection.measuring import measured
     from ckptctl.storage.computed import open_reader
     from ckptctl.storage.statistics import BINS
 
@@ -270,6 +263,36 @@ def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[
     ]
     with open_reader(catalog) as files:
         return measured(files, wanted, progress, BINS)
+
+
+def measured(
+    files: Readable,
+    entries: Sequence[TensorEntry],
+    progress: Watch,
+    bins: int,
+    failed: Callable[[CkptError, TensorEntry], None] | None = None,
+) -> dict[str, Statistics]:
+    """Measure the *entries*, whose extents must be ``raw``; torch is imported here.
+
+    A tensor with holes is measured as far as it is there; one whose dtype has no numbers is left
+    out, as is one that *failed* is called with an error of.
+    """
+    from ckptctl.storage.statistics import measure
+
+    to_read = {one.name: PASSES * sum(extent.nbytes for extent in one.extents) for one in entries}
+    found: dict[str, Statistics] = {}
+    with progress(sum(to_read.values())) as advance:
+        for entry in entries:
+            try:
+                with one_of_many(advance, to_read[entry.name]) as seen:
+                    statistics = measure(files, entry, bins=bins, seen=seen)
+            except CkptError as error:
+                if failed is None:
+                    raise
+                failed(error, entry)
+            else:
+                found |= {entry.name: statistics} if statistics else {}
+    return found
 
 
 def _member(path: Path, parent: str | Path) -> Member:

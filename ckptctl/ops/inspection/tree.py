@@ -9,38 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ckptctl.units import NaturalKey, natural_key
+
+if TYPE_CHECKING:
+    from ckptctl.ops.inspection.result import TensorInfo
 
 Order = Literal["name", "size"]
 Signature = tuple[object, ...]
 MAX_PARTS = 64
 """Names with more parts keep the rest in the last one: recursion stays bounded."""
-
-
-class ListedTensor(Protocol):
-    """What a tree needs to know of a tensor."""
-
-    @property
-    def name(self) -> str:
-        """Its fully qualified name."""
-
-    @property
-    def dtype(self) -> str:
-        """Its dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-
-    @property
-    def alias_of(self) -> str | None:
-        """The tensor whose memory it shares, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +47,12 @@ class Branch:
 
 @dataclass(slots=True)
 class _Node:
-    leaf: ListedTensor | None = None
+    leaf: TensorInfo | None = None
     children: dict[str, _Node] = field(default_factory=dict)
 
 
 def build(
-    tensors: Iterable[ListedTensor], sort: Order = "name", depth: int | None = None
+    tensors: Iterable[TensorInfo], sort: Order = "name", depth: int | None = None
 ) -> list[Branch]:
     """Build the tree of *tensors*; *sort* by size puts the largest first.
 
@@ -165,7 +144,7 @@ def _groups(numbered: dict[int, _Node], depth: int | None) -> Iterator[Branch]:
             yield _group(label, len(indices), below[first], hide)
 
 
-def _leaf(label: str, leaf: ListedTensor, copies: int = 1) -> Branch:
+def _leaf(label: str, leaf: TensorInfo, copies: int = 1) -> Branch:
     nbytes = 0 if leaf.alias_of else leaf.nbytes * copies
     return Branch(label, copies, copies, nbytes, leaf.dtype, leaf.shape, leaf.alias_of)
 

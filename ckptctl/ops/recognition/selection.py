@@ -65,11 +65,7 @@ def chosen(
     for pattern in (*include, *exclude):
         known = (*names, *lacking)
         if not any(_matches(name, selection.root, (pattern,)) for name in known):
-            raise MappingError(
-                f"no tensor matches `{pattern}`",
-                why=f"among {len(names):,} names, such as {listed(names, 2)}",
-                hint="patterns match whole names: `*` stands for anything, dots included",
-            )
+            raise unmatched([pattern], names)
     wanted = {
         name
         for name in names
@@ -101,6 +97,15 @@ def wanted(
         (inside or everything)
         and (not include or _matches(name.removeprefix(root), root, include))
         and not _matches(name.removeprefix(root), root, exclude)
+    )
+
+
+def unmatched(patterns: Sequence[str], names: Sequence[str]) -> MappingError:
+    """Return the error about patterns that none of *names* matches."""
+    return MappingError(
+        f"no tensor matches {listed(patterns)}",
+        why=f"among {len(names):,} names, such as {listed(names, 2)}",
+        hint="patterns match whole names: `*` stands for anything, dots included",
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry, is_computed
 from ckptctl.errors import CkptError, FormatError, SourceNotFoundError, UnsupportedError, UsageError
-from ckptctl.ops.inspection.measuring import measured
+from ckptctl.ops.inspection.inspect import measured
 from ckptctl.ops.report.data import Chunk, ChunkMap, Report
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.verification.items import resolved
@@ -104,7 +104,7 @@ def values(
     with open_reader(known) as reader:
         found = measured(
             reader,
-            known.tensors.values(),
+            list(known.tensors.values()),
             progress,
             BINS,
             lambda error, entry: wrong.append(of_error(error, root, entry.name)),

@@ -158,20 +158,26 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
 
 def _files(catalog: Catalog) -> Iterator[Finding]:
     """Every byte range has to lie inside of its file."""
-    ends: dict[str, tuple[int, str]] = {}
     for name, file, start, end in _ranges(catalog):
         if start < 0 or end < start:
             yield Finding(
                 "a byte range is negative", f"{start:,} to {end:,}", "unknown", file, name
             )
-        ends[file] = max(ends.get(file, (-1, "")), (end, name))
-    for file in natural(ends):
-        size, (end, name) = catalog.files.get(file), ends[file]
+    for file, (end, name) in ends(catalog).items():
+        size = catalog.files.get(file)
         if size is None:
             yield Finding("a data file is missing", file=file, tensor=name)
         elif end > size:
             why = f"{end:,} bytes are needed, the file has {size:,}"
             yield Finding("a data file is truncated", why, file=file, tensor=name)
+
+
+def ends(catalog: Catalog) -> dict[str, tuple[int, str]]:
+    """Return for each file, in natural order, how many bytes it needs, and for which leaf."""
+    last: dict[str, tuple[int, str]] = {}
+    for name, file, _, end in _ranges(catalog):
+        last[file] = max(last.get(file, (-1, "")), (end, name))
+    return {file: last[file] for file in natural(last)}
 
 
 def _ranges(catalog: Catalog) -> Iterator[tuple[str, str, int, int]]:

@@ -1,20 +1,11 @@
-from dataclasses import dataclass
-
 import pytest
 
 from ckptctl.ops.inspection import tree
+from ckptctl.ops.inspection.result import TensorInfo
 
 
-@dataclass(frozen=True)
-class T:
-    name: str
-    shape: tuple[int, ...] = (4,)
-    dtype: str = "bfloat16"
-    alias_of: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.shape[0]
+def T(name, shape=(4,), dtype="bfloat16", alias_of=None):
+    return TensorInfo(name, dtype, shape, 2 * shape[0], 1, alias_of)
 
 
 def flat(branches):
