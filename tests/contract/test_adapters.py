@@ -63,10 +63,8 @@ def test_an_adapter_is_recognised_by_its_keys(name):
         shapes = factors(name, layout)
         if shapes:
             found = detect(shapes, ADAPTERS)
-            assert is_adapter(shapes) and found.exact
-            assert any(
-                c.family == name and layout in (c.layout, *c.alike) for c in found.candidates
-            )
+            assert is_adapter(shapes) and all(c.exact for c in found)
+            assert any(c.family == name and layout in (c.layout, *c.alike) for c in found)
 
 
 @pytest.mark.parametrize(("name", "source", "target"), PAIRS)

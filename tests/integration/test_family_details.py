@@ -83,10 +83,11 @@ def test_qwen_3_next_in_memory_has_no_extra_layer(tmp_path: Path) -> None:
 def test_an_incomplete_extra_layer_is_noticed(tmp_path: Path) -> None:
     source = qwen3_next_with_mtp(tmp_path / "hf")
     shapes = {k: tuple(v.shape) for k, v in load_file(source / "model.safetensors").items()}
-    assert detect(shapes, families(), {"model_type": "qwen3_next"}).exact
+    (found,) = detect(shapes, families(), {"model_type": "qwen3_next"})
+    assert found.exact
     gone = "mtp.layers.0.mlp.experts.3.up_proj.weight"
     del shapes[gone]
-    (found,) = detect(shapes, families(), {"model_type": "qwen3_next"}).candidates
+    (found,) = detect(shapes, families(), {"model_type": "qwen3_next"})
     assert (found.layout, found.missing, found.unmatched) == ("hf", (gone,), ())
 
 

@@ -36,7 +36,7 @@ def recognised(folder: Path) -> set[str]:
     state = load_any_reference(folder)
     shapes = {key: tuple(value.shape) for key, value in state.items()}
     found = detect(shapes, families.families(), config)
-    return {candidate.family for candidate in found.candidates if candidate.exact}
+    return {candidate.family for candidate in found if candidate.exact}
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -149,7 +149,7 @@ class JoinedShards:
             ranks=self.ranks,
             prefer=self.layout,
         )
-        fitting = [c for c in found.candidates if self.layout in (c.layout, *c.alike)]
+        fitting = [c for c in found if self.layout in (c.layout, *c.alike)]
         known = {c.family: families.family(c.family) for c in fitting}
         splits = {tuple(self._division(f, key) for key in shapes) for f in known.values()}
         if len(splits) > 1 and self.ranks > 1:

@@ -194,18 +194,16 @@ def _unquantised(
     if recognition.exact or len(plain) == len(names):
         return recognition, names
     types = [recognition.asked] if recognition.asked else families.names()
-    chosen = {name: families.family(name) for name in types}
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(plain, ())
-    seen = detect(
-        shapes,
-        chosen,
+    fitting = detect(
+        dict.fromkeys(plain, ()),
+        {name: families.family(name) for name in types},
         recognition.config,
         recognition.params,
         named=bool(recognition.asked),
         root=recognition.root,
     )
-    pairs = tuple((one.family, one.layout) for one in seen.candidates)
-    return replace(recognition, pairs=pairs, exact=seen.exact), plain
+    pairs = tuple((one.family, one.layout) for one in fitting)
+    return replace(recognition, pairs=pairs, exact=any(one.exact for one in fitting)), plain
 
 
 def _certain(family: Family, matched: Matched, recognition: Recognition, less: Lacking) -> bool:

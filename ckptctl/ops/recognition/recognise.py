@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
@@ -24,7 +25,9 @@ from ckptctl.ops.recognition.selection import Selection, select
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.detect import Candidate, Detection, detect
+from ckptctl.planner.mapping.detect import Candidate, detect
+
+Candidates: TypeAlias = Sequence[Candidate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,67 +83,88 @@ def recognise(
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     prefer = layout or formats.get(catalog.format).layout
     named = containers(catalog)
-    tried: dict[str, Detection] = {}
+    tried: dict[str, Candidates] = {}
     for prefix in prefixes:
-        if prefix not in named and any(one.exact for one in tried.values()):
+        if prefix not in named and any(map(_exact, tried.values())):
             break
-        selection = select(catalog, prefix)
-        seen = _detect(selection, known, config, params, prefer, bool(model_type))
-        tried[prefix] = seen if layout else _of_format(seen, catalog.format)
-    best = max(tried.items(), key=lambda item: _rank(item[1]))
-    _require_one_root(best, {p: d for p, d in tried.items() if p in named}, catalog.path)
-    asked = root is not None or bool(best[1].candidates)
-    inside = {} if asked else _inside(catalog, known, tried)
+        shapes = _shapes(catalog, prefix)
+        fitting = detect(
+            shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
+        )
+        tried[prefix] = fitting if layout else _of_format(fitting, catalog.format)
+    place = max(tried, key=lambda prefix: _rank(tried[prefix]))
+    _require_one_root(place, tried, named, catalog.path)
+    inside = {} if root is not None or tried[place] else _inside(catalog, known, tried)
     if len(inside) == 1 and covers(catalog, next(iter(inside))):
-        best = next(iter(inside.items()))
-    found = _recognition(*best, model_type, layout, config, params)
-    if not found.candidates:
-        found = replace(found, inside=tuple((p, _families(d)) for p, d in inside.items()))
-    return _settled(found, best[1], catalog, known, layout)
+        place = next(iter(inside))
+    fitting = tuple({**tried, **inside}[place])
+    candidates = [c for c in fitting if layout in (None, c.layout, *c.alike)]
+    if layout is not None and not candidates:
+        raise _in_another_layout(layout, fitting, catalog.path)
+    names = _families(candidates)
+    layouts = list(dict.fromkeys(c.layout for c in candidates))
+    # Layouts that differ only in layers that are not adapted: any of them is right.
+    any_layout = _exact(fitting) and is_adapter(catalog.tensors)
+    if layout is None and layouts and (len(layouts) == 1 or any_layout):
+        layout = layouts[0]
+    recognition = Recognition(
+        model_type=names[0] if len(names) == 1 else model_type if names else None,
+        candidates=names,
+        layout=layout,
+        alike=candidates[0].alike if candidates else (),
+        evidence=tuple(map(str, candidates)),
+        root=place,
+        exact=_exact(fitting),
+        config=config,
+        params=params,
+        asked=model_type,
+        inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
+        pairs=tuple((c.family, c.layout) for c in candidates),
+    )
+    if model_type is None and config is None:
+        return _perhaps_tied(recognition, select(catalog, place), known)
+    return recognition
+
+
+def _shapes(catalog: Catalog, root: str) -> dict[str, tuple[int, ...]]:
+    return {name: entry.shape for name, entry in select(catalog, root).tensors.items()}
+
+
+def _exact(fitting: Candidates) -> bool:
+    return any(candidate.exact for candidate in fitting)
+
+
+def _rank(fitting: Candidates) -> tuple[bool, float]:
+    return _exact(fitting), max((c.share for c in fitting), default=0.0)
+
+
+def _families(fitting: Candidates) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(candidate.family for candidate in fitting))
 
 
 def _inside(
-    catalog: Catalog, known: Mapping[str, Family], tried: Mapping[str, Detection]
-) -> dict[str, Detection]:
+    catalog: Catalog, known: Mapping[str, Family], tried: Mapping[str, Candidates]
+) -> dict[str, Candidates]:
     """Return the parts of *catalog* that are exactly a model of a family, by their prefixes."""
-    found: dict[str, Detection] = {}
+    models: dict[str, Candidates] = {}
     for prefix in subtrees(catalog):
-        if prefix in tried or any(prefix.startswith(outer) for outer in found):
+        if prefix in tried or any(prefix.startswith(outer) for outer in models):
             continue
-        shapes = {name: one.shape for name, one in select(catalog, prefix).tensors.items()}
-        seen = detect(shapes, known, least=1.0, root=prefix)
-        if seen.exact:
-            found[prefix] = seen
-    return found
+        fitting = detect(_shapes(catalog, prefix), known, least=1.0, root=prefix)
+        if _exact(fitting):
+            models[prefix] = fitting
+    return models
 
 
-def _families(found: Detection) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(candidate.family for candidate in found.candidates))
-
-
-def _settled(
-    found: Recognition,
-    seen: Detection,
-    catalog: Catalog,
-    known: Mapping[str, Family],
-    layout: str | None,
-) -> Recognition:
-    """Return *found* with what names and shapes leave open."""
-    if found.layout is None and found.exact and is_adapter(catalog.tensors):
-        # Layouts that differ only in layers that are not adapted: any of them is right.
-        found = replace(found, layout=seen.candidates[0].layout)
-    if found.asked is None and found.config is None:
-        found = _perhaps_tied(found, select(catalog, found.root), known)
-    if layout is not None and not found.candidates:
-        names = " or ".join(map(_said, seen.candidates))
-        raise MappingError(
-            f"the tensors are not in layout `{layout}`",
-            where=catalog.path,
-            why=f"their names are those of {names}"
-            if names
-            else "no known family has these keys in it",
-        )
-    return found
+def _in_another_layout(layout: str, fitting: Candidates, where: str) -> MappingError:
+    names = " or ".join(map(str, fitting))
+    return MappingError(
+        f"the tensors are not in layout `{layout}`",
+        where=where,
+        why=f"their names are those of {names}"
+        if names
+        else "no known family has these keys in it",
+    )
 
 
 def _check_layout(layout: str | None, known: Mapping[str, Family]) -> None:
@@ -154,26 +178,12 @@ def _check_layout(layout: str | None, known: Mapping[str, Family]) -> None:
         )
 
 
-def _detect(
-    selection: Selection,
-    known: Mapping[str, Family],
-    config: Json | None,
-    params: Json | None,
-    prefer: str | None,
-    named: bool,
-) -> Detection:
-    shapes = {name: entry.shape for name, entry in selection.tensors.items()}
-    root = selection.root
-    return detect(shapes, known, config, params, prefer=prefer, named=named, root=root)
-
-
-def _of_format(found: Detection, format: str) -> Detection:
+def _of_format(fitting: Candidates, format: str) -> Candidates:
     """Return the candidates in the layout that the format always has, where there are any."""
     known = formats.get(format)
-    fitting = [c for c in found.candidates if known.layout in (c.layout, *c.alike)]
-    if known.other_layouts or not fitting:
-        return found
-    return replace(found, candidates=tuple(fitting))
+    if known.other_layouts:
+        return fitting
+    return [c for c in fitting if known.layout in (c.layout, *c.alike)] or fitting
 
 
 def _perhaps_tied(
@@ -216,11 +226,12 @@ def _same_crc(selection: Selection, one: str, other: str) -> bool:
 
 
 def _require_one_root(
-    best: tuple[str, Detection], named: Mapping[str, Detection], where: str
+    place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: str
 ) -> None:
-    alike = [prefix for prefix, found in named.items() if _rank(found) == _rank(best[1])]
+    best = _rank(tried[place])
+    alike = [prefix for prefix in tried if prefix in named and _rank(tried[prefix]) == best]
     equals = [p for p in alike if not any(q != p and q.startswith(p) for q in alike)]
-    if best[0] in equals and len(equals) > 1:
+    if place in equals and len(equals) > 1:
         shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equals)
         raise MappingError(
             f"the model could be under {shown}",
@@ -228,38 +239,3 @@ def _require_one_root(
             why="both are containers that fit equally well",
             hint=f"say which with `--root {equals[0].rstrip('.')}`",
         )
-
-
-def _rank(found: Detection) -> tuple[bool, float]:
-    return found.exact, max((c.share for c in found.candidates), default=0.0)
-
-
-def _recognition(
-    root: str,
-    found: Detection,
-    model_type: str | None,
-    layout: str | None,
-    config: Json | None,
-    params: Json | None,
-) -> Recognition:
-    candidates = [c for c in found.candidates if layout in (None, c.layout, *c.alike)]
-    names = tuple(dict.fromkeys(c.family for c in candidates))
-    layouts = {layout} if layout and candidates else {c.layout for c in candidates}
-    one = next(iter(layouts)) if len(layouts) == 1 else None
-    return Recognition(
-        model_type=names[0] if len(names) == 1 else model_type if names else None,
-        candidates=names,
-        layout=one or layout,
-        alike=candidates[0].alike if candidates else (),
-        evidence=tuple(_said(candidate) for candidate in candidates),
-        root=root,
-        exact=found.exact,
-        config=config,
-        params=params,
-        asked=model_type,
-        pairs=tuple((c.family, c.layout) for c in candidates),
-    )
-
-
-def _said(candidate: Candidate) -> str:
-    return f"{candidate.family} in layout {candidate.layout} ({', '.join(candidate.evidence)})"

@@ -45,28 +45,8 @@ class Candidate:
         """Return whether every key is known and none is missing."""
         return not self.unmatched and not self.missing
 
-
-@dataclass(frozen=True, slots=True)
-class Detection:
-    """What a checkpoint may be.
-
-    Attributes:
-        candidates: All that fit equally well: exact ones, or else those that nearly fit (most
-            keys are known) and of which mapping will say what is wrong.
-    """
-
-    candidates: tuple[Candidate, ...]
-    configured: bool
-
-    @property
-    def exact(self) -> bool:
-        """Return whether the keys are exactly those of the candidates."""
-        return bool(self.candidates) and self.candidates[0].exact
-
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """Return the different layouts of the candidates."""
-        return tuple(dict.fromkeys(c.layout for c in self.candidates))
+    def __str__(self) -> str:
+        return f"{self.family} in layout {self.layout} ({', '.join(self.evidence)})"
 
 
 def detect(
@@ -80,30 +60,39 @@ def detect(
     least: float = ENOUGH,
     named: bool = False,
     root: str = "",
-) -> Detection:
-    """Return the model types and layouts that fit; with several *ranks*, the *shapes* are one's.
+) -> tuple[Candidate, ...]:
+    """Return the model types and layouts that fit equally well.
 
-    A layout counts if it knows the part *least* of all keys. No configuration excludes a model type
-    that the user *named*.
+    They are exact; or else most keys are known, and mapping will say what is wrong.
+
+    Args:
+        shapes: Shape of each tensor by key; with several *ranks* those of one rank.
+        families: The model types to choose from.
+        config: config.json, where there is one.
+        params: params.json, where there is one.
+        ranks: Number of model-parallel shards.
+        prefer: The layout to name among those that are alike.
+        least: The part of all keys that a layout has to know; 1: exact ones alone.
+        named: Whether the user named the model type: no configuration excludes it.
+        root: What stood before the keys, with its dot.
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
     asked = _Question(shapes, key_kinds(shapes), (config, params), ranks, prefer, root)
-    fitting: list[Candidate] = []
     # Only layouts that know every key are exact: the tables of most families need no parsing then.
     for share in dict.fromkeys((1.0, least)):
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for family in families.values():
             evidence = () if named else _evidence(family, *known)
             names = [] if evidence is None else _plausible(family, asked, share)
-            found += _layouts(family, names, asked, share, evidence or ())
-        fitting = [c for c in found if c.exact]
-        if fitting:
+            candidates += _layouts(family, names, asked, share, evidence or ())
+        if any(candidate.exact for candidate in candidates):
             break
-    fitting = fitting or _closest(found)
-    configured = not named and any(item is not None for item in known)
-    if configured:
-        fitting = _most_refined(fitting, families)
-    return Detection(tuple(fitting), configured)
+    # The most keys known, of those the least missed: exact ones, where there are any.
+    ranked = [(c.exact, c.share, -len(c.missing)) for c in candidates]
+    best = [c for c, rank in zip(candidates, ranked, strict=True) if rank == max(ranked)]
+    if not named and known != (None, None):
+        best = _most_refined(best, families)
+    return tuple(best)
 
 
 class _Question(NamedTuple):
@@ -222,14 +211,6 @@ def _candidate(
         (*filter(None, [torn(family, matched)]), *islice(gone, SHOWN))[:SHOWN],
         share,
     )
-
-
-def _closest(found: list[Candidate]) -> list[Candidate]:
-    """Return the candidates that know the most keys, of those the ones that miss the least."""
-    if not found:
-        return []
-    best = max((c.share, -len(c.missing)) for c in found)
-    return [c for c in found if (c.share, -len(c.missing)) == best]
 
 
 def _most_refined(found: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:

@@ -116,9 +116,10 @@ def test_detection_looks_at_kinds_not_at_keys(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("ckptctl.planner.families.templates.taken_apart", counted)
     monkeypatch.setattr(Template, "read", reading)
     shapes = llama(200)
-    assert detect(shapes, known).exact
+    found = detect(shapes, known)
+    assert found and all(c.exact for c in found)
     assert taken == list(shapes) and not read
     del shapes["model.layers.7.mlp.up_proj.weight"]
     found = detect(shapes, known)
-    assert {c.missing for c in found.candidates} == {("model.layers.7.mlp.up_proj.weight",)}
+    assert {c.missing for c in found} == {("model.layers.7.mlp.up_proj.weight",)}
     assert not read
