@@ -22,8 +22,7 @@ class Observation:
 
     def equations(self, family: Family) -> Iterator[tuple[int, tuple[Axes, ...], int]]:
         """Yield ``(dimension, terms, size)``: the terms are products of axes and add up to it."""
-        places = {leaf.part: leaf for _, leaf in self.stored.parts}
-        leaves = list(places.values())
+        leaves = self.stored.leaves
         for dim, size in enumerate(self.shape):
             terms = tuple(family.expand(leaf.dims[dim]) for leaf in leaves)
             if dim == self.stored.along and leaves[0].part is not None:

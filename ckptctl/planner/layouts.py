@@ -95,6 +95,11 @@ class Stored:
     parts: tuple[tuple[Tensor, Leaf], ...]
 
     @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Return what is concatenated in it, in order; of rows that are the same part, one."""
+        return tuple({leaf.part: leaf for _, leaf in self.parts}.values())
+
+    @property
     def along(self) -> int:
         """Return the dimension along which the parts are concatenated."""
         return self.parts[0][1].along
@@ -121,6 +126,11 @@ class Layout:
     leaves: Mapping[str, Leaf]
     stored: tuple[Stored, ...]
     table: TemplateTable[Meaning]
+
+    @cached_property
+    def holders(self) -> Mapping[str, Stored]:
+        """Return what is stored of each logical tensor, by its name."""
+        return {tensor.name: stored for stored in self.stored for tensor, _ in stored.parts}
 
     @cached_property
     def spread(self) -> frozenset[str]:

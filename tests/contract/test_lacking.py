@@ -443,7 +443,7 @@ def test_a_model_without_a_head_and_without_what_it_puts_before_names(name):
     head = {family.layout("hf").leaves[tie.tensor].key.text for tie in family.ties}
     shapes = {k: shape for k, shape in tiny(family, "hf").items() if k not in head}
     inner = {key.removeprefix(family.wrapper): shape for key, shape in shapes.items()}
-    (found,) = detect(inner, {name: family}).candidates
+    (found,) = detect(inner, {name: family})
     assert found.exact and found.layout == BASE
     back = mapped(name, BASE, "hf", inner, without={tie.tensor for tie in family.ties})
     assert {(*view.sources, *view.targets)[0].key for view in back.tensors} == inner.keys()

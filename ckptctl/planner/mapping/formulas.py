@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.families.tables import Leaf
+from ckptctl.planner.layouts import Family, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,37 +91,32 @@ class Extents:
                 names = [name for name in names if name not in parts]
         return [str(self.family.constants.get(name, name)) for name in names]
 
-    def shape(self, layout: Layout, leaf: Leaf, tensor: Tensor) -> tuple[Amount, ...]:
-        """Return the shape of the stored tensor that holds *tensor*, all its parts together."""
-        sizes = [self.amount(group) for group in leaf.dims]
-        if leaf.part is not None:
-            sizes[leaf.along] = ZERO
-            for other in _parts(layout, leaf, tensor):
-                sizes[leaf.along] = sizes[leaf.along].plus(self.amount(other.dims[leaf.along]))
+    def shape(self, stored: Stored) -> tuple[Amount, ...]:
+        """Return the shape of a stored tensor, all its parts together."""
+        first, *others = stored.leaves
+        sizes = [self.amount(group) for group in first.dims]
+        for other in others:
+            sizes[first.along] = sizes[first.along].plus(self.amount(other.dims[first.along]))
         return tuple(sizes)
 
     def place(
-        self, layout: Layout, leaf: Leaf, tensor: Tensor, fixed: Mapping[str, int | str]
+        self, stored: Stored, leaf: Leaf, fixed: Mapping[str, int | str]
     ) -> tuple[Range, ...]:
-        """Return which part of a stored tensor a logical one is."""
-        return tuple(
-            self._range(layout, leaf, tensor, dim, fixed) for dim, _ in enumerate(leaf.dims)
-        )
-
-    def _range(
-        self, layout: Layout, leaf: Leaf, tensor: Tensor, dim: int, fixed: Mapping[str, int | str]
-    ) -> Range:
-        group = leaf.dims[dim]
-        held = [axis for axis in group if axis in fixed]
-        if held:
-            return self._entry(group, held, fixed)
-        own = self.amount(group)
-        if leaf.part is None or dim != leaf.along:
-            return Range(ZERO, own, whole=True)
-        start = ZERO
-        for other in _parts(layout, leaf, tensor)[: leaf.part]:
-            start = start.plus(self.amount(other.dims[dim]))
-        return Range(start, start.plus(own))
+        """Return which part of *stored* a leaf of it is, of the *fixed* axes one entry alone."""
+        ranges: list[Range] = []
+        for dim, group in enumerate(leaf.dims):
+            held = [axis for axis in group if axis in fixed]
+            own = self.amount(group)
+            if held:
+                ranges.append(self._entry(group, held, fixed))
+            elif leaf.part is None or dim != leaf.along:
+                ranges.append(Range(ZERO, own, whole=True))
+            else:
+                start = ZERO
+                for other in stored.leaves[: leaf.part]:
+                    start = start.plus(self.amount(other.dims[dim]))
+                ranges.append(Range(start, start.plus(own)))
+        return tuple(ranges)
 
     def _entry(
         self, group: Sequence[str], held: Sequence[str], fixed: Mapping[str, int | str]
@@ -132,11 +127,6 @@ class Extents:
             return Range(ZERO, ZERO, among=f"{which} of ({' '.join(group)})")
         rest = self.amount(group[1:])
         return Range(_times(value, rest), _times(_next(value), rest))
-
-
-def _parts(layout: Layout, leaf: Leaf, tensor: Tensor) -> list[Leaf]:
-    stored = next(s for s in layout.stored if (tensor, leaf) in s.parts)
-    return list({other.part: other for _, other in stored.parts}.values())
 
 
 def _next(value: int | str) -> int | str:

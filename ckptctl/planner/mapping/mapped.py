@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes, Sizes
-from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.layouts import Family, Layout, Stored
+from ckptctl.planner.families.tables import Tensor
+from ckptctl.planner.layouts import Family, Layout
 
 
 class Region(NamedTuple):
@@ -148,87 +148,68 @@ class Geometry:
     write: Span
 
 
-class Moving:
-    """How a tensor moves from one layout to another.
+def geometry(
+    family: Family,
+    sizes: Sizes,
+    source: tuple[Layout, Tensor],
+    target: tuple[Layout, Tensor],
+    key: str,
+    shape: tuple[int, ...],
+) -> Geometry:
+    """Return how tensors of a kind move from one layout to another.
 
-    Where two are tied, the logical tensor is called one way in the source, another in the target.
+    Where two tensors are tied, the source may have the one and the target the other.
+
+    Args:
+        family: The model type.
+        sizes: What is known of axis sizes.
+        source: The layout read, and the logical tensor as it is called there.
+        target: The layout written, and the logical tensor.
+        key: One of the stored tensors, for errors.
+        shape: Its shape.
     """
+    stored, wanted = (layout.leaves[tensor.name] for layout, tensor in (source, target))
+    own = {
+        family.expand(group): shape[dim]
+        for dim, group in enumerate(stored.dims)
+        if stored.part is None or dim != stored.along
+    }
 
-    def __init__(
-        self,
-        family: Family,
-        sizes: Sizes,
-        source: tuple[Layout, Tensor],
-        target: tuple[Layout, Tensor],
-        key: str,
-        shape: tuple[int, ...],
-    ) -> None:
-        self.family, self.known, self.key, self.shape = family, sizes, key, shape
-        self.source, self.target = source, target
-        self.stored = source[0].leaves[source[1].name]
-        self.wanted = target[0].leaves[target[1].name]
-        self.local: dict[Axes, int] = {}
-        for dim, group in enumerate(self.stored.dims):
-            if self.stored.part is None or dim != self.stored.along:
-                self.local[family.expand(group)] = shape[dim]
+    def size(group: Axes) -> int:
+        known = own.get(group, sizes.of(group))
+        if known is None:
+            unknown = [axis for axis in group if axis not in sizes.axes]
+            names = dict.fromkeys(family.called(axis) for axis in unknown)
+            raise MappingError(
+                f"cannot reorder the axes of `{source[1].name.partition('.')[0]}` without "
+                f"{' and '.join(names)}",
+                where=f"tensor `{key}`",
+                why=f"its shape is {shape}: {stored} becomes {wanted}, and no "
+                "configuration says how many there are",
+                hint="`--assets DIR` takes them from the model that was trained: a folder with "
+                "config.json or params.json; `--set` gives single numbers",
+            )
+        return known
 
-    def geometry(self) -> Geometry:
-        """Return what all such tensors have in common."""
-        skipped = set(self.stored.spread) & set(self.wanted.spread)
-        before, after = (
-            [self.family.expand(group) for group in leaf.groups if not skipped.intersection(group)]
-            for leaf in (self.stored, self.wanted)
-        )
-        atoms: list[Axes]
-        if sorted(before) == sorted(after):
-            atoms = before
-        else:
-            atoms = [(axis,) for group in before for axis in group]
-        place = {axis: n for n, atom in enumerate(atoms) for axis in atom}
-        read, write = (
-            tuple(tuple(dict.fromkeys(place[axis] for axis in group)) for group in groups)
-            for groups in (before, after)
-        )
-        return Geometry(
-            tuple(self._size(atom) for atom in atoms),
-            read,
-            write,
-            self._region(*self.source),
-            self._region(*self.target),
-        )
-
-    def _size(self, group: Axes) -> int:
-        found = self.local.get(group)
-        found = self.known.of(group) if found is None else found
-        if found is None:
-            raise self._unknown(group)
-        return found
-
-    def _region(self, layout: Layout, tensor: Tensor) -> Span:
+    def region(layout: Layout, tensor: Tensor) -> Span:
         leaf = layout.leaves[tensor.name]
-        sizes = tuple(self._size(self.family.expand(group)) for group in leaf.dims)
-        origin = [0] * len(sizes)
+        origin = [0] * len(leaf.dims)
         if leaf.part:
-            stored = next(s for s in layout.stored if (tensor, leaf) in s.parts)
-            origin[leaf.along] = sum(self._before(stored, leaf))
-        return tuple(origin), sizes
+            before = layout.holders[tensor.name].leaves[: leaf.part]
+            origin[leaf.along] = sum(size(family.expand(b.dims[leaf.along])) for b in before)
+        return tuple(origin), tuple(size(family.expand(group)) for group in leaf.dims)
 
-    def _before(self, stored: Stored, leaf: Leaf) -> Sequence[int]:
-        parts = {other.part or 0: other for _, other in stored.parts}
-        return [
-            self._size(self.family.expand(parts[number].dims[leaf.along]))
-            for number in range(leaf.part or 0)
-        ]
-
-    def _unknown(self, group: Axes) -> MappingError:
-        unknown = [axis for axis in group if axis not in self.known.axes]
-        names = list(dict.fromkeys(self.family.called(axis) for axis in unknown))
-        return MappingError(
-            f"cannot reorder the axes of `{self.source[1].name.partition('.')[0]}` without "
-            f"{' and '.join(names)}",
-            where=f"tensor `{self.key}`",
-            why=f"its shape is {self.shape}: {self.stored} becomes {self.wanted}, and no "
-            "configuration says how many there are",
-            hint="`--assets DIR` takes them from the model that was trained: a folder with "
-            "config.json or params.json; `--set` gives single numbers",
-        )
+    skipped = set(stored.spread) & set(wanted.spread)
+    before, after = (
+        [family.expand(group) for group in leaf.groups if not skipped.intersection(group)]
+        for leaf in (stored, wanted)
+    )
+    atoms = before
+    if sorted(before) != sorted(after):
+        atoms = [(axis,) for group in before for axis in group]
+    place = {axis: n for n, atom in enumerate(atoms) for axis in atom}
+    read, write = (
+        tuple(tuple(dict.fromkeys(place[axis] for axis in group)) for group in groups)
+        for groups in (before, after)
+    )
+    return Geometry(tuple(map(size, atoms)), read, write, region(*source), region(*target))

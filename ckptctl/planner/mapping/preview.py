@@ -190,7 +190,7 @@ class _Router:
     def _arrival(self, tensor: Tensor, asked: Leaf, values: Values, variant: str | None) -> Arrival:
         """Return the tensor of the target that holds *tensor*."""
         wanted = self.target.leaves[tensor.name]
-        stored = next(s for s in self.target.stored if (tensor, wanted) in s.parts)
+        stored = self.target.holders[tensor.name]
         own = {
             axis: values.get(axis, _open(axis)) if axis in asked.spread else _open(axis)
             for axis in wanted.spread
@@ -201,7 +201,7 @@ class _Router:
             raise self.numbers.unknown(self.target.name)
         return Arrival(
             stored.template.text.format_map({**numbered, **own}),
-            self.extents.shape(self.target, wanted, tensor),
+            self.extents.shape(stored),
             {axis: self.extents.amount((axis,)) for axis, v in own.items() if v == _open(axis)},
             tuple(self._pieces(stored, tensor, values, own)),
             variant,
@@ -214,7 +214,7 @@ class _Router:
         parts = Range(ZERO, ZERO, among="tile by tile")
         name = tensor.name.partition(".")[0]
         piece = Contribution(leaf.key.text, name, *axes, (parts,), (parts,), True, True)
-        shape = self.extents.shape(self.target, wanted, other)
+        shape = self.extents.shape(self.target.holders[other.name])
         return Arrival(wanted.key.text, shape, {}, (piece,))
 
     def _pieces(
@@ -255,8 +255,8 @@ class _Router:
                 held.name.partition(".")[0],
                 show_dims(leaf.dims),
                 show_dims(wanted.dims),
-                self.extents.place(self.source, leaf, held, out),
-                self.extents.place(self.target, wanted, tensor, into),
+                self.extents.place(self.source.holders[held.name], leaf, out),
+                self.extents.place(self.target.holders[tensor.name], wanted, into),
                 self._order(leaf, wanted) != self._order(wanted, leaf),
                 key == self.found.key,
             )

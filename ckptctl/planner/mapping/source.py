@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from typing import TypeAlias
 
 from ckptctl.errors import MappingError, listed
@@ -147,30 +147,19 @@ class Fusing:
         self._source, self._target, self._numbering = source, target, numbering
         self._missing = missing
         self._incomplete: dict[str, str] = {}
-        self._fused = {
-            tensor.name: stored
-            for stored in target.stored
-            for tensor, leaf in stored.parts
-            if leaf.part is not None
-        }
 
     def require_parts(self, tensor: Tensor, values: Values) -> None:
         """Refuse a fused tensor, or note it as left out, of which only some parts are there."""
-        stored = self._fused.get(tensor.name)
-        if stored is None:
+        if self._target.leaves[tensor.name].part is None:
             return
-        parts: dict[int | None, list[Tensor]] = {}
-        for other, leaf in stored.parts:
-            parts.setdefault(leaf.part, []).append(other)
+        parts = self._target.holders[tensor.name].parts
         there = self._source.matched.keys
-        gone = [
-            alike[0]
-            for alike in parts.values()
-            if not any((one.name, values) in there for one in alike)
-        ]
+        held_parts = {leaf.part for other, leaf in parts if (other.name, values) in there}
+        first = {leaf.part: other for other, leaf in reversed(parts)}
+        gone = [first[part] for part in sorted(first.keys() - held_parts, key=lambda n: n or 0)]
         if gone:
-            names = [(other.name, values) for other, _ in stored.parts]
-            held = [key for name in names for key in there.get(name, {}).values()]
+            keys = (there.get((other.name, values), {}) for other, _ in parts)
+            held = [key for some in keys for key in some.values()]
             lacking = [key for other in gone for key in self._keys(other, values)]
             self._leave_out(tensor, values, held, lacking)
 
@@ -194,12 +183,11 @@ class Fusing:
 
         Each of these with the reason.
         """
-        kept, left_out = list(tensors), dict[str, str]()
-        while self._incomplete:
-            gone = [one for one in kept if any(v.key in self._incomplete for v in one.targets)]
-            if not gone:
-                break
-            kept = [one for one in kept if all(one is not other for other in gone)]
+        kept, gone, left_out = list(tensors), list(tensors), dict[str, str]()
+        while gone and self._incomplete:
+            touched = [any(v.key in self._incomplete for v in one.targets) for one in kept]
+            gone = list(compress(kept, touched))
+            kept = [one for one, without in zip(kept, touched, strict=True) if not without]
             for mapped in gone:
                 why = next(filter(None, (self._incomplete.get(v.key) for v in mapped.targets)))
                 self._incomplete |= {view.key: why for view in mapped.targets}

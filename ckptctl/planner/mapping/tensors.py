@@ -13,9 +13,9 @@ from ckptctl.planner.layouts import Drop, Family, Layout, Tie
 from ckptctl.planner.mapping.mapped import (
     Geometry,
     MappedTensor,
-    Moving,
     View,
     Zeros,
+    geometry,
     require_covered,
 )
 from ckptctl.planner.mapping.matching import Lead, key_of, leads
@@ -275,9 +275,7 @@ class _Run:
         kind = (held.name, tensor.name, shape)
         if kind not in self.geometry:
             sides = (self.source.layout, held), (self.target, tensor)
-            self.geometry[kind] = Moving(
-                self.family, self.source.sizes, *sides, key, shape
-            ).geometry()
+            self.geometry[kind] = geometry(self.family, self.source.sizes, *sides, key, shape)
         return self.geometry[kind]
 
     def _key(self, tensor: Tensor, values: tuple[int, ...], lead: Lead = ()) -> str:

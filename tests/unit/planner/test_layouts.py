@@ -447,7 +447,7 @@ def test_one_rank_shows_which_llama_it_is():
 
 
 def names_of(found):
-    return [(c.family, c.layout) for c in found.candidates]
+    return [(c.family, c.layout) for c in found]
 
 
 LLAMA3 = {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": False}
@@ -466,13 +466,13 @@ LLAMA3 = {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": 
 def test_config_decides(config, expected):
     shapes = hf(lm_head=expected != "llama3_2")
     found = detect(shapes, families(), config)
-    assert names_of(found) == [(expected, "hf")] and found.exact
-    assert any("config.json" in text for text in found.candidates[0].evidence)
+    assert names_of(found) == [(expected, "hf")] and found[0].exact
+    assert any("config.json" in text for text in found[0].evidence)
 
 
 def test_another_model_type_with_the_same_keys_is_not_llama():
     assert names_of(detect(hf(), families(), {"model_type": "mistral"})) == [("mistral", "hf")]
-    assert not detect(hf(), families(), {"model_type": "unheard_of"}).candidates
+    assert not detect(hf(), families(), {"model_type": "unheard_of"})
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_another_model_type_with_the_same_keys_is_not_llama():
 def test_params_decide(params, expected):
     found = detect(meta(), families(), None, params, prefer="meta")
     assert names_of(found) == [(expected, "meta")]
-    assert found.candidates[0].alike == ("torchtitan@0.2",)
+    assert found[0].alike == ("torchtitan@0.2",)
 
 
 def test_params_of_mistral_are_not_llama():
@@ -497,8 +497,8 @@ def test_params_of_mistral_are_not_llama():
 
 def test_keys_alone_leave_several_families():
     found = detect(meta(), families())
-    assert {c.family for c in found.candidates} >= {"llama2", "llama3", "llama3_2"}
-    assert {"meta", "mistral"} <= set(found.layouts) and not found.configured
+    assert {c.family for c in found} >= {"llama2", "llama3", "llama3_2"}
+    assert {"meta", "mistral"} <= {c.layout for c in found}
     found = detect(meta(), families(), prefer="torchtitan@0.2")
     assert ("llama3", "torchtitan@0.2") in names_of(found)
     assert ("llama3", "meta") not in names_of(found)
@@ -511,15 +511,15 @@ def test_nearly_a_model_is_named_and_marked():
     shapes = hf()
     del shapes["model.layers.1.mlp.up_proj.weight"]
     found = detect(shapes, families(), LLAMA3)
-    assert names_of(found) == [("llama3", "hf")] and not found.exact
-    assert found.candidates[0].missing == ("model.layers.1.mlp.up_proj.weight",)
+    assert names_of(found) == [("llama3", "hf")] and not found[0].exact
+    assert found[0].missing == ("model.layers.1.mlp.up_proj.weight",)
     found = detect(hf() | {"model.extra": (1,)}, families(), LLAMA3)
-    assert found.candidates[0].unmatched == ("model.extra",)
+    assert found[0].unmatched == ("model.extra",)
 
 
 def test_strangers():
-    assert not detect({"a": (1,), "b": (2,)}, families()).candidates
-    assert not detect({}, families()).candidates
+    assert not detect({"a": (1,), "b": (2,)}, families())
+    assert not detect({}, families())
 
 
 def test_a_new_family_is_a_table():
@@ -534,7 +534,7 @@ def test_a_new_family_is_a_table():
 
 def test_layouts_that_take_these_keys_for_the_same_are_one():
     """Where no layer has experts, what packs experts is no other layout."""
-    found = [c for c in detect(hf(), families()).candidates if c.family == "qwen2_moe"]
+    found = [c for c in detect(hf(), families()) if c.family == "qwen2_moe"]
     assert [(c.layout, "hf-v5" in c.alike) for c in found] == [("hf", True)]
 
 

@@ -39,7 +39,7 @@ def test_six_digits_are_no_index(number):
 def test_a_layer_and_an_expert_too_many():
     """Layers times experts that are missing would be ten thousand millions of keys."""
     found = shapes() | {EXPERT.format(99999, 0): (96, 64), EXPERT.format(0, 99999): (96, 64)}
-    (candidate,) = detect(found, families(), {"model_type": "mixtral"}).candidates
+    (candidate,) = detect(found, families(), {"model_type": "mixtral"})
     assert candidate.missing
     with pytest.raises(RefusedError, match="lacks"):
         map_tensors(family("mixtral"), "hf", "hf-v5", found)
