@@ -22,18 +22,19 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper, Start
 from ckptctl.distributed.saving.destination import SaveOptions
-from ckptctl.distributed.saving.final import save_converted
-from ckptctl.distributed.saving.save import write
+from ckptctl.distributed.saving.save import save, write
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.ops import options as opt
-from ckptctl.ops.conversion.options import WriteOptions
+from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+from ckptctl.ops.conversion.options import ConversionOptions, WriteOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.runs.refusals import parse_best
 from ckptctl.options import Option, declared, keywords
 from ckptctl.planner.retention import Policy
-from ckptctl.storage.destinations import require_path
+from ckptctl.storage import trash
+from ckptctl.storage.destinations import check_target, destination, require_path
 from ckptctl.storage.remote.urls import local_path
 
 _log = logging.getLogger("ckptctl")
@@ -382,3 +383,47 @@ def _rated(metrics: Mapping[str, Any]) -> dict[str, float]:
         return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError("a metric is not a number", where="metrics", why=str(error)) from error
+
+
+MODEL = "model"
+"""The key of the model in a state of training."""
+
+_log = logging.getLogger("ckptctl")
+
+
+def save_converted(
+    state: StateDict,
+    out: str | Path,
+    options: ConversionOptions,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save *state* as *options* say; all ranks call it, and it returns when it is published."""
+    ranks = coordinator(group)
+    target = destination(Path(out).expanduser().absolute())
+    stage = target.parent / f".{target.name}.ckptctl-final"
+    alone = MODEL in state and options.only == "model"
+    kept: StateDict = {MODEL: state[MODEL]} if alone else state
+
+    def make_room() -> None:
+        if not options.overwrite:
+            check_target(target, overwrite=False, is_checkpoint=lambda _: False)
+        trash.remove(stage)
+
+    def convert() -> None:
+        run_conversion(plan_conversion(stage, target, options))
+
+    on_first(ranks, make_room)
+    try:
+        save(kept, stage, process_group=group)
+        on_first(ranks, convert)
+    finally:
+        if ranks.rank == 0:
+            _discard(stage)
+    return target
+
+
+def _discard(stage: Path) -> None:
+    try:
+        trash.remove(stage)
+    except CkptError as error:
+        _log.warning("%s could not be removed: %s", stage, error)

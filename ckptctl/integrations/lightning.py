@@ -21,19 +21,21 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.integrations.lightning_folder import (
+from ckptctl.integrations.whole import (
     META,
     MODEL,
     OPTIMIZER,
     OPTIMIZERS,
     fingerprint,
+    own_group,
     parts,
     pickled,
     read_rest,
     require_none,
     save_beside,
+    whole,
+    with_numbers,
 )
-from ckptctl.integrations.whole import own_group, whole, with_numbers
 from ckptctl.storage import trash
 from ckptctl.storage.paths import real_path
 

@@ -132,8 +132,7 @@ def ways(
     from torch.distributed.checkpoint.state_dict_loader import load as stock
 
     from ckptctl.distributed.group import threads
-    from ckptctl.distributed.loading.collective import PLANS
-    from ckptctl.distributed.loading.load import load
+    from ckptctl.distributed.loading.load import PLANS, load
 
     jobs = threads(0)
     files = stack.enter_context(BareFiles(folder))

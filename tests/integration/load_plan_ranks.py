@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ckptctl.distributed.loading import collective as collective_load
-from ckptctl.distributed.loading.collective import CollectiveLoad
-from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.loading import load as collective_load
+from ckptctl.distributed.loading.load import CollectiveLoad, load
 from ckptctl.distributed.saving.save import save
 from ckptctl.ops.loading.identity import identity
 

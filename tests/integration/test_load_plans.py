@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.loading import collective as collective_load
-from ckptctl.distributed.loading.collective import PLANS
-from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.loading import load as collective_load
+from ckptctl.distributed.loading.load import PLANS, load
 from ckptctl.errors import MappingError
 from ckptctl.ops.loading.identity import identity
 from ckptctl.ops.loading.options import LoadOptions

@@ -19,10 +19,9 @@ from torch.futures import Future
 from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, noted
-from ckptctl.distributed.leaves.pickled import written
 from ckptctl.distributed.loading.target_memory import read_into, views_of, wanted_of
 from ckptctl.distributed.state import LocalShard, state_of
-from ckptctl.distributed.values import left_out_note, read_values
+from ckptctl.distributed.values import left_out_note, read_values, written
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops.loading.checks import require_nothing_lost
 from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint

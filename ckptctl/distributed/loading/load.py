@@ -1,19 +1,356 @@
-"""Loading any checkpoint into a state dict that may be sharded over ranks: ``ckptctl.load``."""
+"""``ckptctl.load``: any checkpoint into a state dict that may be sharded over ranks.
+
+Where plans hold there is one exchange before a byte is read, in which ranks agree that they do and
+mean the same, and one afterwards, in which they learn that all are done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import logging
+import os
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ckptctl import families
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ckptctl import families, formats
+from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.loading.collective import CollectiveLoad
-from ckptctl.distributed.loading.request import LoadCall
-from ckptctl.ops.loading.options import LoadReport
-from ckptctl.ops.ranks.coordinator import Alone
+from ckptctl.distributed.loading.broadcast import (
+    SharedRead,
+    exchange,
+    own_reads,
+    pays,
+    share,
+    speed_of,
+)
+from ckptctl.distributed.loading.request import (
+    LoadCall,
+    LoadRequest,
+    RankView,
+    WantedLeaves,
+    agree,
+    request,
+    wanted_by_all,
+)
+from ckptctl.distributed.loading.target_memory import (
+    Tied,
+    comparing,
+    read_into,
+    untied,
+    views_of,
+    wanted_again,
+    wanted_of,
+)
+from ckptctl.distributed.plan_cache import PlanCache
+from ckptctl.distributed.state import LocalShard, State
+from ckptctl.distributed.values import (
+    ReadValues,
+    held_names,
+    left_out_note,
+    put,
+    read_values,
+)
+from ckptctl.errors import listed
+from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
+from ckptctl.ops.loading.checks import require_nothing_lost
+from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of
+from ckptctl.ops.loading.key_comparison import Comparison, compare, inherited, with_own
+from ckptctl.ops.loading.options import LoadOptions, LoadReport
+from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_index, same_places
+from ckptctl.ops.loading.state_mapping import Wanted, map_state
+from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
+from ckptctl.ops.saving.local_shards import digest
 from ckptctl.options import keywords
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.out_of_range import OutOfRange
+
+NBYTES = 1 << 28
+HOW = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
+"""Options of a load that say nothing of the checkpoint."""
+_log = logging.getLogger("ckptctl")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """All that is known before a byte moves; nothing in it depends on a value.
+
+    Attributes:
+        structure: Digest of what all ranks want, and how, whatever checkpoint it comes from.
+        opened: The checkpoint's index.
+        reading: What becomes what.
+        entries: Where it lies.
+        plan: How this rank reads its part.
+        comparison: Names of both sides.
+        shared: What it shares with other ranks; None: every rank reads for itself.
+        again: How it reads what has to be in its memory already; None: nothing has.
+        generation: Names the planning of all ranks together.
+        fingerprint: The checkpoint as other ranks are told of it; None: there are none.
+    """
+
+    structure: bytes
+    opened: Catalog
+    reading: Reading
+    entries: Mapping[str, TensorEntry]
+    plan: Plan
+    comparison: Comparison
+    shared: tuple[SharedRead, ...] | None = None
+    again: Plan | None = None
+    generation: bytes = b""
+    fingerprint: Fingerprint | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how much memory it takes."""
+        extents = sum(len(entry.extents) for entry in self.opened.tensors.values())
+        return 2000 * len(self.plan.transfers) + 500 * (extents + len(self.opened.tensors))
+
+
+PLANS = PlanCache[LoadPlan](nbytes=NBYTES)
+"""The plans of this process."""
+
+
+class CollectiveLoad:
+    """One load."""
+
+    _asked: LoadRequest
+    _catalog: Catalog
+
+    def __init__(
+        self,
+        ranks: Coordinator,
+        group: Coordinator,
+        how: LoadCall,
+        plans: PlanCache[LoadPlan] = PLANS,
+    ) -> None:
+        self._ranks = ranks
+        self._options = how
+        self._plans = plans
+        self._rank = group.rank
+        self._every = ranks.world == group.world
+        self._kept: LoadPlan | None = None
+        self._hosts: list[str] = []
+        self._values: ReadValues | None = None
+        self._lost: dict[str, OutOfRange] = {}
+        self._fingerprint: Fingerprint | None = None
+        self._own_part = False
+
+    def into(
+        self,
+        state_dict: MutableMapping[str, Any],
+        path: str | Path,
+        error: BaseException | None = None,
+    ) -> LoadReport:
+        """Load the checkpoint at *path*; *error* is why this rank cannot."""
+        try:
+            if error is not None:
+                raise error
+            here = (self._rank, self._ranks.world, self._every)
+            self._asked = request(state_dict, path, self._options, here)
+            self._kept = self._plans.get(self._asked.key) if self._asked.key else None
+            if self._kept:
+                self._catalog, self._fingerprint = self._kept.opened, self._kept.fingerprint
+            else:
+                self._catalog = self._of_this_rank() or self._options.open(self._asked.source)
+            if self._fingerprint is None and self._ranks.world > 1:
+                self._fingerprint = fingerprint_of(self._catalog)
+        except BaseException as failure:
+            error = failure
+        said = agree(self._ranks, self._options, self._view(state_dict, error), error)
+        self._hosts = [one.host for one in said]
+        statements = [one.statement for one in said]
+        plan = self._kept
+        if plan is None or not unchanged(statements):
+            alike = len({one.identity for one in statements}) == 1
+            made = generation(statements)
+            plan = replace(
+                self._planned(alike=alike), generation=made, fingerprint=self._fingerprint
+            )
+        read, received, values = self._carried_out(plan)
+        if any(one.objects for one in said):
+            together(self._ranks, lambda: self._give(state_dict, values.values))
+        else:
+            self._give(state_dict, values.values)
+        if self._asked.key:
+            self._plans.put(self._asked.key, plan)
+        return self._report(plan, values, read, received)
+
+    def _view(self, state_dict: object, error: BaseException | None) -> RankView:
+        """Return the view of this rank for the others, before anything is planned."""
+        objects = isinstance(state_dict, MutableMapping) and any(
+            isinstance(one, Stateful) for one in state_dict.values()
+        )
+        if error is None:
+            made = self._kept.generation if self._kept else b""
+            statement = self._asked.statement(self._options, made)
+        else:
+            statement = RankStatement("", problem=sendable(error))
+        return RankView(statement, socket.gethostname(), objects, self._fingerprint)
+
+    def _planned(self, *, alike: bool) -> LoadPlan:
+        part = self._asked.part
+        all_of_it = part if alike else wanted_by_all(part, self._ranks)
+        plan, speeds = telling(self._ranks, lambda: self._own_plan(all_of_it))
+        mapping = plan.reading.mapping
+        if mapping.must_equal or mapping.must_be_zero or mapping.tilings:
+            on_first(self._ranks, lambda: require_nothing_lost(mapping))
+        broadcast = self._options.broadcast
+        if broadcast == "auto" and self._ranks.world > 1:
+            broadcast = pays(self._hosts, speeds)
+        if not broadcast or self._ranks.world == 1:
+            return plan
+        fill, _ = self._untied(plan.reading)
+        shared = tuple(share(fill, self._ranks, plan.reading.mapping.own))
+        reads = self._wanted(own_reads(fill, shared, self._ranks.rank))
+        own = together(self._ranks, lambda: plan.reading.plan(reads))
+        return replace(plan, plan=own, shared=shared)
+
+    def _own_plan(self, all_of_it: WantedLeaves) -> tuple[LoadPlan, float]:
+        """Plan as if every rank read for itself; tell how fast this one does, where that counts."""
+        catalog = self._catalog
+        structure = digest((self._asked.structure or os.urandom(16), all_of_it.digest))
+        alike = (one for one in self._plans.plans() if one.structure == structure)
+        known = next((one for one in alike if same_index(one.opened, catalog)), None)
+        if known:
+            found, reading = known.comparison, known.reading.elsewhere(catalog)
+        else:
+            found, reading = self._compared(catalog, all_of_it)
+        fill, tied = self._untied(reading)
+        wanted = self._wanted(fill)
+        entries = reading.locate(wanted)
+        checksum = self._options.checksum
+        if known and known.shared is None and same_places(known.entries, entries, checksum):
+            plan = plan_elsewhere(known.plan, catalog)
+        else:
+            plan = reading.plan_of(wanted, entries)
+        self._values = self._read_values(reading)
+        again = None
+        if tied:
+            again = reading.plan(wanted_again(tied, self._wanted(self._asked.places)))
+        made = LoadPlan(structure, catalog, reading, entries, plan, found, again=again)
+        automatic = self._options.broadcast == "auto" and self._ranks.world > 1
+        one_host = len(set(self._hosts)) == 1
+        return made, speed_of(catalog) if automatic and one_host else 0.0
+
+    def _compared(self, catalog: Catalog, all_of_it: WantedLeaves) -> tuple[Comparison, Reading]:
+        mapping = map_state(catalog, all_of_it.tensors, self._options)
+        paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
+        found = compare(mapping, paths, all_of_it.values)
+        if self._options.strict:
+            # A rank by itself cannot know what the others take.
+            seen = found if self._every else replace(found, unexpected=())
+            seen.require_equal(mapping)
+        wanted = self._wanted(self._asked.places)
+        names = {*all_of_it.tensors, *all_of_it.values}
+        mapping = with_own(mapping, self._asked.state.plain, self._rank, names)
+        return found, prepare(mapping, wanted, cast=self._options.cast, whole=not self._own_part)
+
+    def _wanted(self, places: Sequence[LocalShard]) -> dict[str, Wanted]:
+        return wanted_of(self._asked.part.tensors, places)
+
+    def _untied(self, reading: Reading) -> tuple[list[LocalShard], list[Tied]]:
+        return untied(self._asked.places, self._asked.same, reading.mapping)
+
+    def _of_this_rank(self) -> Catalog | None:
+        """Return the rank-local checkpoint of this rank, if it holds all that the state wants."""
+        about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
+        if self._every or any(getattr(self._options, one.name) != one.default for one in about_it):
+            return None
+        if formats.detect(self._asked.source).name != DcpRankLocalFormat.name:
+            return None
+        found = read_rank(self._asked.source, self._rank)
+        self._own_part = found is not None and _holds(found, self._asked.state)
+        return found if self._own_part else None
+
+    def _carried_out(self, plan: LoadPlan) -> tuple[int, int, ReadValues]:
+        """Read, and exchange with other ranks; return bytes read and received, and values."""
+        fill, tied = self._untied(plan.reading)
+        shared = plan.shared
+        reads = fill if shared is None else own_reads(fill, shared, self._ranks.rank)
+
+        def first() -> tuple[int, ReadValues]:
+            values = self._values or self._read_values(plan.reading)
+            return self._read(plan.plan, views_of(reads)), values
+
+        def again() -> int:
+            views = comparing(tied, fill, plan.opened.path)
+            return self._read(plan.again, views) if plan.again else 0
+
+        if shared is None:
+            (read, values), more = together(self._ranks, lambda: (first(), again()))
+            return read + more, 0, values
+        read, values = together(self._ranks, first)
+        received = exchange(fill, shared, self._ranks)
+        return read + together(self._ranks, again), received, values
+
+    def _read(self, plan: Plan, views: Mapping[str, memoryview]) -> int:
+        done = read_into(views, plan, self._options)
+        self._lost |= done.lost
+        self._options.require_in_range(done.lost)
+        return done.bytes_read
+
+    def _read_values(self, reading: Reading) -> ReadValues:
+        values, asked = self._asked.state.values, self._options
+        return read_values(
+            reading.mapping, values, self._rank, trusted=asked.trusted, strict=asked.strict
+        )
+
+    def _give(self, state_dict: MutableMapping[str, Any], values: Mapping[str, object]) -> None:
+        """Put other leaves where they belong, and give objects their state."""
+        plain, state = self._asked.plain, self._asked.state
+        for name, value in values.items():
+            put(plain, state.values[name].path, value)
+        for key, found in plain.items():
+            own = state_dict[key]
+            if isinstance(own, Stateful):
+                own.load_state_dict(found)
+            else:
+                state_dict[key] = found
+
+    def _report(self, plan: LoadPlan, values: ReadValues, read: int, received: int) -> LoadReport:
+        mapping, state = plan.reading.mapping, self._asked.state
+        offered = mapping.offered
+        tensors = (name for name in state.tensors if name in offered)
+        report = plan.comparison.report(mapping, (*tensors, *values.values), plan.reading.cast)
+        held = held_names(mapping, state.values, self._rank)
+        own = [other for other in held.values() if other in report.left_out]
+        own += [f"rank_{self._rank}.{name}" for name in mapping.own]
+        of_rank_0 = inherited(mapping, (*state.plain, *state.values), self._rank)
+        if of_rank_0:
+            _log.warning(
+                "rank %d: it did not take part in the save, and got what rank 0 has of %s",
+                self._rank,
+                listed(of_rank_0),
+            )
+        if values.refused:
+            _log.warning("%s", left_out_note(values.refused))
+        notes = [f"taken as this rank's own: {listed(own)}"] if own else []
+        return replace(
+            report,
+            left_out={**report.left_out, **values.refused},
+            notes=(*report.notes, *notes),
+            bytes_read=read,
+            bytes_received=received,
+            inherited=of_rank_0,
+            out_of_range=self._lost,
+        )
+
+
+def _holds(catalog: Catalog, state: State) -> bool:
+    """Whether the boxes of *catalog* are those that this rank holds."""
+    for name, held in state.tensors.items():
+        entry = catalog.tensors.get(name)
+        if entry is None:
+            return False
+        boxes = {extent.box for extent in entry.extents}
+        if not all(piece.box in boxes for piece in held.shards):
+            return False
+    return all(name in catalog.blobs for name in state.values)
 
 
 @keywords(LoadCall)

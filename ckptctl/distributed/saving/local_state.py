@@ -14,8 +14,8 @@ import torch
 
 from ckptctl import dtypes
 from ckptctl.catalog import memory_key
-from ckptctl.distributed.leaves.pickled import pickled, written
 from ckptctl.distributed.state import LocalTensor, State, StateDict, memory, state_of
+from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan, Transfer

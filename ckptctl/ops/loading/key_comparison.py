@@ -38,9 +38,6 @@ class Comparison:
         mapping: StateMapping,
         loaded: tuple[str, ...],
         cast: Mapping[str, tuple[str, str]],
-        *,
-        bytes_read: int = 0,
-        bytes_received: int = 0,
     ) -> LoadReport:
         """Return the report of a load."""
         return LoadReport(
@@ -54,8 +51,6 @@ class Comparison:
             model_type=None if mapping.layout is None else mapping.model_type,
             from_layout=mapping.from_layout,
             layout=mapping.layout,
-            bytes_read=bytes_read,
-            bytes_received=bytes_received,
         )
 
     def require_equal(self, mapping: StateMapping) -> None:

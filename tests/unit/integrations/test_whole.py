@@ -15,8 +15,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import RefusedError
-from ckptctl.integrations.lightning_folder import fingerprint, save_beside
-from ckptctl.integrations.whole import whole, whole_model, with_numbers
+from ckptctl.integrations.whole import fingerprint, save_beside, whole, whole_model, with_numbers
 from tests.checkpoints import differences, load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.checkpoints.readers import flatten
 
