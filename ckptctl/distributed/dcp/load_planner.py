@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -32,6 +31,8 @@ from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.loading.state_mapping import Wanted
 from ckptctl.planner.boxes import coverage
 
+NONE = torch.Size([0])
+"""The size of what is no tensor, as torch has it."""
 _log = logging.getLogger("ckptctl")
 
 
@@ -104,13 +105,18 @@ class LoadPlanner(DefaultLoadPlanner):
         self._cast = self._require_alike()
         items: list[ReadItem] = []
         for name, held in self._state.tensors.items():
-            if name in entries:
-                entry = _tensor_entry(name, entries[name])
+            entry = entries.get(name)
+            if isinstance(entry, TensorStorageMetadata):
                 for shard in held.shards:
                     items += self._read(shard, entry)
+            elif entry:
+                raise MappingError(f"`{name}` is no tensor in the checkpoint")
         for name in values:
-            if name in entries:
-                items.append(_value_item(name, entries[name]))
+            entry, index = entries.get(name), MetadataIndex(name)
+            if isinstance(entry, TensorStorageMetadata):
+                raise MappingError(f"`{name}` is a tensor in the checkpoint and none in the state")
+            if entry:
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, NONE, index, NONE, NONE))
         if self.strict and not (paths.keys() | values.keys()) <= entries.keys():
             found = compare(self._mapping, paths, values)
             replace(found, unexpected=()).require_equal(self._mapping)
@@ -202,19 +208,6 @@ class LoadPlanner(DefaultLoadPlanner):
         chosen = [one for one in tensors if any(view.key in wanted for view in one.targets)]
         require_shapes(chosen, wanted)
         return casts(self._mapping, chosen, wanted, self.cast)
-
-
-def _tensor_entry(name: str, entry: object) -> TensorStorageMetadata:
-    if not isinstance(entry, TensorStorageMetadata):
-        raise MappingError(f"`{name}` is no tensor in the checkpoint")
-    return entry
-
-
-def _value_item(name: str, entry: object) -> ReadItem:
-    if not isinstance(entry, BytesStorageMetadata):
-        raise MappingError(f"`{name}` is a tensor in the checkpoint and none in the state")
-    nothing, index = torch.Size([0]), MetadataIndex(name)
-    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
 
 def _make_real(state_dict: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import groupby
 from typing import ParamSpec, TypeVar
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptctl.catalog import Blob, Box, Catalog, Extent, Path, TensorEntry
+from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.state import keys_of, path_of
@@ -57,21 +57,19 @@ def noted(method: Callable[P, R]) -> Callable[P, R]:
 
 def metadata_of(global_plan: GlobalPlan) -> Metadata:
     """Return a global plan as torch's metadata; the positions of items are not in it yet."""
+
+    def entry(tensor: OutputTensor, boxes: Sequence[Box]) -> TensorStorageMetadata:
+        size, chunks = torch.Size(tensor.shape), [chunk_of(box) for box in boxes]
+        return TensorStorageMetadata(properties_of(tensor), size, chunks)
+
+    apart = global_plan.apart.values()
+    written = zip(global_plan.tensors, global_plan.boxes, strict=True)
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        tensor.name: TensorStorageMetadata(
-            properties_of(tensor), torch.Size(tensor.shape), [chunk_of(box) for box in boxes]
-        )
-        for tensor, boxes in zip(global_plan.tensors, global_plan.boxes, strict=True)
+        **{tensor.name: entry(tensor, boxes) for tensor, boxes in written},
+        **{name: BytesStorageMetadata() for name in global_plan.paths},
+        **{tensor.name: entry(tensor, [Box.whole(tensor.shape)]) for tensor in apart},
     }
-    entries |= {name: BytesStorageMetadata() for name in global_plan.paths}
-    entries |= {
-        name: TensorStorageMetadata(
-            properties_of(tensor), torch.Size(tensor.shape), [chunk_of(Box.whole(tensor.shape))]
-        )
-        for name, tensor in global_plan.apart.items()
-    }
-    tensors = (*global_plan.tensors, *global_plan.apart.values())
-    paths = {tensor.name: keys_of(tensor.path) for tensor in tensors}
+    paths = {tensor.name: keys_of(tensor.path) for tensor in (*global_plan.tensors, *apart)}
     return Metadata(entries, paths | {n: keys_of(path) for n, path in global_plan.paths.items()})
 
 
@@ -83,6 +81,11 @@ def properties_of(tensor: OutputTensor) -> TensorProperties:
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     """Return *box* as torch has it."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def box_of(chunk: ChunkStorageMetadata) -> Box:
+    """Return a chunk of torch's as a box."""
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 class CatalogMetadata(Metadata):
@@ -156,8 +159,7 @@ def mapping_of(metadata: Metadata) -> StateMapping:
         path = path_of(paths.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
-            boxes = (Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks)
-            extents = tuple(Extent(box, "", 0, 0) for box in boxes)
+            extents = tuple(Extent(box_of(chunk), "", 0, 0) for chunk in entry.chunks)
             tensors[name] = TensorEntry(name, dtype, tuple(entry.size), extents, path)
         else:
             blobs[name] = Blob(name, path)
@@ -172,30 +174,26 @@ def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
             f"metadata of class {type(metadata).__name__} cannot be written",
             why="only what torch's own Metadata has would be kept",
         )
-    entries = metadata.state_dict_metadata
     paths = metadata.planner_data or {}
+    places = {index.fqn: one for index, one in metadata.storage_data.items() if not index.offset}
     tensors: list[OutputTensor] = []
     boxes: list[list[Box]] = []
-    for name, entry in entries.items():
+    values: list[tuple[OutputTensor | Blob, Item]] = []
+    for name, entry in metadata.state_dict_metadata.items():
+        path = path_of(paths.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
-            tensors.append(_tensor(name, entry, path_of(paths.get(name, (name,)))))
-            boxes.append([Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks])
-    places = {index.fqn: one for index, one in metadata.storage_data.items() if not index.offset}
-    values = [
-        (Blob(name, path_of(paths.get(name, (name,)))), _item(places[name]))
-        for name, entry in entries.items()
-        if isinstance(entry, BytesStorageMetadata)
-    ]
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            grad = bool(entry.properties.requires_grad)
+            shape = tuple(entry.size)
+            tensors.append(OutputTensor(name, dtype, shape, path, requires_grad=grad))
+            boxes.append([box_of(chunk) for chunk in entry.chunks])
+        else:
+            place = places[name]
+            item = Item(place.relative_path, place.offset, place.length)
+            values.append((Blob(name, path), item))
     meta = metadata.storage_meta
     origin = Origin(meta.save_id or "" if meta else "", world)
     return encode_tensors(tensors, boxes, _items(metadata)).complete(values, origin)
-
-
-def _tensor(name: str, entry: TensorStorageMetadata, path: Path) -> OutputTensor:
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return OutputTensor(
-        name, dtype, tuple(entry.size), path, requires_grad=bool(entry.properties.requires_grad)
-    )
 
 
 def _items(metadata: Metadata) -> Iterator[tuple[str, Iterator[Located]]]:
@@ -207,7 +205,3 @@ def _items(metadata: Metadata) -> Iterator[tuple[str, Iterator[Located]]]:
 def _located(item: tuple[MetadataIndex, StorageInfo]) -> Located:
     index, place = item
     return tuple(index.offset or ()), place.relative_path, place.offset, place.length
-
-
-def _item(place: StorageInfo) -> Item:
-    return Item(place.relative_path, place.offset, place.length)

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ckptctl.catalog import Box
-from ckptctl.distributed.dcp.metadata import chunk_of, metadata_of, noted, properties_of
+from ckptctl.distributed.dcp.metadata import box_of, chunk_of, metadata_of, noted, properties_of
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.state import LocalShard, state_of
 from ckptctl.errors import MappingError, RefusedError, listed
 from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
+from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan, own_plan
 from ckptctl.ops.saving.local_shards import Packed, digest, pack
 from ckptctl.ops.saving.values import divide_values
 from ckptctl.planner.boxes import intersect
@@ -174,8 +174,16 @@ class SavePlanner(DefaultSavePlanner):
             ]
             self.metadata = replace(known.metadata)
             return self.global_plan, self.metadata
-        divided = make_global_plan(held) if len(held) > 1 or _alone() else own_plan(0, 1, held[0])
-        self._require_allowed(divided.shares)
+        # Without collectives each rank has its own plan.
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        divided = make_global_plan(held) if len(held) > 1 or alone else own_plan(0, 1, held[0])
+        apart = {n for one in divided.shares for n, under in one.values.items() if n != under}
+        if apart and self._per_rank == "error":
+            raise MappingError(
+                f"{len(apart):,} leaves differ between ranks",
+                where=listed(sorted(apart)),
+                hint="`per_rank='keep'` saves those of all ranks",
+            )
         metadata = metadata_of(divided)
         written = [dict(share.values) for share in divided.shares]
         self._made = (current, _Global(held, [one.key for one in said], written, metadata))
@@ -218,7 +226,7 @@ class SavePlanner(DefaultSavePlanner):
             return io.BytesIO(self._held.values[self._names.get(name, name)])
         assert write_item.tensor_data
         chunk = write_item.tensor_data.chunk
-        wanted = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        wanted = box_of(chunk)
         shards = self._chunks[self._names.get(name, name)]
         return next(
             shard.part(wanted).tensor
@@ -249,23 +257,9 @@ class SavePlanner(DefaultSavePlanner):
             hint="use one SavePlanner per process group",
         )
 
-    def _require_allowed(self, shares: Sequence[RankShare]) -> None:
-        apart = {n for share in shares for n, under in share.values.items() if n != under}
-        if apart and self._per_rank == "error":
-            raise MappingError(
-                f"{len(apart):,} leaves differ between ranks",
-                where=listed(sorted(apart)),
-                hint="`per_rank='keep'` saves those of all ranks",
-            )
-
     def _kept(self, current: bytes) -> tuple[bytes, ...]:
         known = [one for one in self._all.keys() if one != current]  # noqa: SIM118
         return (*known, current)[-self._limit :] if self._limit else ()
-
-
-def _alone() -> bool:
-    """Return whether one plan is all there is; without collectives each rank has its own."""
-    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def _written(held: Sequence[Packed]) -> list[dict[str, str]]:
@@ -287,16 +281,15 @@ def items_of(global_plan: GlobalPlan) -> list[list[WriteItem]]:
             data = TensorWriteData(chunk, properties, size)
             items[rank].append(WriteItem(index, kind, tensor_data=data))
     for own, share in zip(items, global_plan.shares, strict=True):
-        own += [
-            _apart(global_plan.apart[under])
-            if under in global_plan.apart
-            else WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)
-            for under in share.values.values()
-        ]
+        for under in share.values.values():
+            if under in global_plan.apart:
+                own.append(_whole(global_plan.apart[under]))
+            else:
+                own.append(WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO))
     return items
 
 
-def _apart(tensor: OutputTensor) -> WriteItem:
+def _whole(tensor: OutputTensor) -> WriteItem:
     chunk = chunk_of(Box.whole(tensor.shape))
     data = TensorWriteData(chunk, properties_of(tensor), torch.Size(tensor.shape))
     return WriteItem(MetadataIndex(tensor.name, chunk.offsets, 0), WriteItemType.TENSOR, None, data)

@@ -7,9 +7,8 @@ import io
 import os
 import uuid
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from ckptctl.distributed.saving.destination import (
     target_at,
 )
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
-from ckptctl.ops.saving.files import RankOutput, rank_files
+from ckptctl.ops.saving.files import rank_files
 from ckptctl.ops.saving.global_plan import RankShare
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, TensorMeta
 from ckptctl.options import keywords
@@ -134,10 +133,21 @@ class Writer(StorageWriter):
         Raises:
             CkptError: What the planner gives is not what it planned, or a file cannot be written.
         """
-        found = resolve(plan, planner, self._rank, self._options.files)
-        self._place_set.fill(found.files.plan, found.pieces)
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        pieces = [_piece(item, planner) for item in tensors]
+        contents = {item.index.fqn: _content(item, planner) for item in values}
+        shards = _shards(tensors)
+        share = RankShare(range(len(pieces)), {name: name for name in contents})
+        steps = [tuple(piece.stride()) for piece in pieces]
+        output = rank_files(self._rank, shards, share, steps, contents, self._options.files)
+        self._place_set.fill(output.plan, pieces)
+        items = output.tensors.items
+        places = zip((items.files[n] for n in items.file), items.offset, items.nbytes, strict=True)
+        stored = [*zip(tensors, places, strict=True)]
+        stored += [(item, output.items[item.index.fqn]) for item in values]
         future: Future[list[WriteResult]] = Future()
-        future.set_result(found.results())
+        future.set_result([_result(item, *place) for item, place in stored])
         return future
 
     @noted
@@ -217,7 +227,16 @@ def _close(stack: ExitStack) -> None:
 
 
 def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:
-    lacking = [str(index.fqn) for index in _planned(metadata) if index not in stored]
+    planned = (
+        index
+        for name, entry in metadata.state_dict_metadata.items()
+        for index in (
+            [MetadataIndex(name)]
+            if isinstance(entry, BytesStorageMetadata)
+            else [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+        )
+    )
+    lacking = [str(index.fqn) for index in planned if index not in stored]
     if lacking:
         raise StorageError(
             f"{len(lacking):,} of the plan's items were not written",
@@ -226,56 +245,21 @@ def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: s
         )
 
 
-def _planned(metadata: Metadata) -> Iterator[MetadataIndex]:
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            yield MetadataIndex(name)
-        else:
-            for chunk in entry.chunks:
-                yield MetadataIndex(name, chunk.offsets)
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The items of a plan with their data."""
-
-    tensors: Sequence[WriteItem]
-    values: Sequence[WriteItem]
-    pieces: Sequence[torch.Tensor]
-    files: RankOutput
-
-    def results(self) -> list[WriteResult]:
-        """Return where each item lies."""
-        places = self.files.tensors.items
-        found = [
-            _result(item, places.files[file], offset, nbytes)
-            for item, file, offset, nbytes in zip(
-                self.tensors, places.file, places.offset, places.nbytes, strict=True
-            )
-        ]
-        return found + [_result(item, *self.files.items[item.index.fqn]) for item in self.values]
-
-
-def resolve(plan: SavePlan, planner: SavePlanner, rank: int, files: int) -> Resolved:
-    """Ask *planner* for all that *plan* writes, and lay out the files of *rank*."""
-    values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-    tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-    described: dict[str, TensorMeta] = {}
+def _shards(items: Sequence[WriteItem]) -> LocalShards:
+    """Describe the boxes of tensors that a plan writes."""
+    tensors: dict[str, TensorMeta] = {}
     chunks: list[HeldChunk] = []
-    pieces: list[torch.Tensor] = []
-    for item in tensors:
-        name = item.index.fqn
-        piece = _piece(item, planner)
-        described[name] = _described(item, described.get(name))
-        assert item.tensor_data
-        chunk = item.tensor_data.chunk
-        chunks.append(HeldChunk(name, tuple(chunk.offsets), tuple(chunk.sizes)))
-        pieces.append(piece)
-    contents = {item.index.fqn: _content(item, planner) for item in values}
-    steps = [tuple(piece.stride()) for piece in pieces]
-    share = RankShare(range(len(chunks)), {name: name for name in contents})
-    laid_out = rank_files(rank, LocalShards(described, chunks), share, steps, contents, files)
-    return Resolved(tensors, values, pieces, laid_out)
+    for item in items:
+        name, data = item.index.fqn, item.tensor_data
+        assert data
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        if dtype not in dtypes.BY_NAME:
+            raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
+        meta = TensorMeta(dtype, tuple(data.size), (name,), bool(data.properties.requires_grad))
+        if tensors.setdefault(name, meta) != meta:
+            raise MappingError(f"two boxes of `{name}` are planned as parts of different tensors")
+        chunks.append(HeldChunk(name, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+    return LocalShards(tensors, chunks)
 
 
 def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
@@ -296,18 +280,6 @@ def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             hint="the plan was made for another state",
         )
     return piece.resolve_conj().resolve_neg()
-
-
-def _described(item: WriteItem, known: TensorMeta | None) -> TensorMeta:
-    name, data = item.index.fqn, item.tensor_data
-    assert data
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    if dtype not in dtypes.BY_NAME:
-        raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
-    found = TensorMeta(dtype, tuple(data.size), (name,), bool(data.properties.requires_grad))
-    if known not in (None, found):
-        raise MappingError(f"two boxes of `{name}` are planned as parts of different tensors")
-    return found
 
 
 def _content(item: WriteItem, planner: SavePlanner) -> bytes:
