@@ -113,14 +113,10 @@ def in_place(tensor: torch.Tensor) -> bool:
     run = tensor.element_size()
     for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size != 1 and step * tensor.element_size() != run:
-            return run >= LONG and _descending(tensor)
+            steps = [n for size, n in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+            return run >= LONG and steps == sorted(steps, reverse=True)
         run *= size
     return True
-
-
-def _descending(tensor: torch.Tensor) -> bool:
-    steps = [n for size, n in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    return steps == sorted(steps, reverse=True)
 
 
 def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -19,7 +19,7 @@ from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
 from ckptctl.options import Option, Options
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.planner.plan import OutputFile, Plan, Transfer
+from ckptctl.planner.plan import OutputFile, Plan
 from ckptctl.storage import file_system, paths
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import destination
@@ -134,13 +134,9 @@ class Folder:
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`SaveTarget`."""
         if plan.files:
-            options = self._options
+            options, jobs = self._options, threads(self._options.jobs)
             how = ExecutionOptions(
-                jobs=threads(options.jobs),
-                memory=options.memory,
-                checksum=options.checksum,
-                sync=options.sync,
-                shared=True,
+                jobs, options.memory, options.checksum, sync=options.sync, shared=True
             )
             views = host_views(plan, pieces)
             options.execute(plan, self._data, how, lambda _: None, memory=views)
@@ -197,8 +193,10 @@ class RankFolder(Folder):
             )
         try:
             target.mkdir(parents=True, exist_ok=True)
-            for leftover in self._leftovers():
-                leftover.unlink()
+            mine = re.compile(rf"__{self._rank}(_\d+\.distcp|\.metadata\.tmp)")
+            for leftover in target.glob("__*"):
+                if mine.fullmatch(leftover.name):
+                    leftover.unlink()
         except OSError as error:
             raise StorageError.from_os_error(error, "make", str(target)) from error
 
@@ -214,10 +212,6 @@ class RankFolder(Folder):
                 sync_directory(self.target.parent)
         except OSError as error:
             raise StorageError.from_os_error(error, "publish", str(final)) from error
-
-    def _leftovers(self) -> Iterator[Path]:
-        mine = re.compile(rf"__{self._rank}(_\d+\.distcp|\.metadata\.tmp)")
-        return (path for path in self.target.glob("__*") if mine.fullmatch(path.name))
 
 
 class Url:
@@ -308,28 +302,26 @@ def stream(
     plan: Plan, pieces: Sequence[torch.Tensor], store: FsspecStore, *, checksum: bool
 ) -> None:
     """Write a rank's files into *store*, one after the other."""
-    sources = {_record(one): written_view(one, pieces) for one in plan.transfers}
+    sources = {
+        copy.target.operands[0].record: written_view(copy, pieces) for copy in plan.transfers
+    }
     for file in plan.files:
         inside = (n for n, record in enumerate(plan.records) if record.file == file.path)
         records = sorted(inside, key=lambda number: plan.records[number].offset)
         with store.create(file.path) as target:
-            _write(file, [sources[number] for number in records], records, target, checksum)
+            _write(file, {number: sources[number] for number in records}, target, checksum)
 
 
 def _write(
-    file: OutputFile,
-    sources: Sequence[torch.Tensor],
-    records: Sequence[int],
-    target: IO[bytes],
-    checksum: bool,
+    file: OutputFile, records: Mapping[int, torch.Tensor], target: IO[bytes], checksum: bool
 ) -> None:
-    known = dict(zip(records, sources, strict=True))
-    pending, position = iter(sources), 0
+    """Write one file in order; *records* are in the order of their offsets."""
+    pending, position = iter(records.values()), 0
 
     @cache
     def crc_of(record: int) -> int:
         crc = 0
-        for block in row_major_blocks(known[record]) if checksum else ():
+        for block in row_major_blocks(records[record]) if checksum else ():
             crc = crc32(block, crc)
         return crc
 
@@ -341,7 +333,3 @@ def _write(
         target.write(part)
         position += len(part)
     assert position == file.size
-
-
-def _record(transfer: Transfer) -> int:
-    return transfer.target.operands[0].record

@@ -6,10 +6,9 @@ and one afterwards, in which rank 0 learns that all are done and publishes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -42,7 +41,6 @@ from ckptctl.ops.ranks.agreement import (
 from ckptctl.ops.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.saving.files import (
     RankItems,
-    RankOutput,
     TensorFiles,
     metadata,
     rank_files,
@@ -65,8 +63,6 @@ from ckptctl.storage.paths import named
 VERSION = 1
 """Of what the key of a plan is made of."""
 NOTHING = RankItems((), (), (), ())
-LayOut = Callable[[], RankOutput]
-"""Lays out a rank's files; nothing that can fail on one rank alone happens before."""
 
 
 @dataclass(slots=True)
@@ -146,10 +142,10 @@ def write(
 ) -> Path:
     """Plan, write and publish the state of all ranks; see :func:`save`."""
     with ExitStack() as stack:
-        run = CollectiveSave(ranks, path, options, plans, stack)
-        said = ranks.all_gather(run.prepare(state))
+        run = CollectiveSave(ranks, path, options, plans)
+        said = ranks.all_gather(run.prepare(state, stack))
         run.agree(said)
-        return run.carry_out(run.planned(said))
+        return run.carry_out(said)
 
 
 def write_alone(
@@ -180,34 +176,37 @@ class CollectiveSave:
     _key: bytes
     _place: SaveTarget
     _global_plan: GlobalPlan
-    _save_id: str
+    _plan: SavedPlan | None = None
+    _error: BaseException | None = None
 
     def __init__(
-        self,
-        ranks: Coordinator,
-        path: Path,
-        options: SaveOptions,
-        plans: PlanCache[SavedPlan],
-        stack: ExitStack,
+        self, ranks: Coordinator, path: Path, options: SaveOptions, plans: PlanCache[SavedPlan]
     ) -> None:
         self._ranks = ranks
         self._target = path
         self._options = options
         self._plans = plans
-        self._stack = stack
-        self._plan: SavedPlan | None = None
-        self._new = False
-        self._error: BaseException | None = None
 
-    def prepare(self, state: State | StateDict | LocalState) -> RankStatement:
+    def prepare(self, state: State | StateDict | LocalState, stack: ExitStack) -> RankStatement:
         """Collect this rank's shards; on rank 0 also make room beside the destination."""
+        options = self._options
         try:
-            self._place = target_at(self._target, self._options)
+            self._place = target_at(self._target, options)
             self._target = self._place.target
-            self._hold(local_state(state, trusted=self._options.trusted))
+            self._held = local_state(state, trusted=options.trusted)
+            self._packed = pack(self._held.shards)
+            self._key = plan_key(self._held, self._packed, self._ranks, options)
+            self._plan = plan = self._plans.get(self._key)
             if self._ranks.rank == 0:
-                self._place.make_room(self._stack)
-            return self._statement()
+                self._place.make_room(stack)
+            return RankStatement(
+                str(self._target),
+                {"files": options.files, "overwrite": options.overwrite},
+                new_nonce(),
+                self._packed.identity,
+                plan.generation if plan else b"",
+                group_digests(plan.groups, self._held.shards.values) if plan else {},
+            )
         except BaseException as error:
             self._error = error
             return RankStatement(str(self._target), problem=sendable(error))
@@ -217,51 +216,37 @@ class CollectiveSave:
         if self._error is not None:
             raise self._error
         require_agreement(said, self._ranks.rank)
-        self._save_id = generation(said).hex()
 
-    def planned(self, said: Sequence[RankStatement]) -> LayOut:
-        """Return how this rank lays out its files, by the plan that all have or by a new one."""
-        if self._plan and unchanged(said):
-            return partial(self._again, self._plan, said)
-        share = self._share(first_to_say(said, self._ranks.rank))
-        return partial(self._anew, share, generation(said))
+    def carry_out(self, said: Sequence[RankStatement]) -> Path:
+        """Write this rank's files; rank 0 adds the metadata and publishes when all are done.
 
-    def carry_out(self, lay_out: LayOut) -> Path:
-        """Write this rank's files; rank 0 adds the metadata and publishes when all are done."""
-        through_first(self._ranks, lambda: self._write(lay_out()), self._publish)
+        The plan that all ranks have holds, or they make a new one.
+        """
+        rank, held = self._ranks.rank, self._held
+        made = generation(said)
+        self._save_id = made.hex()
+        known = self._plan if unchanged(said) else None
+        share = None if known else self._share(first_to_say(said, rank))
+
+        def work() -> WriteReport:
+            if share:
+                files = tensor_files(rank, held.shards, share, held.steps, self._options.files)
+                groups = unpack_groups(list(held.shards.paths), share.groups)
+                self._plan, written = SavedPlan(made, files, groups), share.values
+            else:
+                assert known
+                files, groups = known.files, known.groups
+                written = written_now(rank, groups, held.shards, [one.groups for one in said])
+            output = with_values(rank, files, written, held.values)
+            self._place.fill(output.plan, held.pieces)
+            sizes = {file.path: file.size for file in output.plan.files}
+            values = [(self._leaf(*one), output.items[one[1]]) for one in written.items()]
+            return WriteReport(sizes, values, files.items if share else None)
+
+        through_first(self._ranks, work, self._publish)
         assert self._plan
         self._plans.put(self._key, self._plan)
         return self._target
-
-    def _again(self, plan: SavedPlan, said: Sequence[RankStatement]) -> RankOutput:
-        rank, groups = self._ranks.rank, [one.groups for one in said]
-        written = written_now(rank, plan.groups, self._held.shards, groups)
-        return with_values(rank, plan.files, written, self._held.values)
-
-    def _anew(self, share: RankShare, made: bytes) -> RankOutput:
-        rank, held = self._ranks.rank, self._held
-        files = tensor_files(rank, held.shards, share, held.steps, self._options.files)
-        groups = unpack_groups(list(held.shards.paths), share.groups)
-        self._plan, self._new = SavedPlan(made, files, groups), True
-        return with_values(rank, files, share.values, held.values)
-
-    def _hold(self, own: LocalState) -> None:
-        self._held = own
-        self._packed = pack(self._held.shards)
-        self._key = plan_key(own, self._packed, self._ranks, self._options)
-        self._plan = self._plans.get(self._key)
-
-    def _statement(self) -> RankStatement:
-        how = {"files": self._options.files, "overwrite": self._options.overwrite}
-        plan, values = self._plan, self._held.shards.values
-        return RankStatement(
-            str(self._target),
-            how,
-            new_nonce(),
-            self._packed.identity,
-            plan.generation if plan else b"",
-            group_digests(plan.groups, values) if plan else {},
-        )
 
     def _share(self, first: bool) -> RankShare:
         packed = self._packed if first else self._packed.shortened()
@@ -271,12 +256,6 @@ class CollectiveSave:
             return self._global_plan.shares
 
         return through_first(self._ranks, lambda: packed, answer)
-
-    def _write(self, files: RankOutput) -> WriteReport:
-        self._place.fill(files.plan, self._held.pieces)
-        values = [(self._leaf(*one), files.items[one[1]]) for one in files.values.items()]
-        sizes = {file.path: file.size for file in files.plan.files}
-        return WriteReport(sizes, values, files.tensors.items if self._new else None)
 
     def _leaf(self, name: str, under: str) -> OutputTensor | Blob:
         """Return the description of a leaf, or of a tensor that this rank keeps apart."""
