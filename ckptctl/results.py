@@ -22,7 +22,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import PurePath
-from types import NoneType, SimpleNamespace
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 _PLAIN = (str, int, float, bool, NoneType)
@@ -158,33 +158,41 @@ def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable
 
 def _hints(of: type) -> dict[str, Any]:
     """Return the types of the attributes that may be printed, those of properties last."""
-    fields: dict[str, Any] = {}
-    properties: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for base in reversed(of.__mro__):
-        names = vars(base).get("__annotations__", {})
-        fields |= _evaluated(base, names)
-        gets = {n: p.fget for n, p in vars(base).items() if isinstance(p, property) and p.fget}
-        properties |= _evaluated(
-            base, {n: get.__annotations__.get("return") for n, get in gets.items()}
-        )
-    return {**{n: h for n, h in fields.items() if n not in properties}, **properties}
+        found |= _evaluated(base, _texts(base))
+    fields = {
+        n: hint for n, hint in found.items() if not isinstance(getattr(of, n, None), property)
+    }
+    return {**fields, **found}
 
 
 def _evaluated(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the types that *texts* of a class mean, as far as something is printed of them."""
     # What else a class has may be known to type checkers alone.
-    chosen = {n: text for n, text in texts.items() if str(text).startswith("Annotated[")}
-    if not chosen:
-        return {}
-    scope = vars(sys.modules[of.__module__])
-    return get_type_hints(SimpleNamespace(__annotations__=chosen), scope, include_extras=True)
+    return {n: _type(of, text) for n, text in texts.items() if str(text).startswith("Annotated[")}
+
+
+def _type(of: type, text: str) -> Any:
+    holder = type("Holder", (), {"__annotations__": {"it": text}})
+    return get_type_hints(holder, vars(sys.modules[of.__module__]), include_extras=True)["it"]
 
 
 def _type_of(kind: Any, path: str) -> Any:
+    """Return the type of what is found at *path* in an object of a class."""
     for name in path.split("."):
-        found = getattr(kind, name, None)
-        holder = found.fget if isinstance(found, property) else kind
-        kind = get_type_hints(holder)["return" if isinstance(found, property) else name]
+        bases = ((base, _texts(base)) for base in kind.__mro__)
+        kind = next(_type(base, texts[name]) for base, texts in bases if name in texts)
+        while get_origin(kind) in (Annotated, ClassVar):
+            kind = get_args(kind)[0]
     return kind
+
+
+def _texts(of: type) -> dict[str, str]:
+    """Return the types of the fields and of the properties of a class, as they are written."""
+    gets = {n: p.fget for n, p in vars(of).items() if isinstance(p, property) and p.fget}
+    returned = {n: get.__annotations__["return"] for n, get in gets.items()}
+    return {**vars(of).get("__annotations__", {}), **returned}
 
 
 def _plain(kind: Any) -> bool:

@@ -97,7 +97,7 @@ def _metadata(output: Output, src: Path, dst: Path | None, dry_run: bool) -> Non
     plan = plan_metadata(src)
     _state(output, plan)
     if dry_run:
-        _show(output, plan, {"dry_run": True, **plan.to_json()}, "would write")
+        _show(output, plan, plan.to_json(), "would write")
         output.hint("run it without `--dry-run`")
         return
     done = run_metadata(plan)

@@ -191,7 +191,7 @@ def print_plan(output: Output, plan: ConversionPlan, dst: Path, published: Publi
         published: What ``--json`` prints.
     """
     if output.mode == "json":
-        output.document(published.schema, {"dry_run": True, **plan.to_json(), **published.more})
+        output.document(published.schema, {**plan.to_json(), **published.more})
     elif output.mode == "quiet":
         output.line(str(dst))
     elif output.mode == "plain":
@@ -268,7 +268,7 @@ def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:
 def print_result(output: Output, result: ConversionResult, dst: Path, published: Published) -> None:
     """Print what a conversion did; see :func:`print_plan`."""
     if output.mode == "json":
-        output.document(published.schema, {"dry_run": False, **result.to_json(), **published.more})
+        output.document(published.schema, {**result.to_json(), **published.more})
         return
     for note in result.notes:
         output.note(note)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ from ckptctl.ops.options import place
 from ckptctl.options import Argument
 
 if TYPE_CHECKING:
-    from ckptctl.ops.doctor import Check, Status
+    from ckptctl.ops.doctor import Diagnosis, Status
 
 SCHEMA = "ckptctl.doctor/1"
 BROKEN = 1
@@ -45,47 +45,34 @@ def doctor(
 
     output = Output(json, quiet)
     found = op(directory)
-    broken = any(one.status == "fail" for one in found)
     if output.mode == "json":
-        output.document(SCHEMA, {"directory": str(directory), **_document(found)})
+        output.document(SCHEMA, found.to_json())
     elif output.mode == "quiet":
-        for one in found:
+        for one in found.checks:
             if one.status != "ok":
                 output.line(one.name)
     elif output.mode == "plain":
-        output.table([(o.status, o.group, o.name, o.found, o.hint or "") for o in found])
+        output.table([(o.status, o.group, o.name, o.found, o.hint or "") for o in found.checks])
     else:
         _show(output, found)
-    if broken:
+    if not found.healthy:
         raise typer.Exit(BROKEN)
 
 
-def _counts(found: Sequence[Check]) -> tuple[int, int]:
-    """Return how many warnings and how many failures there are."""
-    states = [one.status for one in found]
-    return states.count("warn"), states.count("fail")
-
-
-def _document(found: Sequence[Check]) -> dict[str, object]:
-    warnings, failures = _counts(found)
-    checks = [one.to_json() for one in found]
-    return {"healthy": not failures, "warnings": warnings, "failures": failures, "checks": checks}
-
-
-def _show(output: Output, found: Sequence[Check]) -> None:
-    width = max(len(one.name) for one in found)
+def _show(output: Output, found: Diagnosis) -> None:
+    width = max(len(one.name) for one in found.checks)
     group = ""
-    for one in found:
+    for one in found.checks:
         if one.group != group:
             output.line(one.group, "bold")
             group = one.group
         output.line(f"  {one.status:4}  {one.name:{width}}  {one.found}", STYLES[one.status])
         if one.hint:
             output.line(f"        {'':{width}}  {one.hint}", "dim")
-    output.line("; ".join(_summary(*_counts(found))), "bold")
+    output.line("; ".join(_summary(found)), "bold")
 
 
-def _summary(warnings: int, failures: int) -> Iterator[str]:
-    yield f"{counted(failures, 'thing')} broken" if failures else "nothing is broken"
-    if warnings:
-        yield counted(warnings, "warning")
+def _summary(found: Diagnosis) -> Iterator[str]:
+    yield "nothing is broken" if found.healthy else f"{counted(found.failures, 'thing')} broken"
+    if found.warnings:
+        yield counted(found.warnings, "warning")

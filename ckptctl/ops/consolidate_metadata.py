@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
@@ -21,6 +22,7 @@ from ckptctl.formats.dcp.metadata import METADATA, Item
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
+from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.destinations import require_writable
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import source_files
@@ -28,85 +30,72 @@ from ckptctl.storage.paths import require_local
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import no_collection
 
+FIELDS = "source target from_format ranks tensors blobs chunks data_bytes bytes"
+
 
 @dataclass(frozen=True, slots=True)
-class MetadataPlan:
+class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
     """What will be added to a directory.
 
     Attributes:
-        source: Absolute path of the directory.
-        ranks: Number of ranks whose files were found.
-        tensors: Number of tensors.
-        blobs: Number of other leaves.
-        chunks: Number of boxes that the tensors consist of, replicas counted once.
-        data_bytes: Logical bytes of all tensors; none of them moves.
         content: The file to be written.
         identities: The files that it speaks of, as they were.
-        notes: What the user should know.
     """
 
-    source: Path
-    ranks: int
-    tensors: int
-    blobs: int
-    chunks: int
-    data_bytes: int
+    source: Annotated[Path, JsonField("absolute path of the directory")]
+    ranks: Annotated[int, JsonField("ranks whose files were found")]
+    tensors: Annotated[int, JsonField("tensors")]
+    blobs: Annotated[int, JsonField("other leaves")]
+    chunks: Annotated[int, JsonField("boxes that the tensors consist of, replicas counted once")]
+    data_bytes: Annotated[int, JsonField("bytes of all tensors, none of which moves")]
     content: bytes
     identities: Mapping[str, FileIdentity]
-    notes: tuple[str, ...]
+    notes: Annotated[tuple[str, ...], JsonField("what the user should know")]
 
     @property
-    def target(self) -> Path:
+    def dry_run(self) -> Annotated[Literal[True], JsonField("only with `--dry-run`")]:
+        """Return that nothing was done yet."""
+        return True
+
+    @property
+    def target(self) -> Annotated[Path, JsonField("absolute path of the file that is added")]:
         """Return the file that will be written."""
         return self.source / METADATA
 
     @property
-    def nbytes(self) -> int:
+    def from_format(self) -> Annotated[str, JsonField("`dcp-rank-local`")]:
+        """Return the format of the directory."""
+        return FORMAT.name
+
+    @property
+    def nbytes(self) -> Annotated[int, JsonField("bytes of the file that is added", name="bytes")]:
         """Return its size in bytes."""
         return len(self.content)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "source": str(self.source),
-            "target": str(self.target),
-            "from_format": FORMAT.name,
-            "ranks": self.ranks,
-            "tensors": self.tensors,
-            "blobs": self.blobs,
-            "chunks": self.chunks,
-            "data_bytes": self.data_bytes,
-            "bytes": self.nbytes,
-            "notes": list(self.notes),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class MetadataResult:
+class MetadataResult(Result, order=f"{FIELDS} notes"):
     """What was added to a directory.
 
     Attributes:
-        plan: The plan that was carried out.
-        seconds: Time that writing and publishing took.
         notes: What the user should know about the way it was published.
     """
 
-    plan: MetadataPlan
-    seconds: float
+    plan: Annotated[MetadataPlan, Inline(FIELDS)]
+    seconds: Annotated[float, JsonField("time it took; not with `--dry-run`", to=rounded)]
     notes: tuple[str, ...]
+
+    @property
+    def all_notes(
+        self,
+    ) -> Annotated[tuple[str, ...], JsonField("what the user should know", name="notes")]:
+        """Return the notes of the plan, and those of the way it was published."""
+        return (*self.plan.notes, *self.notes)
 
     @property
     def target(self) -> Path:
         """Return the file that was written."""
         return self.plan.target
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            **self.plan.to_json(),
-            "seconds": round(self.seconds, 3),
-            "notes": [*self.plan.notes, *self.notes],
-        }
 
 
 def plan_metadata(path: str | Path) -> MetadataPlan:

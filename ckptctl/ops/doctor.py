@@ -22,13 +22,14 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Annotated, Literal
 
 import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.formats import plugins
 from ckptctl.ops import probes
+from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import path_hint, real_path
@@ -38,35 +39,48 @@ Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """What was found.
+class Check(Result, order="group name status found hint"):
+    """One thing that was looked at."""
 
-    Attributes:
-        name: What was looked at.
-        found: What there is.
-        status: Whether that is good.
-        hint: What to do about it; None: nothing.
-        group: What it belongs to, as in ``file system``.
-    """
-
-    name: str
-    found: str
-    status: Status = "ok"
-    hint: str | None = None
-    group: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "group": self.group,
-            "name": self.name,
-            "status": self.status,
-            "found": self.found,
-            "hint": self.hint,
-        }
+    name: Annotated[str, JsonField("what was looked at")]
+    found: Annotated[str, JsonField("what there is, for people")]
+    status: Annotated[
+        Status,
+        JsonField("`ok`; `warn`: slower, or something cannot be done; `fail`: broken"),
+    ] = "ok"
+    hint: Annotated[str | None, JsonField("what to do about it")] = None
+    group: Annotated[
+        str,
+        JsonField("what it belongs to: `installation`, `plug-ins`, `file system`, `surroundings`"),
+    ] = ""
 
 
-def doctor(directory: Path) -> tuple[Check, ...]:
+@dataclass(frozen=True, slots=True)
+class Diagnosis(Result, order="directory healthy warnings failures checks"):
+    """All that was looked at."""
+
+    directory: Annotated[Path, JsonField("as it was named")]
+    checks: Annotated[tuple[Check, ...], JsonField("all that was looked at")]
+
+    @property
+    def healthy(
+        self,
+    ) -> Annotated[bool, JsonField("whether nothing is broken; the exit code is 0, else 1")]:
+        """Return whether nothing is broken."""
+        return not self.failures
+
+    @property
+    def warnings(self) -> Annotated[int, JsonField("how many there are")]:
+        """Return how many things are slower, or cannot be done."""
+        return sum(one.status == "warn" for one in self.checks)
+
+    @property
+    def failures(self) -> Annotated[int, JsonField("how many things are broken")]:
+        """Return how many things are broken."""
+        return sum(one.status == "fail" for one in self.checks)
+
+
+def doctor(directory: Path) -> Diagnosis:
     """Everything that was looked at, by group; *directory* is where checkpoints are, or will be."""
     require_path(directory)
     place = directory.expanduser().absolute()
@@ -78,7 +92,8 @@ def doctor(directory: Path) -> tuple[Check, ...]:
         "file system": _file_system(place),
         "surroundings": _surroundings(),
     }
-    return tuple(replace(check, group=name) for name, checks in groups.items() for check in checks)
+    checks = (replace(one, group=name) for name, many in groups.items() for one in many)
+    return Diagnosis(directory, tuple(checks))
 
 
 # ----------------------------------------------------------------------------------- installation

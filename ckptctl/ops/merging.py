@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
@@ -38,6 +39,7 @@ from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.deltas import Delta, Deltas, Factor, deltas
+from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
 from ckptctl.storage.threads import Advance
@@ -49,37 +51,23 @@ LARGEST = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class MergePlan:
-    """What a merge will do.
+class MergePlan(Result):
+    """What a merge will do; what is printed of it stands beside what is printed of the conversion.
 
     Attributes:
         conversion: The conversion of the merged model.
-        adapter: Absolute path of the adapter.
-        adapter_format: Its format.
-        adapter_layout: Its layout.
-        merged: Tensors of the model that are changed.
-        replaced: Tensors of the model that those of the adapter replace.
-        scales: The different factors of B A, ascending.
     """
 
     conversion: ConversionPlan
-    adapter: str
-    adapter_format: str
-    adapter_layout: str
-    merged: int
-    replaced: int
-    scales: tuple[float, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return what is published beside the conversion's (``docs/reference/json.md``)."""
-        return {
-            "adapter": self.adapter,
-            "adapter_format": self.adapter_format,
-            "adapter_layout": self.adapter_layout,
-            "merged": self.merged,
-            "replaced": self.replaced,
-            "scales": list(self.scales),
-        }
+    adapter: Annotated[str, JsonField("absolute path of the adapter")]
+    adapter_format: Annotated[str, JsonField("its [format](formats.md)")]
+    adapter_layout: Annotated[str, JsonField("its layout")]
+    merged: Annotated[int, JsonField("tensors of the model that low-rank factors change")]
+    replaced: Annotated[
+        int,
+        JsonField("tensors of the model that those of the adapter replace (`modules_to_save`)"),
+    ]
+    scales: Annotated[tuple[float, ...], JsonField("the different factors of B A, ascending")]
 
 
 def plan_merge(

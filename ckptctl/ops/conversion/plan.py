@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
@@ -13,8 +14,9 @@ from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
+from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.kinds import needs_torch
-from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
 from ckptctl.units import format_bytes
 
 START_UP = 32 << 20
@@ -22,8 +24,29 @@ PER_TENSOR = 7_000
 TORCH = 270 << 20
 
 
+DRY_RUN = JsonField("whether this is a plan")
+
+
 @dataclass(frozen=True, slots=True)
-class ConversionPlan:
+class OutputFile:
+    """A file of the output."""
+
+    path: Annotated[str, JsonField("relative to the target")]
+    nbytes: Annotated[int, JsonField("its size", name="bytes")]
+
+
+def output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
+    """Return the files of a plan as they are printed."""
+    return [OutputFile(*one) for one in files]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan(
+    Result,
+    order="dry_run source target from_format to_format model_type candidates from_layout to_layout "
+    "root tensors mapped bytes free_bytes memory_bytes arithmetic digest files dropped left_out "
+    "missing decided not_carried notes",
+):
     """What a conversion will do, complete before a byte moves.
 
     Attributes:
@@ -34,90 +57,145 @@ class ConversionPlan:
         output: The tensors that will be written, in order.
         plan: What the executor does.
         must_equal: Names in the source, kept and left out, whose bytes have to be the same.
-        dropped: Source keys that are left out by a rule of the family, and why.
-        left_out: Other leaves that do not travel, and why.
-        notes: What the user should know.
-        free_bytes: Free space where the output will be.
         upload: Whether its files are uploaded one by one: the destination is a URL.
-        missing: What would be written if it were whole: tensors, other leaves, and files of which
-            nothing tells what they hold; and why it is not there.
-        not_carried: What lies beside the weights and does not travel, and why.
         replicated: The tensors with copies that are to be compared; None: none are.
+        notes: What the user should know.
         warnings: What is probably not what the user wants.
     """
 
-    source: Catalog
-    recognition: Recognition
+    source: Annotated[Catalog, JsonField("absolute path", name="source", of="path")]
+    recognition: Annotated[
+        Recognition,
+        JsonField("model types that fit", of="candidates"),
+        JsonField("the model's prefix in the source, with its dot; empty: the top", of="root"),
+    ]
     options: ConversionOptions
-    change: Change
+    change: Annotated[
+        Change,
+        JsonField(
+            "facts of the model that files state in different ways, where `--trust-assets` decided",
+            of="decided",
+        ),
+    ]
     output: tuple[OutputTensor, ...]
-    plan: Plan
+    plan: Annotated[
+        Plan,
+        JsonField("absolute path", of="target"),
+        JsonField("SHA-256 of the plan; equal digests mean equal outputs", of="digest"),
+    ]
     must_equal: tuple[tuple[str, str], ...]
-    dropped: Mapping[str, str]
-    left_out: Mapping[str, str]
+    dropped: Annotated[
+        Mapping[str, Annotated[str, JsonField("the reason")]],
+        JsonField("source keys that a rule of the family, or `--tied drop`, leaves out"),
+    ]
+    left_out: Annotated[
+        Mapping[str, Annotated[str, JsonField("the reason")]],
+        JsonField("other leaves of the source that do not travel"),
+    ]
     notes: tuple[str, ...]
-    free_bytes: int
+    free_bytes: Annotated[int, JsonField("free space of the target's file system")]
     upload: bool = False
-    missing: Mapping[str, str] = field(default_factory=dict)
-    not_carried: Mapping[str, str] = field(default_factory=dict)
+    missing: Annotated[
+        Mapping[str, Annotated[str, JsonField("the reason")]],
+        JsonField(
+            "what `--allow-missing` left out because it is not whole: tensors and other leaves by "
+            "their names in the source, and files that cannot be used and of which nothing tells "
+            "what they hold"
+        ),
+    ] = field(default_factory=dict)
+    not_carried: Annotated[
+        Mapping[str, Annotated[str, JsonField("the reason")]],
+        JsonField(
+            "what lies beside the weights and is not carried along, by its path there; folders "
+            "with a slash behind them"
+        ),
+    ] = field(default_factory=dict)
     replicated: Catalog | None = None
     warnings: tuple[str, ...] = ()
 
     @property
-    def from_format(self) -> str:
+    def dry_run(self) -> Annotated[Literal[True], DRY_RUN]:
+        """Return that nothing was done yet."""
+        return True
+
+    @property
+    def from_format(self) -> Annotated[str, JsonField("[format](formats.md) of the source")]:
         """Return the source's format."""
         return self.source.format
 
     @property
-    def to_format(self) -> str:
+    def to_format(self) -> Annotated[str, JsonField("format that is written")]:
         """Return the target's format."""
         return self.options.to
 
     @property
-    def from_layout(self) -> str | None:
+    def from_layout(
+        self,
+    ) -> Annotated[str | None, JsonField("layout of the source; null: unknown")]:
         """Return the source's layout; None: unknown family."""
         return self.change.source_layout
 
     @property
-    def to_layout(self) -> str | None:
+    def to_layout(self) -> Annotated[str | None, JsonField("layout that is written")]:
         """Return the target's layout; None: unknown family."""
         return self.change.target_layout
 
     @property
-    def model_type(self) -> str | None:
+    def model_type(
+        self,
+    ) -> Annotated[
+        str | None,
+        JsonField(
+            "[model type](models.md), if exactly one fits or it was named; with `-lora` behind it "
+            "for an adapter"
+        ),
+    ]:
         """Return the family, if one is known."""
         return self.change.family.name if self.change.family else self.recognition.model_type
 
     @property
-    def tensors(self) -> int:
+    def tensors(self) -> Annotated[int, JsonField("tensors in the output")]:
         """Return the number of tensors in the output."""
         return len(self.output)
 
     @property
-    def mapped(self) -> int:
+    def mapped(
+        self,
+    ) -> Annotated[int, JsonField("those that have another name or axis order than in the source")]:
         """Return how many of them have another name or axis order than in the source."""
         moved = (m for m in self.change.tensors if m.sources[0].key != m.targets[0].key)
         return sum(1 for _ in moved)
 
     @property
-    def files(self) -> tuple[tuple[str, int], ...]:
+    def files(
+        self,
+    ) -> Annotated[
+        tuple[tuple[str, int], ...], JsonField("every file of the output", to=output_files)
+    ]:
         """Return the output files with their sizes in bytes."""
         return tuple((file.path, file.size) for file in self.plan.files)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> Annotated[int, JsonField("size of the whole output", name="bytes")]:
         """Return the bytes of the whole output."""
         return self.plan.nbytes
 
     @property
-    def arithmetic(self) -> bool:
+    def all_notes(
+        self,
+    ) -> Annotated[tuple[str, ...], JsonField("what the user should know", name="notes")]:
+        """Return warnings and notes."""
+        return (*self.warnings, *self.notes)
+
+    @property
+    def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
         """Return whether elements are computed, cast or transposed one by one: with torch."""
         if any(map(needs_torch, self.plan.computed.values())):
             return True
         return any(t.source_dtype != t.target_dtype or permutes(t) for t in self.plan.transfers)
 
     @property
-    def memory_bytes(self) -> int:
+    def memory_bytes(self) -> Annotated[int, JsonField("estimate of the peak memory")]:
         """Return an estimate of the peak memory: start-up, index and buffers."""
         options = self.options.execution()
         limits = options.limits()
@@ -147,72 +225,39 @@ class ConversionPlan:
             parts.insert(2, f"model under `{self.recognition.root.rstrip('.')}`")
         return " · ".join(parts)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "source": self.source.path,
-            "target": self.plan.target,
-            "from_format": self.from_format,
-            "to_format": self.to_format,
-            "model_type": self.model_type,
-            "candidates": list(self.recognition.candidates),
-            "from_layout": self.from_layout,
-            "to_layout": self.to_layout,
-            "root": self.recognition.root,
-            "tensors": self.tensors,
-            "mapped": self.mapped,
-            "bytes": self.nbytes,
-            "free_bytes": self.free_bytes,
-            "memory_bytes": self.memory_bytes,
-            "arithmetic": self.arithmetic,
-            "digest": self.plan.digest,
-            "files": [{"path": path, "bytes": nbytes} for path, nbytes in self.files],
-            "dropped": dict(self.dropped),
-            "left_out": dict(self.left_out),
-            "missing": dict(self.missing),
-            "decided": dict(self.change.decided),
-            "not_carried": dict(self.not_carried),
-            "notes": [*self.warnings, *self.notes],
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class ConversionResult:
+class ConversionResult(Result):
     """What a conversion did.
 
     Attributes:
-        plan: The plan that was carried out.
         target: What was published.
         nbytes: Bytes of the output.
-        seconds: Time that copying and publishing took.
-        resumed_bytes: Bytes that an earlier run had written already.
-        verified: Whether the published output was read again and found right.
-        notes: What the user should know.
-        out_of_range: What became infinite, NaN or saturated, by the name of the tensor in the
-            output.
+        notes: What the user should know of the way it was done.
     """
 
-    plan: ConversionPlan
+    plan: Annotated[ConversionPlan, Inline()]
     target: Path
     nbytes: int
-    seconds: float
-    resumed_bytes: int
-    verified: bool
+    seconds: Annotated[float, JsonField("time that copying and publishing took", to=rounded)]
+    resumed_bytes: Annotated[int, JsonField("bytes that an earlier run had written")]
+    verified: Annotated[bool, JsonField("whether the result was read again and found right")]
     notes: tuple[str, ...]
-    out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)
+    out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
+
+    @property
+    def dry_run(self) -> Annotated[Literal[False], DRY_RUN]:
+        """Return that it was done."""
+        return False
 
     @property
     def missing(self) -> Mapping[str, str]:
         """Return what was not written because it is not whole, and why."""
         return self.plan.missing
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            **self.plan.to_json(),
-            "seconds": round(self.seconds, 3),
-            "resumed_bytes": self.resumed_bytes,
-            "verified": self.verified,
-            "out_of_range": {name: asdict(lost) for name, lost in self.out_of_range.items()},
-            "notes": [*self.plan.warnings, *self.plan.notes, *self.notes],
-        }
+    @property
+    def all_notes(
+        self,
+    ) -> Annotated[tuple[str, ...], JsonField("what the user should know", name="notes")]:
+        """Return the notes of the plan, and those of the way it was done."""
+        return (*self.plan.all_notes, *self.notes)
