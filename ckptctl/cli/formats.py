@@ -48,7 +48,7 @@ def formats(
     output = Output(json, quiet)
     found = op.known_formats(name)
     if output.mode == "json":
-        output.document(SCHEMA, {"formats": [one.to_json() for one in found]})
+        output.document(SCHEMA, op.KnownFormats(found).to_json())
     elif output.mode == "quiet":
         for one in found:
             output.line(one.format.name)

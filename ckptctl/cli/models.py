@@ -46,7 +46,7 @@ def models(
     with families.using(converter):
         found = op.models(family, layout)
     if output.mode == "json":
-        output.document(SCHEMA, {"models": [model.to_json() for model in found]})
+        output.document(SCHEMA, op.Models(found).to_json())
     elif output.mode == "quiet":
         for model in found:
             _print_names(output, model)

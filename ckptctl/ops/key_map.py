@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl import families, formats
 from ckptctl.errors import SourceNotFoundError, UsageError, nearest
@@ -14,47 +15,23 @@ from ckptctl.ops.recognition.agreement import Description, agree
 from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import near
-from ckptctl.planner.mapping.formulas import Range
 from ckptctl.planner.mapping.numbering import KeyNumbers
-from ckptctl.planner.mapping.preview import Arrival, Contribution, Route, route
+from ckptctl.planner.mapping.preview import Route, route
 from ckptctl.planner.model_parallel import possible_repeats
+from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import path_hint
 
 
 @dataclass(frozen=True, slots=True)
-class KeyMap:
-    """Where a key goes.
+class KeyMap(Result, order="key template"):
+    """Where a key goes."""
 
-    Attributes:
-        model_type: The family.
-        from_layout: The layout of the key.
-        to_layout: The other one.
-        sizes: What is known of axis sizes.
-        tied: Whether tied tensors are one.
-        route: The answer.
-    """
-
-    model_type: str
-    from_layout: str
-    to_layout: str
-    sizes: Mapping[str, int]
-    tied: bool
-    route: Route
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "key": self.route.key,
-            "template": self.route.template,
-            "model_type": self.model_type,
-            "from_layout": self.from_layout,
-            "to_layout": self.to_layout,
-            "sizes": dict(self.sizes),
-            "tied": self.tied,
-            "targets": [_target(arrival) for arrival in self.route.arrivals],
-            "dropped": self.route.dropped or None,
-            "notes": self.route.notes,
-        }
+    model_type: Annotated[str, JsonField("[model type](models.md)")]
+    from_layout: Annotated[str, JsonField("the layout of the key")]
+    to_layout: Annotated[str, JsonField("where it goes to")]
+    sizes: Annotated[Mapping[str, int], JsonField("what is known, by axis")]
+    tied: Annotated[bool, JsonField("whether tied tensors are taken for one")]
+    route: Annotated[Route, Inline()]
 
 
 def map_key(
@@ -158,35 +135,3 @@ def _configuration(place: Path, family: Family) -> Mapping[str, Json]:
 
 def _place(config: Path | None, name: str) -> str:
     return str(config) if config and config.name == name else f"{config}/{name}"
-
-
-def _target(arrival: Arrival) -> dict[str, object]:
-    return {
-        "key": arrival.key,
-        "shape": [size.text for size in arrival.shape],
-        "numbers": [size.number for size in arrival.shape],
-        "each": {axis: size.number for axis, size in arrival.each.items()},
-        "variant": arrival.variant,
-        "pieces": [_piece(piece) for piece in arrival.pieces],
-    }
-
-
-def _piece(piece: Contribution) -> dict[str, object]:
-    return {
-        "key": piece.key,
-        "logical": piece.logical,
-        "asked": piece.asked,
-        "source_axes": piece.source_axes,
-        "target_axes": piece.target_axes,
-        "reordered": piece.reordered,
-        "source_slice": [_range(part) for part in piece.read],
-        "target_slice": [_range(part) for part in piece.write],
-    }
-
-
-def _range(part: Range) -> dict[str, object]:
-    return {
-        "formula": part.formula,
-        "start": None if part.among else part.start.number,
-        "stop": None if part.among else part.stop.number,
-    }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from ckptctl import dtypes, formats
 from ckptctl.formats import plugins
 from ckptctl.formats.base import Format, WritableFormat
+from ckptctl.results import JsonField, Result, or_none
 
 FAMILY = ("--model-type NAME", "the model type that joins the shards, where several fit")
 OPTIONS = {
@@ -24,81 +26,79 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What can be chosen when a format is read.
+    """What can be chosen when a format is read."""
 
-    Attributes:
-        option: As on the command line, with its value.
-        meaning: What it decides.
-    """
-
-    option: str
-    meaning: str
+    option: Annotated[str, JsonField("as on the command line")]
+    meaning: Annotated[str, JsonField("for people")]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a written checkpoint of a format is like.
+    """What a written checkpoint of a format is like."""
 
-    Attributes:
-        directory: Whether it is a directory instead of one file.
-        leaves: Whether leaves that are not tensors are kept.
-        ties: What becomes of tensors that share memory.
-        cut_by: The options that say how it is cut into files; empty: it is one file.
-        side_files: Whether configuration and tokenizer are carried.
-        lacks: dtypes that it cannot hold.
-    """
-
-    directory: bool
-    leaves: bool
-    ties: str
-    cut_by: tuple[str, ...]
-    side_files: bool
-    lacks: tuple[str, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "directory": self.directory,
-            "leaves": self.leaves,
-            "ties": self.ties,
-            "cut_by": list(self.cut_by),
-            "side_files": self.side_files,
-            "lacks": list(self.lacks),
-        }
+    directory: Annotated[bool, JsonField("whether it is a directory; else it is one file")]
+    leaves: Annotated[bool, JsonField("whether leaves that are not tensors are kept")]
+    ties: Annotated[str, JsonField("what becomes of tensors that share memory, for people")]
+    cut_by: Annotated[tuple[str, ...], JsonField("options that say how it is cut into files")]
+    side_files: Annotated[
+        bool, JsonField("whether configuration, tokenizer and the like are carried")
+    ]
+    lacks: Annotated[tuple[str, ...], JsonField("dtypes that it cannot hold")]
 
 
 @dataclass(frozen=True, slots=True)
-class KnownFormat:
-    """A format.
+class KnownFormat(
+    Result,
+    order="name title package layout other_layouts adapters recognised wholeness proof",
+):
+    """A format."""
 
-    Attributes:
-        format: What reads it, with its texts.
-        package: The installed package that adds it; None: it is built in.
-        choices: What can be chosen when it is read.
-        written: What a written one is like; None: it is only read.
-    """
+    format: Annotated[
+        Format,
+        JsonField("the [format](formats.md)", of="name"),
+        JsonField("what it is, for people", of="title"),
+        JsonField("the layout of its tensors; null: any", of="layout"),
+        JsonField("whether it holds adapters and no models", of="adapters"),
+        JsonField(
+            "what it is recognised by, for people; null: its package does not say",
+            of="recognised",
+            to=or_none,
+        ),
+        JsonField(
+            "what tells a whole one from one with missing parts, for people",
+            of="wholeness",
+            to=or_none,
+        ),
+        JsonField(
+            "other people's programs that it was compared with, and the tests that do so",
+            of="proof",
+            to=or_none,
+        ),
+    ]
+    package: Annotated[
+        str | None, JsonField("the installed package that adds it; null: it is built in")
+    ]
+    choices: Annotated[tuple[Choice, ...], JsonField("what can be chosen when it is read")]
+    written: Annotated[
+        Written | None, JsonField("what a written one is like; null: it is only read")
+    ]
 
-    format: Format
-    package: str | None
-    choices: tuple[Choice, ...]
-    written: Written | None
+    @property
+    def other_layouts(
+        self,
+    ) -> Annotated[bool, JsonField("whether they may have another one than that")]:
+        """Return whether its tensors may have another layout than the format's."""
+        return self.format.layout is None or self.format.other_layouts
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        known = self.format
-        return {
-            "name": known.name,
-            "title": known.title,
-            "package": self.package,
-            "layout": known.layout,
-            "other_layouts": known.layout is None or known.other_layouts,
-            "adapters": known.adapters,
-            "recognised": known.recognised or None,
-            "wholeness": known.wholeness or None,
-            "proof": known.proof or None,
-            "choices": [{"option": c.option, "meaning": c.meaning} for c in self.choices],
-            "written": self.written.to_json() if self.written else None,
-        }
+
+@dataclass(frozen=True, slots=True)
+class KnownFormats(Result):
+    """All formats, or one."""
+
+    formats: Annotated[
+        tuple[KnownFormat, ...],
+        JsonField("by name, those of other packages last; only one where one was named"),
+    ]
 
 
 def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:

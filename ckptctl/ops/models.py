@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
 
 from ckptctl import families
 from ckptctl.errors import UsageError, nearest
 from ckptctl.planner.families.declarations import Signs, spellings
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
 from ckptctl.planner.layouts import Family, Layout
+from ckptctl.results import Inline, JsonField, Result, or_none
 
 SHOWN_KEYS = 3
 NOT_PROVEN = "not proven by logits"
@@ -17,130 +19,125 @@ NOT_PROVEN = "not proven by logits"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How a layout stores a logical tensor.
+    """How a layout stores a logical tensor."""
 
-    Attributes:
-        tensor: Its logical name.
-        key: Template of the stored tensor's name.
-        axes: The order of its axes there.
-        part: Its place among *parts*; None: it is stored by itself.
-        parts: Names of the logical tensors that are concatenated in the stored one.
-        along: The dimension along which they are.
-        spread: Axes of which each entry is a stored tensor of its own.
-        split: The axis that model-parallel ranks divide; None: they all have it whole.
-        optional: Whether a model may do without it.
-        variant: The variant of layers that has it; None: all have.
-    """
-
-    tensor: str
-    key: str
-    axes: str
-    part: int | None
-    parts: tuple[str, ...]
-    along: int
-    spread: tuple[str, ...]
-    split: str | None
-    optional: bool
-    variant: str | None
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "tensor": self.tensor,
-            "key": self.key,
-            "axes": self.axes,
-            "part": self.part,
-            "parts": list(self.parts),
-            "along": self.along,
-            "spread": list(self.spread),
-            "split": self.split,
-            "optional": self.optional,
-            "variant": self.variant,
-        }
+    tensor: Annotated[str, JsonField("logical name")]
+    key: Annotated[str, JsonField("template of the stored name")]
+    axes: Annotated[str, JsonField("order of its axes, in einops notation")]
+    part: Annotated[int | None, JsonField("its place in a concatenated tensor")]
+    parts: Annotated[tuple[str, ...], JsonField("what that is made of")]
+    along: Annotated[int, JsonField("the dimension of the concatenation")]
+    spread: Annotated[tuple[str, ...], JsonField("axes with a stored tensor for each entry")]
+    split: Annotated[str | None, JsonField("the axis that model-parallel ranks divide")]
+    optional: Annotated[bool, JsonField("whether a model may do without it")]
+    variant: Annotated[str | None, JsonField("the kind of layers that has it")]
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:
-    """One layout of a family, as people read it.
+    """One layout of a family, as people read it."""
 
-    Attributes:
-        name: As in ``torchtitan@0.3``.
-        same_as: An earlier layout that keeps every tensor alike; its rows are not repeated.
-        rows: One per logical tensor.
-        own_keys: Key templates that no other family has, at most three.
-        dropped: Key templates of tensors without information, and why nothing is lost.
-    """
-
-    name: str
-    same_as: str | None
-    rows: tuple[Row, ...]
-    own_keys: tuple[str, ...]
-    dropped: Mapping[str, str]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "name": self.name,
-            "same_as": self.same_as,
-            "rows": [row.to_json() for row in self.rows],
-            "own_keys": list(self.own_keys),
-            "dropped": dict(self.dropped),
-        }
+    name: Annotated[str, JsonField("the layout")]
+    same_as: Annotated[str | None, JsonField("an earlier layout that keeps every tensor alike")]
+    rows: Annotated[tuple[Row, ...], JsonField("one per logical tensor; empty with `same_as`")]
+    own_keys: Annotated[
+        tuple[str, ...], JsonField("up to three templates that no other family has")
+    ]
+    dropped: Annotated[
+        Mapping[str, Annotated[str, JsonField("why nothing is lost")]],
+        JsonField("templates of tensors without information"),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LayoutProof:
+    """Whether a layout is proven."""
+
+    name: Annotated[str, JsonField("as on the command line")]
+    proof: Annotated[str | None, JsonField("what its logits were compared with; null: not proven")]
+
+
+@dataclass(frozen=True, slots=True)
+class SizeNames:
+    """What configurations call the size of an axis."""
+
+    axis: Annotated[str, JsonField("its name in the tables")]
+    config: Annotated[str, JsonField("in `config.json`", to=or_none)]
+    params: Annotated[str, JsonField("in `params.json`", to=or_none)]
+
+
+def size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
+    """Return what sizes are called first, where they have had several names."""
+    return [
+        SizeNames(axis, spellings(config)[0], spellings(params)[0])
+        for axis, (config, params) in sizes.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables(Result, order="tables ties tied variants sizes constants composite pinned"):
+    """All that the tables of a family say."""
+
+    family: Annotated[
+        Family,
+        JsonField("tensors that may be one", of="ties"),
+        JsonField("whether they are one unless a configuration says otherwise", of="tied"),
+        JsonField("kinds of layers, of which each layer is exactly one", of="variants"),
+        JsonField("what the sizes of axes are called", of="sizes", to=size_names),
+        JsonField("sizes that never vary", of="constants"),
+        JsonField("axes that are made of others", of="composite"),
+        JsonField("tensors that are never cast", of="pinned"),
+    ]
+    tables: Annotated[tuple[LayoutTable, ...], JsonField("one per layout")]
+
+
+@dataclass(frozen=True, slots=True)
+class Model(Result, order="name title aliases architecture refines recognised layouts"):
     """A family.
 
     Attributes:
-        family: Its tables.
         layouts: Those of its layouts that were asked for.
-        recognised: How a configuration shows it, in words; the keys come after that.
         tables: What each layout keeps; empty in a list of families.
     """
 
-    family: Family
+    family: Annotated[
+        Family,
+        JsonField("the [model type](models.md)", of="name"),
+        JsonField("for people", of="title"),
+        JsonField("other names that `--model-type` takes", of="aliases"),
+        JsonField("class name in `config.json`", of="architecture"),
+        JsonField("the family that this one is a special case of", of="refines"),
+    ]
     layouts: tuple[str, ...]
-    recognised: tuple[str, ...]
-    tables: tuple[LayoutTable, ...] = field(default=())
+    recognised: Annotated[tuple[str, ...], JsonField("how a configuration shows it, in words")]
+    tables: tuple[LayoutTable, ...] = ()
 
     def proof(self, layout: str) -> str:
         """Return with what the logits of *layout* were compared."""
         return self.family.proofs.get(layout, NOT_PROVEN)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        family = self.family
-        document: dict[str, object] = {
-            "name": family.name,
-            "title": family.title,
-            "aliases": list(family.aliases),
-            "architecture": family.architecture,
-            "refines": family.refines,
-            "recognised": list(self.recognised),
-            "layouts": [{"name": name, "proof": family.proofs.get(name)} for name in self.layouts],
-        }
-        return document | (self._details() if self.tables else {})
+    @property
+    def proofs(
+        self,
+    ) -> Annotated[
+        tuple[LayoutProof, ...],
+        JsonField("of two that are alike the first one is preferred", name="layouts"),
+    ]:
+        """Return the layouts, each with what proves it."""
+        proofs = self.family.proofs
+        return tuple(LayoutProof(name, proofs.get(name)) for name in self.layouts)
 
-    def _details(self) -> dict[str, object]:
-        family = self.family
-        return {
-            "tables": [table.to_json() for table in self.tables],
-            "ties": [
-                {"tensor": tie.tensor, "of": tie.of, "stored_in": list(tie.stored_in)}
-                for tie in family.ties
-            ],
-            "tied": family.tied,
-            "variants": [list(group) for group in family.variants],
-            "sizes": [
-                {"axis": axis, "config": config or None, "params": params or None}
-                for axis, names in family.sizes.items()
-                for config, params in [(spellings(names[0])[0], spellings(names[1])[0])]
-            ],
-            "constants": dict(family.constants),
-            "composite": {axis: list(parts) for axis, parts in family.composite.items()},
-            "pinned": list(family.pinned),
-        }
+    @property
+    def details(self) -> Annotated[Tables | None, Inline()]:
+        """Return what the tables say, where they were asked for."""
+        return Tables(self.family, self.tables) if self.tables else None
+
+
+@dataclass(frozen=True, slots=True)
+class Models(Result):
+    """The fields from `tables` on are there where a family was named."""
+
+    models: Annotated[tuple[Model, ...], JsonField("by name")]
 
 
 def models(name: str | None = None, layout: str | None = None) -> tuple[Model, ...]:

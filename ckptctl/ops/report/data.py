@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-from ckptctl.catalog import Box
+from ckptctl.catalog import Box, Finding
 from ckptctl.errors import CkptError
+from ckptctl.ops.comparison.result import Difference, Side
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
 from ckptctl.ops.verification.result import Verification
-
-if TYPE_CHECKING:
-    from ckptctl.ops.comparison.result import Difference, Side
-
-INSPECTED = (
-    "model_type",
-    "candidates",
-    "layout",
-    "root",
-    "parameters",
-    "bytes",
-    "dtypes",
-    "assets",
-)
-"""What a report says as an inspection does."""
+from ckptctl.results import Inline, JsonField, Result, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +20,12 @@ class Chunk:
     """A box of a tensor.
 
     Attributes:
-        box: The part of the tensor.
         file: Where it lies, or should lie; None: it is computed when it is read, or, of a part
             that is missing, no file is known to hold it.
     """
 
     box: Box
     file: str | None
-
-    def to_json(self, files: Mapping[str, int]) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``).
-
-        Args:
-            files: The place of each file in the list of files.
-        """
-        return {
-            "file": files[self.file] if self.file else None,
-            "offsets": list(self.box.offsets),
-            "sizes": list(self.box.sizes),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,130 +55,178 @@ class TensorReport:
     info: TensorInfo
     map: ChunkMap
 
-    def to_json(self, files: Mapping[str, int]) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            **self.info.to_json(),
-            "missing": self.map.missing,
-            "map": [chunk.to_json(files) for chunk in self.map.chunks],
-            "holes": [hole.to_json(files) for hole in self.map.holes],
-        }
+
+@dataclass(frozen=True, slots=True)
+class ListedChunk:
+    """A box of a tensor, and where its file stands in the list of files."""
+
+    file: Annotated[int | None, JsonField("where it lies, or should lie: a place in `files`")]
+    box: Annotated[Box, Inline()]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTensor:
+    """A tensor, and where its files stand in the list of files."""
+
+    info: Annotated[TensorInfo, Inline()]
+    missing: Annotated[int, JsonField("boxes of it that are missing")]
+    map: Annotated[
+        list[ListedChunk],
+        JsonField("the boxes that it is stored in; `file` is null: computed when it is read"),
+    ]
+    holes: Annotated[
+        list[ListedChunk],
+        JsonField("the boxes that are missing; `file` is null: no file is known to hold it"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A data file, there or not."""
+
+    path: Annotated[str, JsonField("relative to the checkpoint")]
+    nbytes: Annotated[
+        int | None, JsonField("its size; null: it is missing or cannot be used", name="bytes")
+    ]
+    rank: Annotated[int | None, JsonField("the rank that wrote it, where its name says so")]
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What a report has no room for, or was not asked for.
+    """What a report has no room for, or was not asked for."""
 
-    Attributes:
-        tensors: Number of tensors that are not listed.
-        nbytes: Their bytes.
-        chunks: Boxes of listed tensors that are not listed.
-        holes: Missing boxes of listed tensors that are not listed.
-        findings: Findings that are not listed.
-        differences: Tensors that differ, or that one side lacks, that are not listed.
-    """
-
-    tensors: int = 0
-    nbytes: int = 0
-    chunks: int = 0
-    holes: int = 0
-    findings: int = 0
-    differences: int = 0
-
-    def to_json(self) -> dict[str, object]:
-        """Return the published object (``docs/reference/json.md``)."""
-        return {
-            "tensors": self.tensors,
-            "bytes": self.nbytes,
-            "chunks": self.chunks,
-            "holes": self.holes,
-            "findings": self.findings,
-            "differences": self.differences,
-        }
+    tensors: Annotated[int, JsonField("tensors that are not listed")] = 0
+    nbytes: Annotated[int, JsonField("bytes of them", name="bytes")] = 0
+    chunks: Annotated[int, JsonField("boxes of listed tensors that are not listed")] = 0
+    holes: Annotated[int, JsonField("missing boxes of listed tensors that are not listed")] = 0
+    findings: Annotated[int, JsonField("findings that are not listed")] = 0
+    differences: Annotated[int, JsonField("entries of the difference that are not listed")] = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(
+    Result,
+    order="path output readable verdict whole level errors unknown warnings findings format "
+    "model_type candidates layout root parameters bytes dtypes assets tensor_count leaf_count "
+    "file_bytes notes files stats tensors left_out other difference",
+):
     """What a page about a checkpoint shows.
 
     Attributes:
-        path: The checkpoint, as it was named.
         verification: Whether it is whole, and what is wrong.
         inspection: What it holds; None: its index cannot be read.
         tensors: The tensors that are listed.
         findings: How many findings are listed.
-        left_out: What is not listed.
         unusable: Files that parts of tensors should lie in, and that are missing or damaged.
         ranks: For each file of which the name says it, the rank that wrote it.
-        stats: Whether values were read.
-        other: The second checkpoint, as it was named.
         difference: How the two differ; None: there is no second one, or it cannot be compared.
         differences: How many of each list of the difference are listed.
-        error: Why it cannot be compared.
-        output: The page that was written; None: none was.
     """
 
-    path: str
-    verification: Verification
+    path: Annotated[str, JsonField("as it was named")]
+    verification: Annotated[
+        Verification,
+        Inline("verdict whole level errors unknown warnings format"),
+        JsonField("size of all data files", of="nbytes", name="file_bytes"),
+    ]
     inspection: Inspection | None
     tensors: tuple[TensorReport, ...]
     findings: int
-    left_out: LeftOut
+    left_out: Annotated[LeftOut, JsonField("what there is no room for, or was not asked for")]
     unusable: tuple[str, ...]
     ranks: Mapping[str, int]
-    stats: bool = False
-    other: str | None = None
+    stats: Annotated[bool, JsonField("whether values were read")] = False
+    other: Annotated[str | None, JsonField("the second checkpoint, as it was named")] = None
     difference: Difference | None = None
     differences: int = 0
-    error: CkptError | None = None
-    output: str | None = None
+    error: Annotated[
+        CkptError | None, JsonField("why they cannot be compared", name="difference_error")
+    ] = None
+    output: Annotated[str | None, JsonField("the page that was written")] = None
 
     @property
-    def readable(self) -> bool:
+    def readable(
+        self,
+    ) -> Annotated[
+        bool, JsonField("whether anything of it could be read; else the exit code is 4 or 9")
+    ]:
         """Return whether anything of the checkpoint could be read."""
         return self.inspection is not None
 
-    def _notes(self) -> list[str]:
-        more = self.inspection.notes if self.inspection else ()
-        return list(dict.fromkeys((*self.verification.notes, *more)))
+    @property
+    def listed_findings(
+        self,
+    ) -> Annotated[
+        tuple[Finding, ...],
+        JsonField("what is wrong, errors first; 1,000 at most", name="findings"),
+    ]:
+        """Return the findings that are listed."""
+        return self.verification.findings[: self.findings]
 
-    def to_json(self) -> dict[str, object]:
-        """Return the published document without its envelope (``docs/reference/json.md``)."""
-        verified = self.verification
-        sizes: dict[str, int | None] = {**verified.files, **dict.fromkeys(self.unusable)}
-        order = {name: number for number, name in enumerate(sizes)}
-        return {
-            "path": self.path,
-            "output": self.output,
-            "readable": self.readable,
-            "verdict": verified.verdict,
-            "whole": verified.whole,
-            "level": verified.level,
-            "errors": len(verified.errors),
-            "unknown": len(verified.unknown),
-            "warnings": len(verified.warnings),
-            "findings": [found.to_json() for found in verified.findings[: self.findings]],
-            "format": verified.format,
-            **_inspected(self.inspection or Inspection("", verified.format)),
-            "file_bytes": verified.nbytes,
-            "notes": self._notes(),
-            "files": [
-                {"path": name, "bytes": size, "rank": self.ranks.get(name)}
-                for name, size in sizes.items()
-            ],
-            "stats": self.stats,
-            "tensors": [tensor.to_json(order) for tensor in self.tensors],
-            "left_out": self.left_out.to_json(),
-            "other": self.other,
-            "difference": self.difference and _bounded(self.difference, self.differences).to_json(),
-            "difference_error": self.error and self.error.to_json(),
-        }
+    @property
+    def described(
+        self,
+    ) -> Annotated[
+        Inspection,
+        Inline("model_type candidates layout root parameters bytes dtypes assets"),
+        JsonField(
+            "tensors that it has, listed or not", of="tensors", name="tensor_count", to=count
+        ),
+        JsonField("other leaves that it has", of="blobs", name="leaf_count", to=count),
+    ]:
+        """Return what it holds, as far as it can be read."""
+        return self.inspection or Inspection("", self.verification.format)
 
+    @property
+    def notes(self) -> Annotated[tuple[str, ...], JsonField("what a reader should know")]:
+        """Return the notes of both, each once."""
+        return tuple(dict.fromkeys((*self.verification.notes, *self.described.notes)))
 
-def _inspected(found: Inspection) -> dict[str, object]:
-    said = replace(found, tensors=(), blobs=()).to_json()
-    sizes = {"tensor_count": len(found.tensors), "leaf_count": len(found.blobs)}
-    return {**{name: said[name] for name in INSPECTED}, **sizes}
+    @property
+    def files(
+        self,
+    ) -> Annotated[
+        tuple[ListedFile, ...],
+        JsonField("every data file, and those that are needed and are missing"),
+    ]:
+        """Return the files that boxes are placed in."""
+        sizes = {**self.verification.files, **dict.fromkeys(self.unusable)}
+        return tuple(ListedFile(n, nbytes, self.ranks.get(n)) for n, nbytes in sizes.items())
+
+    @property
+    def listed_tensors(
+        self,
+    ) -> Annotated[
+        list[ListedTensor],
+        JsonField("those that are listed, in the checkpoint's own order", name="tensors"),
+    ]:
+        """Return the tensors that are listed, with the places of their files."""
+        places = {file.path: n for n, file in enumerate(self.files)}
+
+        def listed(chunks: tuple[Chunk, ...]) -> list[ListedChunk]:
+            return [
+                ListedChunk(places[chunk.file] if chunk.file else None, chunk.box)
+                for chunk in chunks
+            ]
+
+        return [
+            ListedTensor(one.info, one.map.missing, listed(one.map.chunks), listed(one.map.holes))
+            for one in self.tensors
+        ]
+
+    @property
+    def listed_difference(
+        self,
+    ) -> Annotated[
+        Difference | None,
+        JsonField(
+            "how the two differ, as `ckptctl diff` says it; null: there is no second one, or they "
+            "cannot be compared",
+            name="difference",
+        ),
+    ]:
+        """Return the difference with lists no longer than there is room for."""
+        return self.difference and _bounded(self.difference, self.differences)
 
 
 def _bounded(found: Difference, limit: int) -> Difference:

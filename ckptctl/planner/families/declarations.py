@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
+from ckptctl.results import JsonField
 
 
 def looked_up(values: Mapping[str, object], name: str) -> object:
@@ -227,17 +228,11 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A logical tensor that may be the same as another one.
+    """A logical tensor that may be the same as another one."""
 
-    Attributes:
-        tensor: Name of the one that is left out where possible.
-        of: Name of the one that is kept.
-        stored_in: Layouts that keep both all the same.
-    """
-
-    tensor: str
-    of: str
-    stored_in: tuple[str, ...] = ()
+    tensor: Annotated[str, JsonField("the one that is left out")]
+    of: Annotated[str, JsonField("the one that is kept")]
+    stored_in: Annotated[tuple[str, ...], JsonField("layouts that store both all the same")] = ()
 
 
 @dataclass(frozen=True, slots=True)

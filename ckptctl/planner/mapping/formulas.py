@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Family, Stored
+from ckptctl.results import JsonField, Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ ZERO = Amount("0", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class Range(Result, order="formula start stop"):
     """A part of one dimension.
 
     Attributes:
@@ -58,9 +60,19 @@ class Range:
         return self.among or (":" if self.whole else f"{self.start}:{self.stop}")
 
     @property
-    def formula(self) -> str:
+    def formula(self) -> Annotated[str, JsonField("`:`, `h*e : h*e + k*e`, ...")]:
         """Return the range in axis names."""
         return self.among or (":" if self.whole else f"{self.start.text} : {self.stop.text}")
+
+    @property
+    def begin(self) -> Annotated[int | None, JsonField("null: not known", name="start")]:
+        """Return where it begins; None: a size is not known, or it is no range of numbers."""
+        return None if self.among else self.start.number
+
+    @property
+    def end(self) -> Annotated[int | None, JsonField("null: not known", name="stop")]:
+        """Return where it ends; None: likewise."""
+        return None if self.among else self.stop.number
 
 
 class Extents:

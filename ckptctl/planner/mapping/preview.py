@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 from ckptctl.errors import MappingError, listed
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
@@ -13,60 +13,84 @@ from ckptctl.planner.layouts import Drop, Family, Stored
 from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.formulas import ZERO, Amount, Extents, Range
 from ckptctl.planner.mapping.numbering import KeyNumbers
+from ckptctl.results import JsonField, Result, or_none
 
 Values: TypeAlias = Mapping[str, int | str]
 """Indices: numbers, or their names in braces where all of them are meant."""
 
 
+def formulas(shape: Sequence[Amount]) -> list[str]:
+    """Return sizes as formulas in axis names."""
+    return [size.text for size in shape]
+
+
+def numbers(shape: Sequence[Amount]) -> list[int | None]:
+    """Return sizes as numbers, as far as they are known."""
+    return [size.number for size in shape]
+
+
+def counts(
+    each: Mapping[str, Amount],
+) -> dict[str, Annotated[int | None, JsonField("how many there are")]]:
+    """Return the sizes of axes as numbers, as far as they are known."""
+    return {axis: size.number for axis, size in each.items()}
+
+
 @dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one source tensor gives to a target tensor.
+class Contribution(
+    Result, order="key logical asked source_axes target_axes reordered source_slice target_slice"
+):
+    """What one source tensor gives to a target tensor."""
 
-    Attributes:
-        asked: Whether it is of the key that was asked for.
-    """
-
-    key: str
-    logical: str
-    source_axes: str
-    target_axes: str
-    read: tuple[Range, ...]
-    write: tuple[Range, ...]
-    reordered: bool
-    asked: bool
+    key: Annotated[str, JsonField("a source tensor; `{x}` in it: one for each `x`")]
+    logical: Annotated[str, JsonField("what it is in the model: `q`, `w1`, ...")]
+    source_axes: Annotated[str, JsonField("order of its axes")]
+    target_axes: Annotated[str, JsonField("the same in the target")]
+    read: Annotated[
+        tuple[Range, ...],
+        JsonField("for each dimension, which part of the source is taken", name="source_slice"),
+    ]
+    write: Annotated[
+        tuple[Range, ...], JsonField("which part of the target it fills", name="target_slice")
+    ]
+    reordered: Annotated[bool, JsonField("whether they differ in more than grouping")]
+    asked: Annotated[bool, JsonField("whether it is the key that was asked for")]
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A tensor of the target and all that it is made of.
+class Arrival(Result, order="key shape numbers each variant pieces"):
+    """A tensor of the target and all that it is made of."""
 
-    Attributes:
-        key: Its name; ``{x}`` in it: one for each.
-        each: How many there are for each axis that is left in keys.
-        pieces: What it is made of, in order.
-        variant: The kind of layers in which the key goes there, where it depends on that.
-    """
-
-    key: str
-    shape: tuple[Amount, ...]
-    each: Mapping[str, Amount]
-    pieces: tuple[Contribution, ...]
-    variant: str | None = None
+    key: Annotated[str, JsonField("its name; `{x}` in it: there is one for each `x`")]
+    shape: Annotated[
+        tuple[Amount, ...],
+        JsonField("as formulas", to=formulas),
+        JsonField("the same; null: not known", name="numbers", to=numbers),
+    ]
+    each: Annotated[Mapping[str, Amount], JsonField("axes that are left in the key", to=counts)]
+    pieces: Annotated[tuple[Contribution, ...], JsonField("what the tensor is made of")]
+    variant: Annotated[
+        str | None,
+        JsonField("the kind of layers in which the key goes there, where that matters"),
+    ] = None
 
 
 @dataclass(slots=True)
 class Route:
-    """What becomes of one key.
+    """What becomes of one key."""
 
-    Attributes:
-        dropped: Why it is left out; empty: it is not.
-    """
-
-    key: str
-    template: str = ""
-    arrivals: list[Arrival] = field(default_factory=list)
-    dropped: str = ""
-    notes: list[str] = field(default_factory=list)
+    key: Annotated[str, JsonField("as asked")]
+    template: Annotated[str, JsonField("the key template that it matches")] = ""
+    arrivals: Annotated[
+        list[Arrival],
+        JsonField(
+            "the tensors that the key is, or is a part of; none: it is dropped", name="targets"
+        ),
+    ] = field(default_factory=list)
+    dropped: Annotated[str, JsonField("why the key is left out", to=or_none)] = ""
+    notes: Annotated[list[str], JsonField("what else one should know")] = field(
+        default_factory=list
+    )
 
 
 def route(
