@@ -98,10 +98,11 @@ class Printed:
     plain: bool
 
 
-def to_json(result: object) -> dict[str, object]:
+def to_json(result: Any) -> dict[str, object]:
     """Return what ``--json`` prints of a result."""
     found: dict[str, object] = {}
-    for one in printed(type(result)):
+    made: Any = type(result)
+    for one in printed(made):
         value = one.get(result)
         if value is not None or not one.optional:
             found[one.name] = value if one.plain else _json(value)

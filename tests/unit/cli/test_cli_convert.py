@@ -42,7 +42,7 @@ class Plan:
     options = SimpleNamespace(resume=False, verify=False)
 
     def to_json(self):
-        return {"bytes": self.nbytes}
+        return {"dry_run": True, "bytes": self.nbytes}
 
 
 class Result:
@@ -55,7 +55,7 @@ class Result:
     out_of_range = MISSING
 
     def to_json(self):
-        return {**self.plan.to_json(), "verified": True}
+        return {**self.plan.to_json(), "dry_run": False, "verified": True}
 
 
 @pytest.fixture
