@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, listed
-from ckptctl.formats.base import OutputTensor, WritableFormat
+from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.unknown_classes import require_known
 from ckptctl.ops.conversion.checks import require_scaled
 from ckptctl.ops.conversion.leaves import (
@@ -19,11 +19,9 @@ from ckptctl.ops.conversion.leaves import (
     unpacked,
     unrooted,
 )
-from ckptctl.ops.conversion.missing import Part
-from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.part import Part, Task
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.recognition.dequantise import made
-from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.stated import tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
@@ -58,28 +56,22 @@ class Contents:
     notes: Sequence[str]
 
 
-def contents(
-    catalog: Catalog,
-    recognition: Recognition,
-    part: Part,
-    change: Change,
-    options: ConversionOptions,
-    target: WritableFormat,
-) -> Contents:
+def contents(task: Task, part: Part, change: Change) -> Contents:
     """Say what becomes of the chosen part, and find its bytes, whose coverage is proven."""
-    root, everything = recognition.root, options.only == "all"
+    root, target = task.root, task.target
     left_out = dict(part.left_out)
-    catalog, parts = _with_values(catalog, left_out.keys() | part.missing.keys(), target)
+    catalog, parts = _with_values(task, left_out.keys() | part.missing.keys())
     outside = dict.fromkeys(leaf for n in part.selection.rest for leaf in parts.get(n, (n,)))
-    rest = follow(catalog, tuple(outside) if everything else (), root, change)
-    for item, path in inside_model(catalog, parts, outside, root, everything):
-        if change.identity or everything:
+    rest = follow(catalog, tuple(outside) if task.everything else (), root, change)
+    no_place = f"layout {change.target_layout} has no place for it"
+    for item, path in inside_model(catalog, parts, outside, root, task.everything):
+        if change.identity or task.everything:
             rest.tensors.append(item)
             rest.paths[item.targets[0].key] = path
         else:
-            left_out[item.sources[0].key] = _no_place(change)
-    catalog, zeros = made(catalog, change.zeros, root, root if everything else "")
-    model = [*in_checkpoint(change.tensors, root, everything), *zeros]
+            left_out[item.sources[0].key] = no_place
+    catalog, zeros = made(catalog, change.zeros, root, task.kept_root)
+    model = [*in_checkpoint(change.tensors, root, task.kept_root), *zeros]
     mapped = [*model, *rest.tensors]
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
     equal += rest.must_equal
@@ -88,9 +80,9 @@ def contents(
     read |= {root + name for name in change.must_be_zero}
     bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
     catalog = replace(catalog, tensors=bytes_of.tensors)
-    aliases, notes = shared_memory(options, target, recognition, catalog, model)
-    tensors = _tensors(catalog, model, rest, change, recognition, options, aliases)
-    tied = _tied_away(tensors) if options.tied == "drop" else {}
+    aliases, notes = _shared_memory(task, catalog, model)
+    tensors = _tensors(task, catalog, model, rest, change, aliases)
+    tied = _tied_away(tensors) if task.options.tied == "drop" else {}
     if tied and not target.records_ties:
         tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
     blobs = list(rest.blobs)
@@ -100,17 +92,16 @@ def contents(
             continue
         if not target.nested:
             left_out[name] = f"{target.name} holds tensors only"
-        elif not change.identity and not everything:
-            left_out[name] = _no_place(change)
+        elif not change.identity and not task.everything:
+            left_out[name] = no_place
         else:
-            blobs.append(blob if everything else unrooted(blob, root))
+            blobs.append(blob if task.everything else unrooted(blob, root))
     return Contents(catalog, mapped, tensors, blobs, tuple(equal), tied, left_out, notes)
 
 
-def _with_values(
-    catalog: Catalog, apart: Collection[str], target: WritableFormat
-) -> tuple[Catalog, Parts]:
+def _with_values(task: Task, apart: Collection[str]) -> tuple[Catalog, Parts]:
     """Read the leaves that are not tensors and that travel; refuses hostile ones."""
+    catalog, target = task.catalog, task.target
     wanted = {n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart}
     read = formats.resolve(replace(catalog, tensors={}, blobs=wanted)).blobs
     catalog = replace(catalog, blobs={**catalog.blobs, **read})
@@ -124,75 +115,66 @@ def _with_values(
 
 
 def _tensors(
+    task: Task,
     catalog: Catalog,
     model: Sequence[MappedTensor],
     rest: Rest,
     change: Change,
-    recognition: Recognition,
-    options: ConversionOptions,
     aliases: bool,
 ) -> tuple[OutputTensor, ...]:
-    entries, everything = catalog.tensors, options.only == "all"
-    placed = paths(model, entries, change, recognition.root, everything)
+    entries, dtype = catalog.tensors, task.options.dtype
+    placed = _paths(model, entries, change, task)
     pinned = change.family.pinned if change.family else ()
-    own = output_tensors(
-        model, entries, placed, dtype=options.dtype, pinned=pinned, aliases=aliases
-    )
-    require_scaled(options, model, entries, own)
+    own = output_tensors(model, entries, placed, dtype=dtype, pinned=pinned, aliases=aliases)
+    require_scaled(task.options, model, entries, own)
     others = output_tensors(
         rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
     )
     return (*own, *others)
 
 
-def _no_place(change: Change) -> str:
-    return f"layout {change.target_layout} has no place for it"
-
-
 def in_checkpoint(
-    tensors: Sequence[MappedTensor], root: str, keep_root: bool
-) -> list[MappedTensor]:
-    """Return the model's *tensors* with names as the whole checkpoints have them."""
-    if not root:
-        return list(tensors)
-    prefix = root if keep_root else ""
-    return [
+    tensors: Iterable[MappedTensor], root: str, prefix: str
+) -> Iterable[MappedTensor]:
+    """The model's *tensors* by their names in checkpoints: below *root*, and below *prefix*."""
+    if not root and not prefix:
+        return tensors
+    return (
         replace(
             mapped,
-            sources=tuple(_renamed(view, root) for view in mapped.sources),
-            targets=tuple(_renamed(view, prefix) for view in mapped.targets),
+            sources=tuple(replace(view, key=root + view.key) for view in mapped.sources),
+            targets=tuple(replace(view, key=prefix + view.key) for view in mapped.targets),
         )
         for mapped in tensors
-    ]
+    )
 
 
-def paths(
+def _paths(
     mapped: Sequence[MappedTensor],
     entries: Mapping[str, TensorEntry],
     change: Change,
-    root: str,
-    keep_root: bool,
+    task: Task,
 ) -> dict[str, Path]:
-    """Return the key path of each of the model's target tensors.
+    """The key path of each of the model's target tensors.
 
     A model that keeps its names keeps its nesting; one that changes them becomes a flat state
     dict, inside the container it was found in where that is kept.
     """
-    found: dict[str, Path] = {}
+    placed: dict[str, Path] = {}
     read: set[str] = set()
     for item in mapped:
         copied = item.sources[0].key in read
         read.add(item.sources[0].key)
         old = entries[item.sources[0].key].path
-        head, prefix = container(old, root)
+        head, prefix = container(old, task.root)
         for target in (view.key for view in item.targets):
             if change.identity and not copied:
-                found[target] = old if keep_root else inside(old, root)
-            elif keep_root:
-                found[target] = (*head, target.removeprefix(prefix))
+                placed[target] = old if task.everything else inside(old, task.root)
+            elif task.everything:
+                placed[target] = (*head, target.removeprefix(prefix))
             else:
-                found[target] = (target,)
-    return found
+                placed[target] = (target,)
+    return placed
 
 
 def output_tensors(
@@ -289,31 +271,24 @@ def main_dtype(tensors: Sequence[OutputTensor]) -> str | None:
     return max(total, key=lambda name: total[name], default=None)
 
 
-def _renamed(view: View, prefix: str) -> View:
-    return replace(view, key=prefix + view.key)
+def written_in_full(task: Task) -> bool:
+    """Whether tied tensors are written in full; `copy` is content if none are tied."""
+    shared = any(entry.alias_of for entry in task.catalog.tensors.values())
+    family = task.recognition.exact and task.recognition.model_type is not None
+    return task.options.untie or (task.options.tied == "copy" and (shared or family))
 
 
-def written_in_full(options: ConversionOptions, catalog: Catalog, known: Recognition) -> bool:
-    """Return whether tied tensors are written in full; `copy` is content if none are tied."""
-    shared = any(entry.alias_of for entry in catalog.tensors.values())
-    family = known.exact and known.model_type is not None
-    return options.untie or (options.tied == "copy" and (shared or family))
-
-
-def shared_memory(
-    options: ConversionOptions,
-    target: WritableFormat,
-    known: Recognition,
-    catalog: Catalog,
-    mapped: Sequence[MappedTensor],
+def _shared_memory(
+    task: Task, catalog: Catalog, mapped: Sequence[MappedTensor]
 ) -> tuple[bool, list[str]]:
-    """Return whether tensors that share memory go on doing so, and notes on that.
+    """Whether tensors that share memory go on doing so, and notes on that.
 
     A reader of `hf` would miss one of them, unless the configuration says that they are tied.
     """
+    options = task.options
     if options.untie or options.tied == "copy":
         return False, []
-    if options.tied == "drop" or target.nested or tying(known.config):
+    if options.tied == "drop" or task.target.nested or tying(task.recognition.config):
         return True, []
     names = [m.targets[0].key for m in mapped if catalog.tensors[m.sources[0].key].alias_of]
     note = f"shared tensors are written out in full: {listed(names)}"

@@ -19,7 +19,6 @@ from ckptctl.errors import CkptError, RefusedError, UsageError
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.adapters import factors_only, require_adapter
-from ckptctl.ops.conversion import proofs
 from ckptctl.ops.conversion.adapter_files import adapter_config_files, beside
 from ckptctl.ops.conversion.assets import Assets, gather, stated_in, unquantised
 from ckptctl.ops.conversion.checks import (
@@ -35,11 +34,12 @@ from ckptctl.ops.conversion.config_files import ConfigFiles, config_files
 from ckptctl.ops.conversion.contents import Contents, contents, main_dtype, written_in_full
 from ckptctl.ops.conversion.executable import executable, provenance
 from ckptctl.ops.conversion.leaves import Strings, same_data, strings
-from ckptctl.ops.conversion.missing import Missing, Part, choose, find_missing
+from ckptctl.ops.conversion.missing import Missing, find_missing
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.part import Part, Task, choose
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.conversion.proofs import require_published
-from ckptctl.ops.destinations import Destination, replaceable, require_destination
+from ckptctl.ops.conversion.proofs import require_equal, require_published
+from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.dequantise import dequantised
@@ -52,7 +52,7 @@ from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.configs.stated import Json
-from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard, divide
@@ -100,16 +100,14 @@ def plan_changed(
         catalog = edit(catalog, recognition, assets.documents)
         gone = find_missing(opened) if options.allow_missing else Missing()
         like = reference(options.like, options.to)
-        layout = _target_layout(recognition, options, target)
-        part = choose(catalog, recognition, options, layout, gone)
-        change = _map(catalog, recognition, part, layout, options, target, assets)
-        part = part.without(change.left_out, options)
-        held = contents(catalog, recognition, part, change, options, target)
+        task = Task(catalog, assets, recognition, options, target)
+        part = choose(task, gone)
+        change = _map(task, part)
+        part = part.without(change.left_out, task)
+        held = contents(task, part, change)
         ranks = len(like.files) if like and target.parallel else options.mp
-        output, carried = _lay_out(
-            catalog, assets, held, change, options, target, destination, like, ranks
-        )
-        files = _config_files(held, assets, change, options, target, ranks)
+        output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
+        files = _config_files(task, held, change, ranks)
         _require_apart(output, files)
         plan = executable(
             held,
@@ -149,7 +147,7 @@ def plan_changed(
         missing=part.missing,
         not_carried=assets.not_carried(target),
         replicated=replicated(opened, replicas) if options.verify_replicas else None,
-        warnings=_warnings(catalog, recognition, change, options, target),
+        warnings=_warnings(task, change),
     )
 
 
@@ -179,88 +177,58 @@ def _with_assets(
     return catalog, assets
 
 
-def _target_layout(
-    recognition: Recognition, options: ConversionOptions, target: WritableFormat
-) -> str | None:
-    """The layout to write; None: that of the source.
-
-    Transformers reads models without their head under either kind of names.
-    """
-    implied = BASE if recognition.layout == BASE and target.layout == HF else None
-    return options.to_layout or implied or target.layout
-
-
-def _map(
-    catalog: Catalog,
-    recognition: Recognition,
-    part: Part,
-    layout: str | None,
-    options: ConversionOptions,
-    target: WritableFormat,
-    assets: Assets,
-) -> Change:
+def _map(task: Task, part: Part) -> Change:
     """Say what the model's tensors become."""
-    root = recognition.root
+    catalog, options, target = task.catalog, task.options, task.target
     asked = LayoutRequest(
-        layout,
+        task.layout,
         catalog.path,
         source_layout=formats.get(catalog.format).layout,
         described=target.parallel or target.described,
-        untie=written_in_full(options, catalog, recognition),
+        untie=written_in_full(task),
         partial=bool(options.include or options.exclude or part.missing),
         given=options.sizes or {},
         vocab=options.vocab_size,
         whole=part.whole,
-        missing={name.removeprefix(root) for name in part.missing},
-        documents=assets.described,
+        missing={name.removeprefix(task.root) for name in part.missing},
+        documents=task.assets.described,
         trust_assets=options.trust_assets,
     )
-    if options.only == "model":
-        require_one_model(recognition, catalog.path)
-    change = change_layout(recognition, part.selection.tensors, asked)
+    if not task.everything:
+        require_one_model(task.recognition, catalog.path)
+    change = change_layout(task.recognition, part.selection.tensors, asked)
     keep_together(
         catalog,
-        {root + name for name in part.selection.tensors},
+        {task.root + name for name in part.selection.tensors},
         renamed=not change.identity,
         dtype=options.dtype,
     )
     return change
 
 
-def _warnings(
-    catalog: Catalog,
-    recognition: Recognition,
-    change: Change,
-    options: ConversionOptions,
-    target: WritableFormat,
-) -> tuple[str, ...]:
+def _warnings(task: Task, change: Change) -> tuple[str, ...]:
     """Warn of names that become Hugging Face's only in that they are in its files."""
-    cut = bool(recognition.root) and options.only != "all"
-    new = target.layout == "hf" and (cut or formats.get(catalog.format).layout != "hf")
-    if change.family or recognition.candidates or not new or is_adapter(catalog.tensors):
+    cut = bool(task.root) and not task.everything
+    new = task.target.layout == HF and (cut or formats.get(task.catalog.format).layout != HF)
+    known = change.family or task.recognition.candidates
+    if known or not new or is_adapter(task.catalog.tensors):
         return ()
-    return (f"the model type is not known, all names are kept: {root_hint(recognition)}",)
+    return (f"the model type is not known, all names are kept: {root_hint(task.recognition)}",)
 
 
 def _lay_out(
-    source: Catalog,
-    assets: Assets,
-    held: Contents,
-    change: Change,
-    options: ConversionOptions,
-    target: WritableFormat,
-    destination: Destination,
-    like: Reference | None,
-    ranks: int,
+    task: Task, held: Contents, change: Change, name: str, like: Reference | None, ranks: int
 ) -> tuple[Output, Strings]:
     """Let the target format say where everything goes, and which strings its files carry."""
+    target, options = task.target, task.options
     shares = _division(change, target.layout) if ranks > 1 else None
     if shares:
-        described = replace(held.catalog, documents={**held.catalog.documents, **assets.documents})
+        documents = {**held.catalog.documents, **task.assets.documents}
+        described = replace(held.catalog, documents=documents)
         require_whole_blocks(described, held.mapped, held.tensors, shares, ranks)
-    carried = strings(source, held.tensors, target)
+    carried = strings(task.catalog, held.tensors, target)
     request = OutputRequest(
-        name=destination.path.name,
+        name=name,
         tensors=held.tensors,
         blobs=held.blobs,
         max_shard_size=options.shard_bytes,
@@ -274,7 +242,7 @@ def _lay_out(
         if not target.parallel:
             request = replace(request, like=like.file_of, like_files=like.files)
     output = target.lay_out(request)
-    if carried.kept and not same_data(source, held.mapped, output):
+    if carried.kept and not same_data(task.catalog, held.mapped, output):
         carried = carried.without_hashes()
         output = target.lay_out(replace(request, metadata=carried.kept))
     return output, carried
@@ -292,24 +260,13 @@ def _division(change: Change, layout: str | None) -> Divide | None:
     return shares
 
 
-def _config_files(
-    held: Contents,
-    assets: Assets,
-    change: Change,
-    options: ConversionOptions,
-    target: WritableFormat,
-    ranks: int,
-) -> ConfigFiles:
+def _config_files(task: Task, held: Contents, change: Change, ranks: int) -> ConfigFiles:
+    assets, options = task.assets, task.options
     if is_adapter(held.catalog.tensors):
-        return adapter_config_files(held.catalog, assets, change, target, options.lora_alpha)
-    return config_files(
-        assets,
-        options.to,
-        change,
-        ranks=ranks,
-        dtype=main_dtype(held.tensors),
-        cast=(options.dtype or options.dequantize) is not None,
-    )
+        return adapter_config_files(held.catalog, assets, change, task.target, options.lora_alpha)
+    cast = (options.dtype or options.dequantize) is not None
+    dtype = main_dtype(held.tensors)
+    return config_files(assets, options.to, change, ranks=ranks, dtype=dtype, cast=cast)
 
 
 def _require_apart(output: Output, beside: ConfigFiles) -> None:
@@ -341,39 +298,60 @@ def run_conversion(
     """
     start = time.monotonic()
     ranks = ranks or Alone()
-    options = plan.options
     _require_same(plan, ranks)
-    together(ranks, lambda: proofs.require_equal(plan, ranks))
-    if plan.upload:
-        return _run_upload(plan, progress, ranks, start)
-    with sharing.staged(ranks, lambda: _staging(plan)) as stage:
-        on_first(ranks, lambda: _require_room(plan, stage))
-        report = progress or (lambda _: None)
-        done = sharing.execute_together(plan.plan, stage, options.execution(), report, ranks)
-        on_first(ranks, lambda: _require_in_range(plan, done))
-        on_first(ranks, lambda: _publish(stage))
-        if options.verify:
-            _verify(plan, stage, done.crcs, ranks)
+    together(ranks, lambda: require_equal(plan, ranks))
+    write = _upload if plan.upload else _write
+    done, notes = write(plan, progress or (lambda _: None), ranks)
     return ConversionResult(
         plan,
-        Path(plan.plan.target),
+        path_at(plan.plan.target),
         plan.nbytes,
         time.monotonic() - start,
         done.resumed_bytes,
-        options.verify,
-        tuple(stage.notes) if stage else (),
+        plan.options.verify,
+        notes,
         done.lost,
     )
 
 
-def _run_upload(
-    plan: ConversionPlan, progress: Advance | None, ranks: Coordinator, start: float
-) -> ConversionResult:
-    """Carry out *plan*, whose destination is a URL."""
+def _write(
+    plan: ConversionPlan, progress: Advance, ranks: Coordinator
+) -> tuple[Execution, tuple[str, ...]]:
+    """Write the output beside its destination and publish it there."""
+    options, single_file = plan.options, plan.plan.single_file
+
+    def begin() -> AbstractContextManager[Staging]:
+        return staging(
+            Path(plan.plan.target),
+            overwrite=options.overwrite,
+            resume=options.resume,
+            keep_on_error=options.resume,
+            single_file=single_file,
+            is_checkpoint=Replaceable(replaceable, file=single_file),
+        )
+
+    with sharing.staged(ranks, begin) as stage:
+        on_first(ranks, partial(_require_room, plan, stage))
+        done = sharing.execute_together(plan.plan, stage, options.execution(), progress, ranks)
+        on_first(ranks, lambda: _require_in_range(plan, done))
+        on_first(ranks, lambda: stage and stage.publish())
+        if options.verify:
+            _verify(plan, stage, done.crcs, ranks)
+    return done, tuple(stage.notes) if stage else ()
+
+
+def _upload(
+    plan: ConversionPlan, progress: Advance, ranks: Coordinator
+) -> tuple[Execution, tuple[str, ...]]:
+    """Write the output in a scratch directory, and upload each file when it is complete."""
     from ckptctl.ops.conversion import upload  # which nothing on this machine needs
 
+    if ranks.world > 1:
+        raise UsageError(
+            "several ranks cannot write to a URL",
+            hint="write to a file system that all ranks see, and copy that, or use one process",
+        )
     options = plan.options
-    upload.require_plain(ranks=ranks.world)
 
     def proven(crcs: Sequence[int]) -> None:
         if options.verify:
@@ -382,18 +360,17 @@ def _run_upload(
     done = upload.upload(
         plan.plan,
         options.execution(),
-        progress or (lambda _: None),
+        progress,
         overwrite=options.overwrite,
         written=partial(_require_in_range, plan),
         proven=proven,
     )
-    seconds = time.monotonic() - start
-    target = path_at(plan.plan.target)
-    notes = upload.notes(plan.plan)
-    resumed = done.resumed_bytes
-    return ConversionResult(
-        plan, target, plan.nbytes, seconds, resumed, options.verify, notes, done.lost
-    )
+    return done, upload.notes(plan.plan)
+
+
+def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
+    if stage:
+        require_space(stage.data, plan.nbytes, stage.held())
 
 
 def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
@@ -420,28 +397,6 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
     )
     if options.resume:
         together(ranks, lambda: sharing.require_alone(ranks))
-
-
-def _staging(plan: ConversionPlan) -> AbstractContextManager[Staging]:
-    options = plan.options
-    return staging(
-        Path(plan.plan.target),
-        overwrite=options.overwrite,
-        resume=options.resume,
-        keep_on_error=options.resume,
-        single_file=plan.plan.single_file,
-        is_checkpoint=Replaceable(replaceable, file=plan.plan.single_file),
-    )
-
-
-def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
-    if stage:
-        require_space(stage.data, plan.nbytes, stage.held())
-
-
-def _publish(stage: Staging | None) -> None:
-    if stage:
-        stage.publish()
 
 
 def _verify(

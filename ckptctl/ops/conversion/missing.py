@@ -1,34 +1,23 @@
-"""What of a checkpoint is converted, what of that is not whole, and what is nothing without it."""
+"""What of a checkpoint is not whole: the positive evidence that ``--allow-missing`` goes by."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.errors import (
     CkptError,
     CoverageError,
-    DamagedError,
-    MappingError,
     UnsupportedError,
-    command,
 )
-from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.training import name_parts
-from ckptctl.ops.recognition.lacking import lacks
 from ckptctl.ops.recognition.quantised import pairs
-from ckptctl.ops.recognition.recognise import Recognition
-from ckptctl.ops.recognition.selection import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
-
-SETTINGS = "param_groups"
-KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,132 +34,6 @@ class Missing:
 
     def __bool__(self) -> bool:
         return bool(self.names or self.files)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What of a checkpoint is converted.
-
-    Attributes:
-        selection: Its leaves.
-        whole: Names in the model of all tensors that it should have, chosen or not.
-        left_out: Other leaves, and why they do not travel.
-        missing: What would be converted if it were there and whole, and why it is not.
-        doubts: What the user should know of what may be missing.
-    """
-
-    selection: Selection
-    whole: tuple[str, ...]
-    left_out: Mapping[str, str]
-    missing: Mapping[str, str]
-    doubts: Sequence[str]
-
-    def without(self, parts: Mapping[str, str], options: ConversionOptions) -> Part:
-        """Take out *parts* of the model, by their names in it, and what is nothing without them."""
-        root = self.selection.root
-        gone = {**self.missing, **{root + name: why for name, why in parts.items()}}
-        model = {root + name for name in (*self.selection.tensors, *parts)} | gone.keys()
-        outside = self.selection.rest if options.only == "all" else ()
-        missing = {**dependent(gone, model, outside, root), **gone}
-        return replace(self, selection=_without(self.selection, missing), missing=missing)
-
-
-def choose(
-    catalog: Catalog,
-    recognition: Recognition,
-    options: ConversionOptions,
-    target_layout: str | None,
-    gone: Missing,
-) -> Part:
-    """Choose what is converted, as options say, and of that what is not missing."""
-    everything, root = options.only == "all", recognition.root
-    selection = select(catalog, root)
-    whole = tuple(selection.tensors)
-    left_out = (
-        {} if everything else dict.fromkeys(selection.rest, f"not part of the model ({KEPT})")
-    )
-    lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
-    there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
-    lacking = lacks(recognition, there, options.sizes or {}, target_layout)
-    selection, unwanted = chosen(
-        selection, options.include, options.exclude, everything, lacking.names
-    )
-    left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
-    nothing = not catalog.tensors and bool(gone)
-    if not selection.tensors and not nothing and not (everything and selection.rest):
-        raise MappingError(
-            "no tensor is left to convert",
-            where=catalog.path,
-            why="it holds training state and no model" if selection.rest else None,
-            hint=KEPT if selection.rest else None,
-        )
-    missing: dict[str, str] = {}
-    if gone:
-        whole, missing = _leave_out(catalog, selection, gone, whole, options)
-        selection = _without(selection, missing)
-        if not selection.tensors:
-            _refuse_all_missing(catalog, missing or gone.names)
-    patterns = options.include, options.exclude
-    lacking = lacking.only(
-        [
-            name
-            for name in lacking.names
-            if wanted(catalog, root + name, root, *patterns, everything)
-        ]
-    )
-    if not options.allow_missing:
-        lacking.require_whole(catalog.path)
-    whole += lacking.names if lacking.certain else ()
-    return Part(selection, whole, left_out, {**missing, **lacking.missing}, lacking.doubts)
-
-
-def _refuse_all_missing(catalog: Catalog, missing: Mapping[str, str]) -> NoReturn:
-    name, why = next(iter(missing.items()))
-    raise DamagedError(
-        "nothing whole is left to convert",
-        where=catalog.path,
-        why=f"`{name}`: {why}; in all {len(missing):,} are missing",
-        hint=f"{command('verify', catalog.path)} lists what is missing",
-    )
-
-
-def _leave_out(
-    catalog: Catalog,
-    selection: Selection,
-    gone: Missing,
-    model: Sequence[str],
-    options: ConversionOptions,
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the names that the model should have, and what of the selection is not written."""
-    everything, root = options.only == "all", selection.root
-    here = {root + name for name in (*selection.tensors, *selection.blobs)}
-    outside = selection.rest if everything else ()
-    absent = gone.names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
-    lacking = {
-        name: why
-        for name, why in gone.names.items()
-        if name in here
-        or name in outside
-        or (
-            name in absent
-            and wanted(catalog, name, root, options.include, options.exclude, everything)
-        )
-    }
-    own = [name for name in absent if wanted(catalog, name, root, (), (), False)]
-    lacking = {**dependent(lacking, here | set(own), outside, root), **lacking}
-    inner = sorted(name.removeprefix(root) for name in own)
-    return (*model, *inner), {**lacking, **gone.files}
-
-
-def _without(selection: Selection, names: Collection[str]) -> Selection:
-    """Return *selection* without the leaves called *names*, as the checkpoint calls them."""
-    root = selection.root
-    return replace(
-        selection,
-        tensors={n: entry for n, entry in selection.tensors.items() if root + n not in names},
-        blobs={n: blob for n, blob in selection.blobs.items() if root + n not in names},
-        rest=tuple(name for name in selection.rest if name not in names),
-    )
 
 
 def find_missing(catalog: Catalog) -> Missing:
@@ -193,39 +56,6 @@ def find_missing(catalog: Catalog) -> Missing:
     explained |= {found.file for found in errors if found.tensor and found.file}
     unknown = [f for f in errors if not f.tensor and f.file not in explained]
     return Missing(names, {f.file or f.what: _reason(f) for f in unknown})
-
-
-def dependent(
-    missing: Iterable[str], model: Iterable[str], outside: Sequence[str], root: str
-) -> dict[str, str]:
-    """Return the optimizer state that is nothing without what is missing, and why.
-
-    The moments of a parameter go with it, and with each other; a parameter's settings stay.
-    """
-    own = set(model)
-    missing = list(missing)
-    parameters = {name.removeprefix(root) for name in own}
-    lost = {name.removeprefix(root) for name in missing if name in own}
-    states = {_state_of(name): name for name in missing if name not in own and _is_state(name)}
-    found: dict[str, str] = {}
-    for name in outside if lost or states else ():
-        if not _is_state(name):
-            continue
-        owner = next((part for part in name_parts(name) if part in parameters), None)
-        if owner in lost:
-            found[name] = f"its parameter `{owner}` is missing"
-        elif _state_of(name) in states:
-            found[name] = f"it is nothing without `{states[_state_of(name)]}`, which is missing"
-    return found
-
-
-def _is_state(name: str) -> bool:
-    parts = name.split(".")
-    return "state" in parts and SETTINGS not in parts
-
-
-def _state_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _reason(found: Finding) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.errors import CkptError, UsageError
+from ckptctl.errors import CkptError
 from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import lock, trash
@@ -109,15 +109,6 @@ def upload(
             raise
         target.close()
     return replace(done, resumed_bytes=target.resumed)
-
-
-def require_plain(*, ranks: int) -> None:
-    """Refuse what cannot be done with a URL as destination."""
-    if ranks > 1:
-        raise UsageError(
-            "several ranks cannot write to a URL",
-            hint="write to a file system that all ranks see, and copy that, or use one process",
-        )
 
 
 def _last(plan: Plan) -> list[str]:

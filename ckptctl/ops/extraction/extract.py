@@ -100,7 +100,7 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
     with advised(catalog, known.root):
         change = change_layout(known, tensors, asked)
     catalog, zeros = made(catalog, change.zeros, known.root, "")
-    mapped = (*in_checkpoint(change.tensors, known.root, False), *zeros)
+    mapped = (*in_checkpoint(change.tensors, known.root, ""), *zeros)
     return StateMapping(catalog, mapped, known.root, notes=change.notes)
 
 

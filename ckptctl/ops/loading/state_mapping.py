@@ -7,7 +7,7 @@ mapping is that of a conversion.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.conversion.assets import gather, unquantised
 from ckptctl.ops.conversion.checks import keep_together
+from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.recognition.agreement import Description
@@ -27,7 +28,7 @@ from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.recognition.selection import select
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.resizing import Tiling
 from ckptctl.planner.mapping.tensors import Change
 
@@ -185,7 +186,7 @@ def _changed(
         change = _change(catalog, known, selection.tensors, wanted, names, options, files)
     _require_scales(catalog, known.root, selection.tensors, renamed=not change.identity)
     catalog, zeros = made(catalog, change.zeros, known.root, wanted.root)
-    model = [_placed(one, known.root, wanted.root) for one in change.tensors]
+    model = in_checkpoint(change.tensors, known.root, wanted.root)
     outside = [name for name in state if not name.startswith(wanted.root)]
     rest = follow(catalog, selection.rest, known.root, change) if outside else None
     return StateMapping(
@@ -277,13 +278,3 @@ def _require_scales(
     catalog: Catalog, root: str, tensors: Mapping[str, TensorEntry], *, renamed: bool
 ) -> None:
     keep_together(catalog, {root + name for name in tensors}, renamed=renamed, dtype=None)
-
-
-def _placed(mapped: MappedTensor, root: str, prefix: str) -> MappedTensor:
-    return replace(
-        mapped, sources=_views(mapped.sources, root), targets=_views(mapped.targets, prefix)
-    )
-
-
-def _views(views: Sequence[View], prefix: str) -> tuple[View, ...]:
-    return tuple(replace(view, key=prefix + view.key) for view in views)
