@@ -11,7 +11,7 @@ from ckptctl import families
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.formats.assets import documents
-from ckptctl.formats.base import WritableFormat, copied, document
+from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.peft import CONFIG
 from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.conversion.assets import Assets
@@ -28,7 +28,6 @@ from ckptctl.planner.mapping.adapters import (
     scaled_biases,
 )
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.paths import path_at
 
 
@@ -45,7 +44,12 @@ def adapter_config_files(
     """Decide which files an adapter gets beside its tensors."""
     config = described(catalog)
     known = settings(config, alpha)
-    ranks = _ranks(change)
+    ranks = {
+        module_of(view.key): view.sizes[0]
+        for item in change.tensors
+        for view in item.targets
+        if view.key.endswith((".lora_A.weight", ".lora_a.weight"))
+    }
     _require_same_biases(change, assets)
     peft = change.target_layout in (None, *PEFT.values())
     if not peft and not known.plain:
@@ -56,11 +60,18 @@ def adapter_config_files(
             hint="`ckptctl merge BASE ADAPTER DST` merges it into its model",
         )
     if target.single_file:
-        return ConfigFiles((), (), {}, (_advice(known, ranks),))
-    content = config
+        shown = " and ".join(str(rank) for rank in sorted(set(ranks.values())))
+        alpha_too = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
+        note = f"a torch file has no place for the rank ({shown}){alpha_too}"
+        return ConfigFiles.of({}, (), (f"{note}: the program that reads it asks",))
+    content: Mapping[str, object] | None = config
     if peft and (config is None or change.source_layout not in (None, *PEFT.values())):
-        content = _written(change, known, config, ranks)
-    return _files(catalog, assets, content)
+        roles = (item.logical.partition(".")[0] for item in change.tensors)
+        dora = any(role.endswith("-magnitude") for role in roles)
+        content = written(ranks, known, config, dora, (change.sizes or {}).get("i"))
+    new = {} if content is None else {CONFIG: dumped(content)}
+    copies = assets.copies((CONFIG, "config.json"))
+    return ConfigFiles.of(new, (copy for copy in copies if copy.root == catalog.root))
 
 
 def _require_same_biases(change: Change, assets: Assets) -> None:
@@ -87,46 +98,6 @@ def _require_same_biases(change: Change, assets: Assets) -> None:
             why="the adapter would compute something else",
             hint="`ckptctl merge BASE ADAPTER DST` merges it into its model, biases as well",
         )
-
-
-def _written(
-    change: Change, known: Settings, config: Json | None, ranks: dict[str, int]
-) -> dict[str, object]:
-    dora = any(item.logical.partition(".")[0].endswith("-magnitude") for item in change.tensors)
-    return written(ranks, known, config, dora, (change.sizes or {}).get("i"))
-
-
-def _ranks(change: Change) -> dict[str, int]:
-    """Return the rank of each module, by its name in the target."""
-    return {
-        module_of(view.key): view.sizes[0]
-        for item in change.tensors
-        for view in item.targets
-        if view.key.endswith((".lora_A.weight", ".lora_a.weight"))
-    }
-
-
-def _advice(known: Settings, ranks: dict[str, int]) -> str:
-    shown = " and ".join(str(rank) for rank in sorted(set(ranks.values())))
-    alpha = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
-    return (
-        f"a torch file has no place for the rank ({shown}){alpha}: the program that reads it asks"
-    )
-
-
-def _files(catalog: Catalog, assets: Assets, config: Json | None) -> ConfigFiles:
-    new = {} if config is None else {CONFIG: dumped(config)}
-    own = {
-        name: size
-        for name, size in assets.sizes.items()
-        if assets.roots[name] == catalog.root and name not in (CONFIG, "config.json")
-    }
-    return ConfigFiles(
-        tuple(document(name, content) for name, content in new.items())
-        + tuple(copied(name, size) for name, size in own.items()),
-        tuple(RawCopy(name, 0, size, name, root=catalog.root) for name, size in own.items()),
-        new,
-    )
 
 
 def written(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,6 +21,7 @@ from ckptctl.formats.rank_states import CONFIGURATION
 from ckptctl.ops.recognition.agreement import Description, of_training
 from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.stated import Json
+from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.files import leads_outside
 from ckptctl.storage.paths import path_at, path_hint
 from ckptctl.units import natural
@@ -55,6 +56,12 @@ class Assets:
         own = dict.fromkeys({**self.sizes, **self.documents}, alone) if target.single_file else {}
         return {**own, **self.others}
 
+    def copies(self, without: Collection[str]) -> Iterator[RawCopy]:
+        """Copies of all side files but those called *without*."""
+        for name, size in self.sizes.items():
+            if name not in without:
+                yield RawCopy(name, 0, size, name, root=self.roots[name])
+
     def notes(self, target: WritableFormat) -> list[str]:
         """Return what the user should know of what *target* could carry and does not get."""
         return [] if target.single_file else [*left_behind(self.others)]
@@ -73,13 +80,20 @@ def stated_in(directory: str | Path) -> dict[str, Json]:
     return documents(root)
 
 
-def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] = ()) -> Assets:
-    """Return the checkpoint's side files, those of ``--assets`` instead where it has them."""
-    found, roots = _own(catalog), [path_at(catalog.root)]
+def gather(
+    catalog: Catalog,
+    directory: str | Path | None,
+    globs: Sequence[str] = (),
+    *,
+    dequantised: bool = False,
+) -> Assets:
+    """The checkpoint's side files, those of ``--assets`` instead where it has them."""
+    assets, roots = _own(catalog), [path_at(catalog.root)]
     if directory is not None:
         roots.append(Path(directory).expanduser().absolute())
-        found = _with_directory(catalog, found, roots[1])
-    return carried(found, roots, globs) if globs else found
+        assets = _with_directory(catalog, assets, roots[1])
+    assets = carried(assets, roots, globs) if globs else assets
+    return _unquantised(assets) if dequantised else assets
 
 
 def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
@@ -116,7 +130,7 @@ def _own(catalog: Catalog) -> Assets:
     return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
 
 
-def unquantised(assets: Assets) -> Assets:
+def _unquantised(assets: Assets) -> Assets:
     """Return *assets* as they hold once nothing is quantised any more."""
     described = tuple(replace(one, content=_plain(one.content)) for one in assets.described)
     config = assets.documents.get(CONFIG, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl import formats
@@ -42,6 +42,16 @@ class ConfigFiles:
     contents: Mapping[str, bytes]
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls, written: Mapping[str, bytes], copies: Iterable[RawCopy], notes: Iterable[str] = ()
+    ) -> ConfigFiles:
+        """Files that are written, and copies of whole files."""
+        files = [document(name, content) for name, content in written.items()]
+        copies = tuple(copies)
+        files += [copied(copy.target, copy.nbytes) for copy in copies]
+        return cls(tuple(files), copies, written, tuple(notes))
+
 
 def config_files(
     assets: Assets,
@@ -56,7 +66,7 @@ def config_files(
     if to_format == "torch":
         names = sorted({*assets.sizes, *assets.documents})
         note = f"a torch file carries no side files; {len(names)} stay behind: {', '.join(names)}"
-        return ConfigFiles((), (), {}, (note,) if names else ())
+        return ConfigFiles.of({}, (), (note,) if names else ())
     written = _written(assets, to_format, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()
     if to_format == "hf" and CONFIG not in assets.documents:
@@ -66,14 +76,7 @@ def config_files(
         notes += (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if formats.target(to_format).described and PARAMS not in written:
         raise _no_params(to_format, change)
-    kept = {name: size for name, size in assets.sizes.items() if name not in written}
-    return ConfigFiles(
-        tuple(document(name, content) for name, content in written.items())
-        + tuple(copied(name, size) for name, size in kept.items()),
-        tuple(RawCopy(name, 0, size, name, root=assets.roots[name]) for name, size in kept.items()),
-        written,
-        notes,
-    )
+    return ConfigFiles.of(written, assets.copies(written), notes)
 
 
 def _about_layout(change: Change) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFo
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion.adapter_files import adapter_config_files, beside
-from ckptctl.ops.conversion.assets import Assets, gather, stated_in, unquantised
+from ckptctl.ops.conversion.assets import Assets, gather, stated_in
 from ckptctl.ops.conversion.checks import (
     Divide,
     Reference,
@@ -171,10 +171,9 @@ def _with_assets(
     if target.adapters:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
-    assets = beside(catalog, gather(catalog, options.assets, options.carry))
-    if options.dequantize:
-        return dequantised(catalog, options.dequantize), unquantised(assets)
-    return catalog, assets
+    plain = bool(options.dequantize)
+    assets = beside(catalog, gather(catalog, options.assets, options.carry, dequantised=plain))
+    return dequantised(catalog, options.dequantize) if options.dequantize else catalog, assets
 
 
 def _map(task: Task, part: Part) -> Change:

@@ -90,6 +90,8 @@ class Part:
 
     def without(self, parts: Mapping[str, str], task: Task) -> Part:
         """Take out *parts* of the model, by their names in it, and what is nothing without them."""
+        if not parts and not self.missing:
+            return self
         gone = {**self.missing, **{task.root + name: why for name, why in parts.items()}}
         model = {task.root + name for name in (*self.selection.tensors, *parts)} | gone.keys()
         outside = self.selection.rest if task.everything else ()

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError, UsageError, command, listed, nearest
-from ckptctl.ops.conversion.assets import gather, unquantised
+from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.contents import cast_to, in_checkpoint
 from ckptctl.ops.conversion.leaves import Strings, strings
 from ckptctl.ops.destinations import require_destination
@@ -84,8 +84,7 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
         same = (MappedTensor.same(n, n, entry.shape) for n, entry in catalog.tensors.items())
         return StateMapping(catalog, tuple(same))
     catalog = unwrapped(catalog)
-    assets = gather(catalog, None)
-    assets = unquantised(assets) if options.dequantize else assets
+    assets = gather(catalog, None, dequantised=bool(options.dequantize))
     documents = assets.documents
     known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
     tensors = select(catalog, known.root).tensors

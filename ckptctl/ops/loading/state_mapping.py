@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, RefusedError, UsageError
-from ckptctl.ops.conversion.assets import gather, unquantised
+from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.training import follow
@@ -171,8 +171,7 @@ def _changed(
     catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
 ) -> StateMapping:
     catalog = unwrapped(catalog)
-    assets = gather(catalog, options.assets)
-    assets = unquantised(assets) if options.dequantize else assets
+    assets = gather(catalog, options.assets, dequantised=bool(options.dequantize))
     documents, files = assets.documents, assets.described
     known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
     wanted = _recognised_state(state, known, options)
